@@ -1,4 +1,4 @@
-"""Runs trials: fresh processes for each, the contenders in turn, so that a machine that drifts is unfair to nobody.
+"""Runs trials: fresh processes for each, the contenders in turn, so that a drift of the machine is shared by all.
 
 round 1: A B C    round 2: A B C    ...    one sample each time, compared with the others of its round
 """
@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from secrets import token_hex
 from statistics import fmean, median
@@ -19,95 +19,60 @@ from benchmarks.step_timer import StepRecord
 from benchmarks.trial import Conditions, Contender, Trial, Workload
 from lockstep.errors import ConfigError, ReplicaError
 
-_KB_PER_MB = 1024
-
 _log = logging.getLogger("benchmarks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Megabytes (2**20 bytes), of one process or added up over several.
+    """Megabytes (2**20 bytes) of one process, or added up over several."""
 
-    Args:
-        peak_mb: the most that was resident at any time (VmHWM). For a job of several processes the sum of their
-            peaks, which their steps in unison reach together.
-        rss_mb: resident now; pages that processes share are counted in each.
-        pss_mb: resident now; a page that n processes share counts 1/n in each.
-    """
-
-    peak_mb: float
-    rss_mb: float
-    pss_mb: float
+    peak_mb: float  # the most that was resident at any time (VmHWM); of several processes the sum of their peaks
+    rss_mb: float  # resident now; pages that processes share are counted in each
+    pss_mb: float  # resident now; a page that n processes share counts 1/n in each
 
 
 def memory_of(pids: Sequence[int]) -> Memory:
     """The memory of running processes together."""
-    parts = [_one(pid) for pid in pids]
-    return Memory(
-        peak_mb=sum(part.peak_mb for part in parts),
-        rss_mb=sum(part.rss_mb for part in parts),
-        pss_mb=sum(part.pss_mb for part in parts),
-    )
+    parts = [_process_memory(pid) for pid in pids]
+    names = [field.name for field in fields(Memory)]
+    return Memory(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
-def read_sizes(lines: Iterable[str]) -> dict[str, float]:
-    """``{"Rss": 2.1, ...}`` in megabytes from lines such as ``Rss:    2208 kB``; other lines are passed over."""
-    fields = (line.split() for line in lines)
-    return {field[0].rstrip(":"): int(field[1]) / _KB_PER_MB for field in fields if field[2:3] == ["kB"]}
-
-
-def _one(pid: int) -> Memory:
+def _process_memory(pid: int) -> Memory:
     now = read_sizes(Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
     ever = read_sizes(Path(f"/proc/{pid}/status").read_text().splitlines())
     return Memory(peak_mb=ever["VmHWM"], rss_mb=now["Rss"], pss_mb=now["Pss"])
 
 
+def read_sizes(lines: Iterable[str]) -> dict[str, float]:
+    """``{"Rss": 2.1, ...}`` in megabytes from lines such as ``Rss:    2208 kB``; other lines are ignored."""
+    columns = (line.split() for line in lines)
+    return {column[0].rstrip(":"): int(column[1]) / 1024 for column in columns if column[2:3] == ["kB"]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one trial gave.
-
-    Args:
-        workload: its name.
-        contender: its name.
-        round: 0 for the first.
-        step_ms: each timed step.
-        cpu_ms: CPU time of a timed step, of all threads of all processes, on average.
-        exchange_ms: the part of each that was exchange and update; empty where it is not told apart.
-        first_step_s: from process start to the end of the first step, of the slowest process.
-        loss: of the last step, averaged over the processes.
-        trained: parameters that the optimizer changes.
-        memory: of all processes together, during the last step.
-        sent_mb: MB (10**6 bytes) that left a host in a timed step, on average; 0 where it is not counted.
-        device_reserved_mb: what torch has taken of a GPU by the last step, in all processes; 0 without one.
-        device_used_mb: what all processes have of that GPU inside the last step; 0 without one.
-        notes: what the contender's processes have to say of themselves, each line once.
-    """
+    """The result of one trial."""
 
     workload: str
     contender: str
-    round: int
-    step_ms: tuple[float, ...]
-    cpu_ms: float
-    exchange_ms: tuple[float, ...]
-    first_step_s: float
-    loss: float
-    trained: int
-    memory: Memory
-    sent_mb: float = 0.0
-    device_reserved_mb: float = 0.0
-    device_used_mb: float = 0.0
-    notes: tuple[str, ...] = ()
+    round: int  # from 0
+    step_ms: tuple[float, ...]  # each timed step
+    cpu_ms: float  # CPU time of a timed step, of all threads of all processes, on average
+    exchange_ms: tuple[float, ...]  # exchange and update in each timed step; empty if not measured
+    first_step_s: float  # from process start to the end of the first step, of the slowest process
+    loss: float  # of the last step, averaged over the processes
+    trained: int  # parameters that the optimizer changes
+    memory: Memory  # of all processes together, during the last step
+    sent_mb: float = 0.0  # MB (10**6 bytes) that left a host in a timed step, on average; 0 if not counted
+    device_reserved_mb: float = 0.0  # what torch has taken of a GPU by the last step, in all processes
+    device_used_mb: float = 0.0  # what all processes have of that GPU inside the last step
+    notes: tuple[str, ...] = ()  # lines from the contender's processes, each once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
-    """A contender that did not run, or not to its end; its samples do not count.
-
-    Args:
-        workload: its name.
-        contender: its name.
-        reason: in one line.
-    """
+    """A contender that did not run, or not to its end, and why; its samples do not count."""
 
     workload: str
     contender: str
@@ -116,19 +81,14 @@ class Absence:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """What came of all rounds.
-
-    Args:
-        samples: of the contenders that ran in all their rounds.
-        absences: the peers that did not.
-    """
+    """The samples of the contenders that ran in all their rounds, and who did not."""
 
     samples: tuple[Sample, ...]
     absences: tuple[Absence, ...]
 
 
 Progress = Callable[[Sample | Absence, int, int], None]
-"""Called with each outcome as it comes, how many there are by then, and how many there will be."""
+"""Called with each outcome, how many there are by then, and how many there will be."""
 
 
 def log_progress(outcome: Sample | Absence, done: int, planned: int) -> None:
@@ -138,20 +98,14 @@ def log_progress(outcome: Sample | Absence, done: int, planned: int) -> None:
         _log.warning("%s is left out from here on: %s", who, outcome.reason)
         return
     times = f"{median(outcome.step_ms):8.1f} ms a step, first step after {outcome.first_step_s:5.2f} s"
-    _log.info(
-        "%s round %d %s, peak %5.0f MB, loss %.4f", who, outcome.round + 1, times, outcome.memory.peak_mb, outcome.loss
-    )
+    peak_mb, loss = outcome.memory.peak_mb, outcome.loss
+    _log.info("%s round %d %s, peak %5.0f MB, loss %.4f", who, outcome.round + 1, times, peak_mb, loss)
 
 
 def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> Rounds:
-    """Runs every trial once a round, in turn; checks, which are not counted, in the first round only.
+    """Runs every trial once a round, in turn; checks in the first round only.
 
     A peer that fails takes no further part: its environment is not ours to mend, and the others' numbers stand.
-
-    Args:
-        trials: what to run.
-        rounds: how often, at least once.
-        progress: told of each outcome.
 
     Raises:
         ReplicaError: a contender that is no peer failed.
@@ -162,26 +116,21 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> R
     samples: list[Sample] = []
     absences: dict[tuple[str, str], Absence] = {}
     for done, (index, trial) in enumerate(plan, start=1):
-        key = (trial.workload.name, trial.contender.name)
-        if key in absences:
+        workload, contender = trial.workload.name, trial.contender
+        if (workload, contender.name) in absences:
             continue
-        outcome = _run_or_miss(trial, index)
-        if isinstance(outcome, Absence):
-            absences[key] = outcome
-        else:
+        outcome: Sample | Absence
+        try:
+            outcome = run_trial(trial, index)
             samples.append(outcome)
+        except ReplicaError as error:
+            if contender.role != "peer":
+                raise
+            outcome = Absence(workload=workload, contender=contender.name, reason=str(error))
+            absences[workload, contender.name] = outcome
         progress(outcome, done, len(plan))
     complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in absences)
     return Rounds(samples=complete, absences=tuple(absences.values()))
-
-
-def _run_or_miss(trial: Trial, index: int) -> Sample | Absence:
-    try:
-        return run_trial(trial, index)
-    except ReplicaError as error:
-        if trial.contender.role != "peer":
-            raise
-        return Absence(workload=trial.workload.name, contender=trial.contender.name, reason=str(error))
 
 
 def plan_rounds(trials: Sequence[Trial], rounds: int) -> list[tuple[int, Trial]]:
@@ -190,11 +139,7 @@ def plan_rounds(trials: Sequence[Trial], rounds: int) -> list[tuple[int, Trial]]
 
 
 def run_trial(trial: Trial, index: int = 0) -> Sample:
-    """Starts the trial's processes, waits for their last step, looks at their memory, and lets them end.
-
-    Args:
-        trial: what to run.
-        index: of the round.
+    """Starts the trial's processes, waits for their last step, reads their memory, and lets them end.
 
     Raises:
         ReplicaError: a process ended before its last step, or took longer than its limit.
@@ -205,14 +150,14 @@ def run_trial(trial: Trial, index: int = 0) -> Sample:
         folder = Path(tempfile.gettempdir(), f"lockstep-bench-{token_hex(4)}")
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-        team = trial.contender.launcher.launch(trial, folder)
-        cleanup.callback(team.end)
-        records = team.records()
-        return _sample(trial, index, records, memory_of(team.pids))
+        running = trial.contender.launcher.launch(trial, folder)
+        cleanup.callback(running.end)
+        records = running.records()
+        return _sample(trial, index, records, memory_of(running.pids))
 
 
 def _sample(trial: Trial, index: int, records: Sequence[StepRecord], memory: Memory) -> Sample:
-    """One sample of a trial; a step of several processes, in unison but for yardsticks, is the mean of theirs."""
+    """One sample of a trial; a step of several processes is the mean of theirs."""
     return Sample(
         workload=trial.workload.name,
         contender=trial.contender.name,
@@ -238,13 +183,8 @@ def _mean_ms(processes: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 def trials_of(workload: Workload, contenders: Iterable[Contender], conditions: Conditions) -> list[Trial]:
     """One trial of each contender on all cores, in their order."""
+    warm_up, steps, cores = conditions.warm_up, conditions.steps, conditions.machine.cores
     return [
-        Trial(
-            workload=workload,
-            contender=contender,
-            warm_up=conditions.warm_up,
-            steps=conditions.steps,
-            cores=conditions.machine.cores,
-        )
+        Trial(workload=workload, contender=contender, warm_up=warm_up, steps=steps, cores=cores)
         for contender in contenders
     ]

@@ -32,13 +32,9 @@ _numbers = count()
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins two hosts.
+    """What joins two hosts."""
 
-    Args:
-        mbit: megabits (10**6 bits) a second in each direction; None is as fast as the machine copies.
-    """
-
-    mbit: float | None
+    mbit: float | None  # megabits (10**6 bits) a second in each direction; None is as fast as the machine copies
 
     def __post_init__(self) -> None:
         if self.mbit is not None and not self.mbit > 0:
@@ -52,24 +48,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One of two hosts.
+    """One of two hosts."""
 
-    Args:
-        namespace: the name of its network namespace.
-        interface: its end of the link.
-        address: of that end.
-        cores: the CPU cores that its processes run on.
-    """
-
-    namespace: str
-    interface: str
-    address: str
-    cores: tuple[int, ...]
+    namespace: str  # the name of its network namespace
+    interface: str  # its end of the link
+    address: str  # of that end
+    cores: tuple[int, ...]  # the CPU cores that its processes run on
 
     def enter(self) -> None:
         """Moves the calling thread, and the threads that it starts from then on, to this host. There is no way back.
 
-        torch's gloo is told which interface to use as its users tell it: by its environment variable.
+        torch's gloo gets the interface as its users give it: by its environment variable.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with (_NAMESPACES / self.namespace).open("rb") as namespace:
@@ -148,8 +137,8 @@ def _join(one: Host, other: Host, link: Link) -> None:
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf", *rate)
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise ReplicaError(f"`{' '.join(words)}` failed: {said[-1]}; making hosts needs root")
+        output = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+        raise ReplicaError(f"`{' '.join(command)}` failed: {output[-1]}; making hosts needs root")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.results import Figures, Target
+from benchmarks.harness import Absence, Sample
+from benchmarks.results import Comparison, Figures
 from benchmarks.trial import Conditions
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import LockstepError
@@ -19,61 +21,179 @@ class NothingToRunError(LockstepError):
     """This machine lacks what the suite measures. The command says why and exits with 77, as a skipped test does."""
 
 
-def head(conditions: Conditions, title: str) -> str:
-    """The title and the circumstances of a run."""
-    machine = conditions.machine
-    where = f"{machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}"
-    how = f"{conditions.warm_up} steps of warm-up, then {conditions.steps} timed"
-    facts = (
-        f"machine: {where}; load average before the run {machine.load:.2f}",
-        f"versions: Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}",
-        *(f"{name}: {versions}" for name, versions in conditions.peers),
-        f"commit: {machine.commit}",
-        f"command: `{conditions.command}`",
-        f"{conditions.rounds} rounds, the contenders in turn, each in fresh processes; in each trial {how}",
-    )
-    return "\n".join([f"# {title}, {conditions.date}", "", *(f"- {fact}" for fact in facts)])
+Column = Callable[[Figures], str]
+COLUMNS: Mapping[str, Column] = {
+    "step ms": lambda row: f"{row.median_ms:.1f}",
+    "p10": lambda row: f"{row.percentile_ms(10):.1f}",
+    "p90": lambda row: f"{row.percentile_ms(90):.1f}",
+    "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.3f}",
+    "CPU ms": lambda row: f"{row.over_rounds(lambda sample: sample.cpu_ms):.0f}",
+    "exchange + update": lambda row: "" if row.exchange_share is None else f"{row.exchange_share:.1%}",
+    "first step s": lambda row: f"{row.first_step_s:.2f}",
+    "peak MB": lambda row: f"{row.memory.peak_mb:.0f}",
+    "RSS MB": lambda row: f"{row.memory.rss_mb:.0f}",
+    "PSS MB": lambda row: f"{row.memory.pss_mb:.0f}",
+    "sent MB": lambda row: f"{row.over_rounds(lambda sample: sample.sent_mb):.1f}",
+    "loss": lambda row: f"{row.over_rounds(lambda sample: sample.loss):.4f}",
+    "parameters": lambda row: f"{row.trained:,}",
+}
+MEANINGS: Mapping[str, str] = {
+    "step ms": "the median of the timed steps of all rounds together; a step of several processes is the mean of "
+    "theirs. p10, p90: a tenth of them were faster, and slower.",
+    "ratio": "to the best baseline, the one whose ratio is 1: the median step over the baseline's of the same round, "
+    "and of these the median. Below 1 is faster. Baselines are the hand-written loops on torch alone; without one the "
+    "first row is the reference.",
+    "CPU ms": "CPU time of a step, of all threads and processes together. With all cores busy it is the step times the "
+    "cores; it counts waiting in a spinning barrier, and hardly depends on what else the machine does.",
+    "exchange + update": "from the moment when the last local replica arrives at `optimizer.step` to the moment when "
+    "all have left it, as part of the step. With several workers it includes the wait for a later one.",
+    "first step s": "from the start of the processes to the end of the slowest one's first step: imports, model and, "
+    "with several workers, their meeting included.",
+    "peak MB": "memory of all processes of the contender together, read inside the last step: the sum of their "
+    "resident peaks (VmHWM), which the machine must have even where a process gives some back at the end of its step.",
+    "RSS MB": "what was resident then; it counts pages that processes share in each of them, PSS divides them.",
+    "sent MB": "10**6 bytes that leave each host in a step, headers included, as the interface counts them.",
+    "loss": "of the last step. Every contender trains the same model on the same batches, so these agree but for "
+    "dropout, the batch statistics of each replica or process and, on TensorFlow and JAX, the initial weights.",
+    "parameters": "that the optimizer changes.",
+}
+"""What the columns mean; those that need no word of their own are explained with the one before."""
 
 
-def settings_list(figures: Sequence[Figures]) -> list[str]:
-    """A line a contender: what was chosen, and how."""
-    return [f"- {row.contender.name}: {row.contender.settings}" for row in figures]
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table of contenders on one workload, and what is compared."""
 
-
-def target_table(targets: Sequence[Target]) -> str:
-    """Limits beside what was measured; empty without targets."""
-    rows = [[target.text, *_verdict(target)] for target in targets]
-    return markdown_table(("target", "limit", "measured", "reached"), rows) if rows else ""
-
-
-def _verdict(target: Target) -> tuple[str, str, str]:
-    return f"{target.bound} {target.limit:.2f}", f"{target.value:.3f}", "yes" if target.reached else "NO"
+    workload: str  # its name, for the JSON
+    title: str
+    columns: Mapping[str, Column]
+    figures: Sequence[Figures]
+    comparisons: Sequence[Comparison] = ()
+    absences: Sequence[Absence] = ()
+    remark: str = ""  # stands above the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a suite returns.
-
-    Args:
-        name: of the files, after the date: ``DATE-NAME.md`` and ``DATE-NAME.json``.
-        date: YYYY-MM-DD.
-        text: the Markdown.
-        record: everything that was measured, for the JSON.
-        ok: whether the command succeeds.
-    """
+    """The report of a suite; its files are ``DATE-NAME.md`` and ``DATE-NAME.json``."""
 
     name: str
     date: str
-    text: str
-    record: Mapping[str, Any]
-    ok: bool = True
+    text: str  # the Markdown
+    record: Mapping[str, Any]  # everything that was measured, for the JSON
+    ok: bool = True  # whether the command succeeds
+
+
+def columns(*names: str) -> dict[str, Column]:
+    """Some of ``COLUMNS``, in this order."""
+    return {name: COLUMNS[name] for name in names}
+
+
+def head(conditions: Conditions, title: str) -> str:
+    """The title and the circumstances of a run."""
+    warm_up, steps, rounds = conditions.warm_up, conditions.steps, conditions.rounds
+    facts = (
+        *conditions.machine.facts,
+        *conditions.peers,
+        ("command", f"`{conditions.command}`"),
+        (
+            "measured",
+            f"{rounds} rounds, the contenders in turn, each in fresh processes; {warm_up} warm-up steps, {steps} timed",
+        ),
+    )
+    return "\n".join([f"# {title}, {conditions.date}", "", *(f"- {name}: {text}" for name, text in facts)])
+
+
+def report_of(
+    name: str,
+    conditions: Conditions,
+    title: str,
+    sections: Sequence[Section],
+    samples: Sequence[Sample],
+    *,
+    meanings: Mapping[str, str] | None = None,
+) -> Report:
+    """The report of contenders that took turns.
+
+    Args:
+        name: of the files, which ends with the number of cores.
+        conditions: how the run was made.
+        title: of the report.
+        sections: its tables.
+        samples: all of them, for the JSON.
+        meanings: further explanations, or other ones than in ``MEANINGS``.
+    """
+    shown = {name for section in sections for name in section.columns}
+    known = {name: text for name, text in MEANINGS.items() if name in shown} | dict(meanings or {})
+    text = "\n\n".join([head(conditions, title), *map(section_text, sections), legend(known)]) + "\n"
+    record = {
+        "conditions": asdict(conditions),
+        **sections_record(sections),
+        "samples": [asdict(sample) for sample in samples],
+    }
+    return Report(name=f"{name}-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
+
+
+def legend(meanings: Mapping[str, str]) -> str:
+    """The explanations of columns and rows."""
+    return "\n".join(["## What the columns mean", "", *(f"- {name}: {text}" for name, text in meanings.items())])
+
+
+def sections_record(sections: Sequence[Section]) -> dict[str, Any]:
+    """Comparisons and absences for the JSON."""
+    return {
+        "comparisons": [
+            {"workload": section.workload, **asdict(each), "value": each.value, "verdict": each.verdict}
+            for section in sections
+            for each in section.comparisons
+        ],
+        "absences": [asdict(absence) for section in sections for absence in section.absences],
+    }
+
+
+def section_text(section: Section) -> str:
+    """A section as Markdown."""
+    headings = ("contender", *section.columns)
+    rows = [[row.contender.name, *(column(row) for column in section.columns.values())] for row in section.figures] + [
+        [absence.contender, "not run", *[""] * (len(headings) - 2)] for absence in section.absences
+    ]
+    lines = [
+        *(f"- {row.contender.name}: {row.contender.settings}" for row in section.figures),
+        *(
+            f"- {row.contender.name} logged: {note}"
+            for row in section.figures
+            for note in dict.fromkeys(note for sample in row.samples for note in sample.notes)
+        ),
+        *(f"- {absence.contender}: not run: {absence.reason}" for absence in section.absences),
+    ]
+    blocks = [
+        f"## {section.title}",
+        section.remark,
+        markdown_table(headings, rows),
+        comparison_table(section.comparisons),
+        "\n".join(lines),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def comparison_table(comparisons: Iterable[Comparison]) -> str:
+    """What is compared, beside the limits; empty without comparisons."""
+    rows = [
+        [
+            each.text,
+            "" if each.limit is None else f"{each.bound} {each.limit:.2f}{each.unit}",
+            *(f"{spread(each.values):.3f}{each.unit}" if each.values else "" for spread in (median, min, max)),
+            each.verdict,
+        ]
+        for each in comparisons
+    ]
+    return markdown_table(("compared", "limit", "median round", "lowest", "highest", "reached"), rows) if rows else ""
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Writes the Markdown and the JSON, each atomically; a report of the same day and name is replaced.
+    """Writes the Markdown and the JSON, each atomically, and returns the path of the Markdown file.
 
-    Returns:
-        The path of the Markdown file.
+    A report of the same day and name is replaced.
     """
     base = folder / f"{report.date}-{report.name}"
     record = json.dumps(report.record, indent=1) + "\n"

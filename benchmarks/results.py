@@ -1,11 +1,11 @@
-"""What the project set out to reach, held against the figures. Pure."""
+"""Figures of each contender over all rounds, and comparisons of two. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
-from types import MappingProxyType
 from typing import Literal
 
 from benchmarks.harness import Memory, Sample
@@ -16,272 +16,149 @@ from lockstep.scaling.runner import percentile
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One contender on one workload, over all its rounds.
-
-    Args:
-        contender: who.
-        median_ms: of all timed steps together.
-        p10_ms: a tenth of the steps were faster.
-        p90_ms: a tenth of the steps were slower.
-        cpu_ms: CPU time of a step, of all threads and processes; median over the rounds.
-        ratio: to the best rival: the median over the rounds of (its median step / the rival's of the same round).
-        exchange_share: of the step, in exchange and update: the median over the rounds; None where not told apart.
-        first_step_s: median over the rounds.
-        memory: each figure's median over the rounds.
-        loss: of the last step, median over the rounds.
-        trained: parameters that the optimizer changes.
-    """
+    """One contender on one workload, over all its rounds."""
 
     contender: Contender
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    cpu_ms: float
-    ratio: float
-    exchange_share: float | None
-    first_step_s: float
-    memory: Memory
-    loss: float
-    trained: int
+    samples: tuple[Sample, ...]
+    # To the best baseline: the median over the rounds of (its median step / the baseline's of the same round).
+    ratio: float | None = None
+
+    @cached_property
+    def steps(self) -> list[float]:
+        """Milliseconds of all timed steps of all rounds."""
+        return [step for sample in self.samples for step in sample.step_ms]
+
+    @property
+    def median_ms(self) -> float:
+        """Of all timed steps together, as are the percentiles."""
+        return median(self.steps)
+
+    def percentile_ms(self, percent: float) -> float:
+        """The step that so many percent of the steps are faster than."""
+        return percentile(self.steps, percent)
+
+    @property
+    def exchange_share(self) -> float | None:
+        """Exchange and update as part of the step, the median over the rounds; None if not measured."""
+        shares = [median(sample.exchange_ms) / median(sample.step_ms) for sample in self.samples if sample.exchange_ms]
+        return median(shares) if shares else None
+
+    def over_rounds(self, value: Callable[[Sample], float]) -> float:
+        """The median over the rounds of what a sample has once."""
+        return median(map(value, self.samples))
+
+    @property
+    def memory(self) -> Memory:
+        """Each figure's median over the rounds."""
+        return Memory(
+            peak_mb=self.over_rounds(lambda sample: sample.memory.peak_mb),
+            rss_mb=self.over_rounds(lambda sample: sample.memory.rss_mb),
+            pss_mb=self.over_rounds(lambda sample: sample.memory.pss_mb),
+        )
+
+    @property
+    def first_step_s(self) -> float:
+        """From process start to the end of the first step, the median over the rounds."""
+        return self.over_rounds(lambda sample: sample.first_step_s)
+
+    @property
+    def trained(self) -> int:
+        return self.samples[0].trained
 
 
-def paired_ratio(samples: Sequence[Sample], others: Sequence[Sample]) -> float:
-    """The median over the rounds of (median step of ours / median step of theirs in the same round).
+def samples_of(samples: Iterable[Sample], workload: str, contender: str) -> tuple[Sample, ...]:
+    """The samples of one contender on one workload."""
+    return tuple(each for each in samples if (each.workload, each.contender) == (workload, contender))
 
-    Raises:
-        DataError: the two have no round in common.
-    """
+
+def step_ratios(samples: Iterable[Sample], others: Iterable[Sample]) -> tuple[float, ...]:
+    """In each round that both have: median step of the first / median step of the second."""
     theirs = {sample.round: median(sample.step_ms) for sample in others}
-    ratios = [median(sample.step_ms) / theirs[sample.round] for sample in samples if sample.round in theirs]
+    ours = sorted(samples, key=lambda sample: sample.round)
+    return tuple(median(sample.step_ms) / theirs[sample.round] for sample in ours if sample.round in theirs)
+
+
+def step_ratio(samples: Iterable[Sample], others: Iterable[Sample]) -> float:
+    """The median of ``step_ratios``; raises DataError without a common round."""
+    ratios = step_ratios(samples, others)
     if not ratios:
         raise DataError("two contenders without a common round were to be compared; run them in the same rounds")
     return median(ratios)
 
 
-def best_rival(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> Contender | None:
-    """The rival with the lowest median step; without rivals the best peer, and None without any."""
-    for role in ("rival", "peer"):
-        others = [contender for contender in contenders if contender.role == role]
-        if others:
-            return min(others, key=lambda other: median(_steps(_of(samples, workload, other))))
-    return None
-
-
 def figures_of(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> list[Figures]:
-    """The figures of each contender of a workload, in their order.
-
-    Args:
-        contenders: who took part.
-        samples: of all workloads.
-        workload: which one.
-    """
-    if not contenders:
+    """The figures of each contender of a workload, in their order. The ratio is to the first one without baselines."""
+    figures = []
+    for contender in contenders:
+        own = samples_of(samples, workload, contender.name)
+        if not own:
+            raise DataError(f"contender {contender.name!r} has no sample of workload {workload!r}; run it first")
+        figures.append(Figures(contender=contender, samples=own))
+    if not figures:
         return []
-    best = best_rival(contenders, samples, workload) or contenders[0]
-    reference = _of(samples, workload, best)
-    return [_figures(contender, _of(samples, workload, contender), reference) for contender in contenders]
-
-
-def _figures(contender: Contender, own: Sequence[Sample], reference: Sequence[Sample]) -> Figures:
-    steps = _steps(own)
-    return Figures(
-        contender=contender,
-        median_ms=median(steps),
-        p10_ms=percentile(steps, 10),
-        p90_ms=percentile(steps, 90),
-        cpu_ms=median(sample.cpu_ms for sample in own),
-        ratio=paired_ratio(own, reference),
-        exchange_share=_exchange_share(own),
-        first_step_s=median(sample.first_step_s for sample in own),
-        memory=Memory(
-            peak_mb=median(sample.memory.peak_mb for sample in own),
-            rss_mb=median(sample.memory.rss_mb for sample in own),
-            pss_mb=median(sample.memory.pss_mb for sample in own),
-        ),
-        loss=median(sample.loss for sample in own),
-        trained=own[0].trained,
-    )
-
-
-def _exchange_share(own: Sequence[Sample]) -> float | None:
-    shares = [median(sample.exchange_ms) / median(sample.step_ms) for sample in own if sample.exchange_ms]
-    return median(shares) if shares else None
-
-
-def _of(samples: Sequence[Sample], workload: str, contender: Contender) -> list[Sample]:
-    own = [sample for sample in samples if (sample.workload, sample.contender) == (workload, contender.name)]
-    if not own:
-        raise DataError(f"contender {contender.name!r} has no sample of workload {workload!r}; run it first")
-    return own
-
-
-def _steps(samples: Sequence[Sample]) -> list[float]:
-    return [step for sample in samples for step in sample.step_ms]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """One quotient of step times in each round.
-
-    Args:
-        text: what is divided by what.
-        rounds: the quotients, one a round.
-        promised: whether a target speaks about it.
-    """
-
-    text: str
-    rounds: tuple[float, ...]
-    promised: bool = False
-
-    @property
-    def value(self) -> float:
-        """The median over the rounds."""
-        return median(self.rounds)
-
-
-def efficiencies_of(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> list[Efficiency]:
-    """Ours against one share alone, the hardware's ceiling, and ours against that; nothing where one was not measured.
-
-    Args:
-        contenders: who took part.
-        samples: of all workloads.
-        workload: which one.
-    """
-    parts = _parts(contenders)
-    if parts is None:
-        return []
-    alone, together, ours = parts
-    steps = {part.name: _medians(samples, workload, part) for part in parts}
-    pairs = ((alone, ours, True), (alone, together, False), (together, ours, False))
+    best = best_baseline(figures) or figures[0]
     return [
-        Efficiency(
-            text=f"{over.name} / {under.name}",
-            rounds=_quotients(steps[over.name], steps[under.name]),
-            promised=promised,
-        )
-        for over, under, promised in pairs
+        Figures(contender=row.contender, samples=row.samples, ratio=step_ratio(row.samples, best.samples))
+        for row in figures
     ]
 
 
-def _parts(contenders: Sequence[Contender]) -> tuple[Contender, Contender, Contender] | None:
-    yardsticks = [contender for contender in contenders if contender.role == "yardstick"]
-    alone = next((one for one in yardsticks if one.processes == 1), None)
-    together = next((one for one in yardsticks if one.processes == one.shares), None)
-    if alone is None or together is None:
-        return None
-    ours = next((one for one in contenders if one.role == "ours" and one.shares == alone.shares), None)
-    return None if ours is None else (alone, together, ours)
+def best_baseline(figures: Iterable[Figures]) -> Figures | None:
+    """The baseline with the lowest median step; without baselines the best peer, and None without any."""
+    figures = list(figures)
+    return fastest(with_role(figures, "baseline")) or fastest(with_role(figures, "peer"))
 
 
-def _medians(samples: Sequence[Sample], workload: str, contender: Contender) -> dict[int, float]:
-    own = [sample for sample in samples if (sample.workload, sample.contender) == (workload, contender.name)]
-    return {sample.round: median(sample.step_ms) for sample in own}
+def fastest(figures: Iterable[Figures]) -> Figures | None:
+    """The one with the lowest median step."""
+    return min(figures, key=lambda row: row.median_ms, default=None)
 
 
-def _quotients(over: Mapping[int, float], under: Mapping[int, float]) -> tuple[float, ...]:
-    return tuple(over[index] / under[index] for index in sorted(over) if index in under)
-
-
-MAX_STEP_RATIO: Mapping[str, float] = MappingProxyType({"mobilenetv2": 0.75, "mlm": 1.0})
-"""Our step time over the best rival's."""
-MAX_PEER_RATIO: Mapping[str, float] = MappingProxyType({"mobilenetv2": 0.8, "mlm": 1.0})
-"""Our step time at 2 replicas over the best peer's at 2."""
-MIN_EFFICIENCY = 0.95
-"""The step time of one share of the work on one share of the cores, over ours with the shares of all."""
-MAX_MEMORY_RATIO = 0.65
-"""Our resident memory at 4 replicas over that of DDP's four processes together."""
-MAX_FIRST_STEP_RATIO = 1.0
-"""Our time from process start to the end of the first step over DDP's at as many processes."""
-MAX_EXCHANGE_SHARE: Mapping[str, float] = MappingProxyType({"mobilenetv2": 0.03})
-"""Exchange and update over the whole step."""
-_MEMORY_SHARES = 4
-_PEER_SHARES = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One target and what was measured.
-
-    Args:
-        text: what is compared with what.
-        limit: what the value is held against.
-        value: measured.
-        bound: on which side of the limit the value is to be.
-    """
-
-    text: str
-    limit: float
-    value: float
-    bound: Literal["at most", "at least"] = "at most"
-
-    @property
-    def reached(self) -> bool:
-        """Whether the value is within the limit."""
-        return self.value <= self.limit if self.bound == "at most" else self.value >= self.limit
-
-
-def targets_of(workload: str, figures: Sequence[Figures], efficiencies: Sequence[Efficiency] = ()) -> list[Target]:
-    """The targets that a workload's figures speak about; without a contender that one needs, it is left out."""
-    ours, rivals, peers = (_with_role(figures, role) for role in ("ours", "rival", "peer"))
-    ddp = [row for row in rivals if row.contender.processes > 1]
-    pairs = [(row, rival) for row in ours if (rival := _ddp_of(ddp, row.contender.shares)) is not None]
-    return [
-        *(_step_targets("rival", MAX_STEP_RATIO[workload], ours, rivals) if workload in MAX_STEP_RATIO else ()),
-        *(_peer_targets(MAX_PEER_RATIO[workload], ours, peers) if workload in MAX_PEER_RATIO else ()),
-        *(_efficiency_target(efficiency) for efficiency in efficiencies if efficiency.promised),
-        *(_memory_target(row, rival) for row, rival in pairs if row.contender.shares == _MEMORY_SHARES),
-        *(_first_step_target(row, rival) for row, rival in pairs),
-        *(_exchange_target(workload, row) for row in ours if workload in MAX_EXCHANGE_SHARE),
-    ]
-
-
-def _with_role(figures: Sequence[Figures], role: Role) -> list[Figures]:
+def with_role(figures: Iterable[Figures], role: Role) -> list[Figures]:
+    """Those of one role."""
     return [row for row in figures if row.contender.role == role]
 
 
-def _ddp_of(ddp: Sequence[Figures], shares: int) -> Figures | None:
-    """DDP's faster setting at that many processes."""
-    return min((row for row in ddp if row.contender.shares == shares), key=lambda row: row.median_ms, default=None)
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared with what, and the limit that the project has set, if any."""
+
+    text: str
+    values: tuple[float, ...]  # one a round, or one over all rounds; empty if something that it needs did not run
+    limit: float | None = None
+    bound: Literal["at most", "at least", "below"] = "at most"
+    unit: str = ""  # of values and limit; empty for a ratio
+
+    @property
+    def value(self) -> float | None:
+        """The median over the rounds."""
+        return median(self.values) if self.values else None
+
+    @property
+    def verdict(self) -> str:
+        """``yes``, ``NO``, ``not measured``, or empty without a limit."""
+        if self.limit is None:
+            return ""
+        if self.value is None:
+            return "not measured"
+        reached = {
+            "at most": self.value <= self.limit,
+            "at least": self.value >= self.limit,
+            "below": self.value < self.limit,
+        }
+        return "yes" if reached[self.bound] else "NO"
 
 
-def _step_targets(who: str, limit: float, ours: Sequence[Figures], others: Sequence[Figures]) -> list[Target]:
-    """Others as they come, and others told to use channels_last: ours chooses the memory format by itself."""
-    if not ours:
-        return []
-    best = min(ours, key=lambda row: row.ratio)
-    told = [row.ratio for row in others if row.contender.layout == "channels_last"]
-    untold = [row.ratio for row in others if row.contender.layout != "channels_last"]
-    return [
-        Target(
-            text=f"step time, {best.contender.name} / {name}",
-            limit=limit,
-            value=best.ratio / min(given),  # both are relative to the same rival of the same rounds
-        )
-        for name, given in ((f"best {who}", untold), (f"best {who} told to use channels_last", told))
-        if given
-    ]
-
-
-def _peer_targets(limit: float, ours: Sequence[Figures], peers: Sequence[Figures]) -> list[Target]:
-    two = [[row for row in rows if row.contender.shares == _PEER_SHARES] for rows in (ours, peers)]
-    return _step_targets(f"peer at {_PEER_SHARES} replicas", limit, *two)
-
-
-def _efficiency_target(efficiency: Efficiency) -> Target:
-    text = f"parallel efficiency, {efficiency.text}"
-    return Target(text=text, limit=MIN_EFFICIENCY, value=efficiency.value, bound="at least")
-
-
-def _memory_target(row: Figures, rival: Figures) -> Target:
-    text = f"peak resident memory, {row.contender.name} / {rival.contender.name}"
-    return Target(text=text, limit=MAX_MEMORY_RATIO, value=row.memory.peak_mb / rival.memory.peak_mb)
-
-
-def _first_step_target(row: Figures, rival: Figures) -> Target:
-    text = f"start to first step, {row.contender.name} / {rival.contender.name}"
-    return Target(text=text, limit=MAX_FIRST_STEP_RATIO, value=row.first_step_s / rival.first_step_s)
-
-
-def _exchange_target(workload: str, row: Figures) -> Target:
-    text = f"exchange and update / step, {row.contender.name}"
-    return Target(text=text, limit=MAX_EXCHANGE_SHARE[workload], value=row.exchange_share or 0.0)
+def compare_steps(
+    ours: Figures | None,
+    theirs: Figures | None,
+    limit: float | None = None,
+    *,
+    text: str = "",
+    bound: Literal["at most", "at least", "below"] = "at most",
+) -> Comparison:
+    """The step times of two contenders, round by round."""
+    values = () if ours is None or theirs is None else step_ratios(ours.samples, theirs.samples)
+    if not text and ours is not None and theirs is not None:
+        text = f"step time, {ours.contender.name} / {theirs.contender.name}"
+    return Comparison(text=text, values=values, limit=limit, bound=bound)

@@ -1,6 +1,6 @@
 """What is measured, as plain data: a workload, a contender that does it, and one trial of the two.
 
-Everything here travels to a contender's fresh process, so functions are named by their modules.
+Everything here is pickled for a contender's fresh process, so functions are named by their modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from benchmarks.step_timer import StepRecord
 from lockstep.errors import ConfigError
 from lockstep.scaling.machine import Machine
 
-Layout = Literal["auto", "channels_last", "contiguous", "framework"]
-"""Memory format of a module's weights and pictures; "auto" leaves it to the strategy, "framework" to the peer."""
+T = TypeVar("T")
+TRIAL_LIMIT_S = 300.0
+"""A trial that takes longer is given up, if it has no limit of its own."""
+END_LIMIT_S = 30.0
+"""Processes that have not ended so long after their last step are killed."""
 
-Role = Literal["ours", "rival", "peer", "yardstick", "check"]
+Layout = Literal["auto", "channels_last", "contiguous", "framework"]
+"""Memory format of weights and images; "auto" leaves it to the strategy, "framework" to the other framework."""
+
+Role = Literal["ours", "baseline", "peer", "reference", "check"]
 """What a contender's numbers are for.
 
-ours: this package. rival: a loop written by hand on torch alone. peer: another framework. yardstick: what the hardware
-gives, for the parallel efficiency. check: runs in the first round only and takes no part in the targets.
+ours: this package. baseline: a loop written by hand on torch alone. peer: another framework. reference: a part of the
+work, for the parallel efficiency. check: runs in the first round only, and no target depends on it.
 """
 
 Batch = tuple[Any, Tensor]
@@ -33,124 +39,75 @@ Batch = tuple[Any, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training step that all contenders do, on the same numbers.
+    """One training step that all contenders do, on the same numbers."""
 
-    Args:
-        name: as on the command line.
-        title: for the table: model, shapes, optimizer.
-        make_module: the model, of random weights from torch's default generator.
-        make_batches: so many different global batches, the same in every process.
-        loss: ``loss(outputs, y)`` -> (sum over what is counted, how many are counted).
-        count: how many are counted in each global batch.
-        learning_rate: Adam's.
-    """
-
-    name: str
-    title: str
-    make_module: Callable[[], nn.Module]
-    make_batches: Callable[[int], list[Batch]]
-    loss: Callable[[Any, Tensor], tuple[Tensor, Any]]
-    count: int
-    learning_rate: float
+    name: str  # as on the command line
+    title: str  # for the table: model, shapes, optimizer
+    make_module: Callable[[], nn.Module]  # random weights from torch's default generator
+    make_batches: Callable[[int], list[Batch]]  # so many global batches, the same in every process
+    loss: Callable[[Any, Tensor], tuple[Tensor, Any]]  # of (outputs, y): the sum over what is counted, and the count
+    count: int  # how many are counted in each global batch
+    learning_rate: float  # Adam's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do the work.
+    """One way to do the work."""
 
-    Args:
-        name: a short one, such as "ddp-2".
-        settings: for the table: what was chosen, and how.
-        launcher: starts its processes.
-        shares: among how many replicas or processes the global batch is divided.
-        processes: how many of its processes train, and report.
-        layout: memory format.
-        role: what its numbers are for.
-        peer: which peer it is, such as "fabric"; empty for all that run in this package's own environment.
-    """
-
-    name: str
-    settings: str
+    name: str  # a short one, such as "ddp-2"
+    settings: str  # for the table: what was chosen, and how
     launcher: Launcher
-    shares: int
-    processes: int = 1
+    shares: int  # replicas or processes that divide the global batch
+    processes: int = 1  # processes that train, and report
     layout: Layout = "contiguous"
-    role: Role = "rival"
-    peer: str = ""
+    role: Role = "baseline"
+    peer: str = ""  # name of the other framework, such as "fabric"; empty in this package's own environment
 
     @property
     def counted(self) -> bool:
-        """Whether it runs in every round."""
         return self.role != "check"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long a suite measures where the command line does not say.
+    """How long a suite measures unless the command line says otherwise."""
 
-    Args:
-        warm_up: steps before the timed ones.
-        steps: timed steps of a trial.
-        rounds: trials of each contender.
-    """
-
-    warm_up: int
-    steps: int
-    rounds: int
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps of a trial
+    rounds: int  # trials of each contender
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How a run was made.
+    """How a run was made."""
 
-    Args:
-        date: YYYY-MM-DD.
-        machine: where.
-        command: what was typed.
-        warm_up: steps before the timed ones, in each trial.
-        steps: timed steps of each trial.
-        rounds: trials of each contender.
-        peers: each peer's name and the versions of its packages.
-    """
-
-    date: str
+    date: str  # YYYY-MM-DD
     machine: Machine
     command: str
     warm_up: int
     steps: int
     rounds: int
-    peers: tuple[tuple[str, str], ...] = ()
+    peers: tuple[tuple[str, str], ...] = ()  # each peer's name and the versions of its packages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One contender doing one workload, once, in fresh processes.
-
-    Args:
-        workload: the work.
-        contender: who does it.
-        warm_up: steps before the ones that are timed, at least 1.
-        steps: steps that are timed, at least 1.
-        cores: CPU cores to use in all.
-        limit_s: a trial that takes longer is given up; None is the usual limit.
-    """
+    """One contender doing one workload, once, in fresh processes."""
 
     workload: Workload
     contender: Contender
-    warm_up: int
-    steps: int
-    cores: int
-    limit_s: float | None = None
+    warm_up: int  # steps before the timed ones, at least 1
+    steps: int  # timed steps, at least 1
+    cores: int  # CPU cores to use in all
+    limit_s: float = TRIAL_LIMIT_S  # a trial that takes longer is given up
 
     def __post_init__(self) -> None:
-        for name, least in (("warm_up", 1), ("steps", 1), ("cores", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{name}={value} was given, expected at least {least}; raise it")
+        for name in ("warm_up", "steps", "cores"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"contender {self.contender.name!r} on workload {self.workload.name!r}"
 
     @property
@@ -158,14 +115,39 @@ class Trial:
         """Intra-op threads of each process: an equal part of the cores, at least one."""
         return max(1, self.cores // self.contender.processes)
 
+    @property
+    def too_slow(self) -> str:
+        """The message for a trial that took longer than its limit."""
+        return f"{self.name} was not done after {self.limit_s:.0f} s; give it fewer --steps or a faster machine"
 
-TRIAL_LIMIT_S = 300.0
-"""A trial that takes longer is given up, if it has no limit of its own."""
-END_LIMIT_S = 30.0
-"""Processes that have not ended so long after they were let go are killed."""
+
+class RunningTrial(ABC):
+    """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
+
+    @property
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """The processes that train."""
+
+    @abstractmethod
+    def records(self) -> list[StepRecord]:
+        """One record of each process that trains; they stay in their last step until ``end``.
+
+        Raises:
+            ReplicaError: a process ended before its last step, or they took longer than the trial's limit.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Lets the processes go on to their end, and ends those that do not."""
 
 
-T = TypeVar("T")
+class Launcher(ABC):
+    """A way to start the processes of a trial."""
+
+    @abstractmethod
+    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
+        """Starts them. ``folder`` is empty, for whatever they need; it outlives them."""
 
 
 def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str]) -> list[T]:
@@ -184,47 +166,3 @@ def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T]
 def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
     """The contenders that ``--only`` names; all of them for None."""
     return select(contenders, only, name=lambda contender: contender.name)
-
-
-class RunningTrial(ABC):
-    """The running processes of one trial. Whoever launched it calls ``end``, on errors too."""
-
-    @property
-    @abstractmethod
-    def pids(self) -> list[int]:
-        """The processes that train."""
-
-    @abstractmethod
-    def records(self) -> list[StepRecord]:
-        """One record of each process that trains; they stay in their last step until ``end``.
-
-        Raises:
-            ReplicaError: a process ended before its last step, or they took longer than ``limit_of`` says.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Lets the processes go on to their end, and ends those that do not."""
-
-
-class Launcher(ABC):
-    """A way to start the processes of a trial."""
-
-    @abstractmethod
-    def launch(self, trial: Trial, folder: Path) -> RunningTrial:
-        """Starts them.
-
-        Args:
-            trial: what they do.
-            folder: empty, for whatever they need; it outlives them.
-        """
-
-
-def limit_of(trial: Trial) -> float:
-    """Seconds after which a trial is given up: its own limit, or else ``TRIAL_LIMIT_S``."""
-    return TRIAL_LIMIT_S if trial.limit_s is None else trial.limit_s
-
-
-def too_slow(trial: Trial) -> str:
-    """The message for a trial that took longer than its limit."""
-    return f"{trial.name} was not done after {limit_of(trial):.0f} s; give it fewer --steps or a faster machine"

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import simulate
-from lockstep.scaling.schedule_plot import Scale, draw_timetable
+from lockstep.scaling.schedule_plot import Scale, draw_trace
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"
@@ -19,7 +19,7 @@ def pictures() -> dict[str, str]:
     tables = {name: simulate(order) for name, order in orders.items()}
     scale = Scale(length=max(table.length for table in tables.values()))
     return {
-        f"{name}.svg": draw_timetable(
+        f"{name}.svg": draw_trace(
             table, scale, title=f"{name}: {WORKERS} workers, {MICROBATCHES} microbatches, {table.bubble:.1%} idle"
         )
         for name, table in tables.items()

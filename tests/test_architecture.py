@@ -65,7 +65,7 @@ PRINTS = (
     "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
-    "replicas/device/cuda.py",
+    "replicas/device/driver.py",
     "scaling/",
     "plan/measure.py",  # measures a GPU's rates
 )

@@ -1,4 +1,4 @@
-"""Who takes part, in the order of importance: where the time runs out, the last ones go without."""
+"""Who takes part, in the order of importance: when the time runs out, the last ones are left out."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from benchmarks.gpu.loops import (
     train_plain,
 )
 from benchmarks.gpu.workloads import precision_of
-from benchmarks.processes import Body, SpawnedBody
-from benchmarks.suites.cpu import layouts_of
+from benchmarks.processes import SpawnedBody
+from benchmarks.suites.cpu import layouts_of, suffix_of
 from benchmarks.trial import Contender, Layout, Workload
 
 ONE, FOUR, ONE_COMPILED, DDP = "lockstep-1", "lockstep-4", "lockstep-1 compiled", "ddp-4"
 EAGER, COMPILED = "eager", "compiled"
 SHARES = 4
 _PRELOADED = "benchmarks.gpu.contenders"
-_EXPECTED_S, _COMPILING_S = 9.0, 25.0  # thought, not measured: of an H100 and 16 cores; they only decide who begins
+_EXPECTED_S, _COMPILING_S = 9.0, 25.0  # guessed, not measured, for an H100 and 16 cores; they only decide who begins
 
 _PEER_BODIES: dict[str, tuple[str, Callable[..., None]]] = {
     "accelerate": ("Hugging Face Accelerate", peers.train_accelerate),
@@ -38,102 +38,59 @@ _PEER_BODIES: dict[str, tuple[str, Callable[..., None]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A contender on the GPU, and how long it is expected to take before anything is known.
-
-    Args:
-        contender: who.
-        expected_s: of one trial, from start to end.
-        absent: why it cannot take part; empty if it can.
-    """
+    """A contender on the GPU."""
 
     contender: Contender
-    expected_s: float
-    absent: str = ""
+    expected_s: float  # of one trial, before anything is known
+    absent: str = ""  # why it cannot take part; empty if it can
 
 
 def entrants(workload: Workload, device: DeviceType, pace: Pace) -> tuple[Entrant, ...]:
     """The contenders of a workload: ours and the hand-written loops first, then the peers."""
-    setting = Setting(device=device, precision=precision_of(workload), pace=pace)
+    setting = Setting(device=device, precision=precision_of(workload.name), pace=pace)
     first, *others = layouts_of(workload.name.partition("-")[0])
+
+    def entrant(
+        name: str, settings: str, body: Callable[..., None], *, absent: str = "", shares: int = 1, **parts: Any
+    ) -> Entrant:
+        compiled = COMPILED in name
+        options = {"compiled": compiled} if body in (train_plain, train_ours) else {}
+        launcher = SpawnedBody(body=partial(body, setting=setting, **options), preloaded=_PRELOADED)
+        return Entrant(
+            contender=Contender(name=name, settings=settings, launcher=launcher, shares=shares, **parts),
+            expected_s=_COMPILING_S if compiled else _EXPECTED_S,
+            absent=absent,
+        )
+
+    def ours(name: str, where: str, shares: int = 1) -> Entrant:
+        settings = f"MirroredStrategy on {where}, one process, memory_format auto"
+        return entrant(name, settings, train_ours, shares=shares, role="ours", layout="auto")
+
+    def plain(name: str, how: str, layout: Layout) -> Entrant:
+        settings = f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead"
+        return entrant(name + suffix_of(layout), settings, train_plain, layout=layout)
+
+    by_compiler = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}"
+    quarter = f"{SHARES} logical devices, each with 1/{SHARES} of {MEMORY_SHARE:.0%} of the GPU's memory"
+    ddp = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph, no"
     return (
-        _ours(setting),
-        _plain(setting, first, compiled=False),
-        _four(setting),
-        _ddp(setting, first),
-        _plain(setting, first, compiled=True),
-        _ours(setting, compiled=True),
-        *(_plain(setting, layout, compiled=False) for layout in others),
-        *(_peer(setting, name, first) for name in _PEER_BODIES),
-    )
-
-
-def _ours(setting: Setting, *, compiled: bool = False) -> Entrant:
-    told = ", compile_module=True" if compiled else ""
-    return _entrant(
-        ONE_COMPILED if compiled else ONE,
-        f"MirroredStrategy on the undivided GPU, Model.fit{told}, one process, memory_format auto",
-        partial(train_ours, setting=setting, compiled=compiled),
-        compiles=compiled,
-        role="ours",
-        layout="auto",
-    )
-
-
-def _four(setting: Setting) -> Entrant:
-    device = f"{SHARES} logical devices, each with 1/{SHARES} of {MEMORY_SHARE:.0%} of the GPU's memory"
-    return _entrant(
-        FOUR,
-        f"MirroredStrategy on {device}, Model.fit, one process, memory_format auto",
-        partial(train_ours, setting=setting),
-        role="ours",
-        shares=SHARES,
-        layout="auto",
-    )
-
-
-def _plain(setting: Setting, layout: Layout, *, compiled: bool) -> Entrant:
-    how = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}" if compiled else "eager"
-    suffix = " channels_last" if layout == "channels_last" else ""
-    return _entrant(
-        (COMPILED if compiled else EAGER) + suffix,
-        f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead",
-        partial(train_plain, setting=setting, compiled=compiled),
-        compiles=compiled,
-        layout=layout,
-    )
-
-
-def _ddp(setting: Setting, layout: Layout) -> Entrant:
-    settings = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph"
-    return _entrant(
-        DDP,
-        f"{settings}, no buffer broadcast, {layout}",
-        partial(train_ddp, setting=setting),
-        shares=SHARES,
-        processes=SHARES,
-        layout=layout,
-    )
-
-
-def _peer(setting: Setting, name: str, layout: Layout) -> Entrant:
-    title, body = _PEER_BODIES[name]
-    return _entrant(
-        name,
-        f"{title}, one process, {layout}, fused Adam",
-        partial(body, setting=setting),
-        absent=peers.missing(name),
-        role="peer",
-        peer=name,
-        layout=layout,
-    )
-
-
-def _entrant(
-    name: str, settings: str, body: Body, *, compiles: bool = False, absent: str = "", shares: int = 1, **parts: Any
-) -> Entrant:
-    launcher = SpawnedBody(body=body, preloaded=_PRELOADED)
-    return Entrant(
-        contender=Contender(name=name, settings=settings, launcher=launcher, shares=shares, **parts),
-        expected_s=_COMPILING_S if compiles else _EXPECTED_S,
-        absent=absent,
+        ours(ONE, "the undivided GPU, Model.fit"),
+        plain(EAGER, "eager", first),
+        ours(FOUR, f"{quarter}, Model.fit", SHARES),
+        entrant(DDP, f"{ddp} buffer broadcast, {first}", train_ddp, shares=SHARES, processes=SHARES, layout=first),
+        plain(COMPILED, by_compiler, first),
+        ours(ONE_COMPILED, "the undivided GPU, Model.fit, compile_module=True"),
+        *(plain(EAGER, "eager", layout) for layout in others),
+        *(
+            entrant(
+                name,
+                f"{title}, one process, {first}, fused Adam",
+                body,
+                absent=peers.missing(name),
+                role="peer",
+                peer=name,
+                layout=first,
+            )
+            for name, (title, body) in _PEER_BODIES.items()
+        ),
     )

@@ -17,27 +17,19 @@ from tempfile import TemporaryDirectory
 
 MARK = "mark.gpu"
 SETTINGS = "gpu.ini"
-"""Beside the tests: what pytest is told in the place of pyproject.toml, whose options need plugins and pytest 9."""
+"""Beside the tests: pytest's settings in place of pyproject.toml, whose options need plugins and pytest 9."""
 _END_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOutcome:
-    """What came of the tests.
+    """What came of the tests."""
 
-    Args:
-        passed: how many.
-        skipped: how many.
-        failed: names of those that failed or could not be set up.
-        seconds: from start to end.
-        trouble: why there is no outcome, or no whole one; empty where there is.
-    """
-
-    passed: int = 0
-    skipped: int = 0
-    failed: tuple[str, ...] = ()
-    seconds: float = 0.0
-    trouble: str = ""
+    passed: int = 0  # how many
+    skipped: int = 0  # how many
+    failed: tuple[str, ...] = ()  # names of those that failed or could not be set up
+    seconds: float = 0.0  # from start to end
+    trouble: str = ""  # why there is no outcome, or no whole one; empty where there is
 
     @property
     def ok(self) -> bool:
@@ -46,7 +38,6 @@ class SuiteOutcome:
 
     @property
     def text(self) -> str:
-        """One line."""
         counted = f"{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.seconds:.0f} s"
         if not self.trouble:
             return counted
@@ -80,9 +71,9 @@ def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
         if not report.exists():
             ended = f"pytest ended with {code}" if in_time else f"ended after {limit_s:.0f} s"
             return SuiteOutcome(trouble=f"{ended} and no report", seconds=seconds)
-        said = report.read_text(encoding="utf-8")
-        trouble = "" if in_time else f"ended after {limit_s:.0f} s, in the test after {last_done(said)}"
-        return replace(outcome_of(said, seconds), trouble=trouble)
+        text = report.read_text(encoding="utf-8")
+        trouble = "" if in_time else f"ended after {limit_s:.0f} s, in the test after {last_done(text)}"
+        return replace(outcome_of(text, seconds), trouble=trouble)
 
 
 def command(folder: Path, files: Sequence[Path], report: Path) -> list[str]:
@@ -103,10 +94,7 @@ def outcome_of(report: str, seconds: float) -> SuiteOutcome:
     total, *others = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
     failed = [_name(case) for case in suite.iter("testcase") if {"failure", "error"} & {part.tag for part in case}]
     return SuiteOutcome(
-        passed=max(0, total - sum(others)),
-        skipped=others[-1],
-        failed=tuple(dict.fromkeys(failed)),
-        seconds=seconds,
+        passed=max(0, total - sum(others)), skipped=others[-1], failed=tuple(dict.fromkeys(failed)), seconds=seconds
     )
 
 
@@ -120,9 +108,9 @@ def _name(case: ElementTree.Element) -> str:
     return f"{case.get('classname')}::{case.get('name')}"
 
 
-def _run(words: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]:
+def _run(command: Sequence[str], beside: Path, limit_s: float) -> tuple[int, bool]:
     """The exit code, and whether it ended in time: else it was interrupted, to write its report, and then killed."""
-    process = subprocess.Popen(words, cwd=beside, start_new_session=True)
+    process = subprocess.Popen(command, cwd=beside, start_new_session=True)
     try:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(limit_s), True

@@ -1,4 +1,4 @@
-"""Ours through ``Model.fit``, on the undivided GPU or on its logical devices."""
+"""The training loops on a GPU: written by hand on torch, with DDP, and ours through ``Model.fit``."""
 
 from __future__ import annotations
 
@@ -16,67 +16,58 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lockstep as ls
 from benchmarks.gpu.workloads import GpuPrecision
-from benchmarks.loops import NO_BROADCAST, laid_out, memory_format, split_cpu, trained_parameters
+from benchmarks.loops import DDP_OPTIONS, adam, call, laid_out, make_module, split_cpu, trained_parameters
 from benchmarks.processes import ProcessInfo
 from benchmarks.step_timer import StepTimer
-from benchmarks.trial import Batch, Layout, Trial
+from benchmarks.trial import Batch, Trial
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.model import Model
 
 DeviceType = Literal["cuda", "cpu"]
+COMPILE_MODE = "reduce-overhead"
+MEMORY_SHARE = 0.8
+"""The part of the GPU's memory that is divided among the logical devices."""
+_MB = 2**20
+LossOf = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """How many steps a trial has.
 
-        warm_up steps | lap_steps | lap_steps | ...     the stopwatch stops, and the device is waited for, at each |
-
-    Args:
-        warm_up: not timed: compilation, graph capture, the choice of kernels.
-        lap_steps: of a timed lap.
-        laps: timed.
+    warm_up steps | lap_steps | lap_steps | ...     the time is taken, and the device is waited for, at each |
     """
 
-    warm_up: int
-    lap_steps: int
-    laps: int
+    warm_up: int  # not timed: compilation, graph capture, the choice of kernels
+    lap_steps: int  # of a timed lap
+    laps: int  # timed
 
     def __post_init__(self) -> None:
         for name in ("warm_up", "lap_steps", "laps"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}={value} was given, expected at least 1; raise it")
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
 
     @property
     def steps(self) -> int:
-        """All of them."""
         return self.warm_up + self.laps * self.lap_steps
 
     def ends_lap(self, step: int) -> bool:
-        """Whether the stopwatch stops after so many steps."""
+        """Whether the time is taken after so many steps."""
         return step >= self.warm_up and (step - self.warm_up) % self.lap_steps == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a contender's process is told beside its trial.
+    """What a contender's process gets beside its trial."""
 
-    Args:
-        device: "cuda" is GPU 0; "cpu" tries the programs where there is none.
-        precision: of forward pass and loss; weights and optimizer are float32 in both.
-        pace: how many steps.
-    """
-
-    device: DeviceType
-    precision: GpuPrecision
+    device: DeviceType  # "cuda" is GPU 0; "cpu" tries the programs where there is none
+    precision: GpuPrecision  # of forward pass and loss; weights and optimizer are float32 in both
     pace: Pace
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
         return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -96,20 +87,21 @@ def begin_process(setting: Setting) -> torch.device:
 
 
 def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The batches in memory that a GPU reads by itself; a batch that comes again stays one. As they are for a CPU."""
+    """The batches in memory that a GPU reads by itself; a batch that comes again stays one. Unchanged for a CPU."""
     if device.type != "cuda":
         return list(batches)
     different = {id(batch): tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), batch) for batch in batches}
     return [different[id(batch)] for batch in batches]
 
 
-def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on the device, each issued while the step before runs.
+def ready_batches(trial: Trial, setting: Setting) -> list[Batch]:
+    """The global batches in the contender's memory format, in pinned memory."""
+    batches = trial.workload.make_batches(setting.pace.steps)
+    return pinned(laid_out(batches, trial.contender.layout), setting.torch_device)
 
-    Args:
-        batches: ``pinned`` ones, where the device is a GPU.
-        device: where to.
-    """
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on the device, each issued while the step before runs; they are ``pinned`` if it is a GPU."""
     if device.type != "cuda":
         yield from batches
         return
@@ -132,38 +124,29 @@ def _copied(batch: Batch, device: torch.device, side: torch.cuda.Stream) -> Batc
     return moved
 
 
-_MB = 2**20
-
-
-class DeviceStepTimer:
-    """Counts steps, and stops a lap of the trial's stopwatch when enough have been issued and done.
+class LapTimer:
+    """Counts steps, and records a lap in the trial's timer when enough have been issued and done.
 
     Args:
-        laps: the trial's; its laps are those of ``pace``, the first one being the warm-up.
+        timer: the trial's; its steps are the laps of ``pace``, the first one being the warm-up.
         pace: how many steps a lap has.
         device: that is waited for, with all its streams.
     """
 
-    def __init__(self, laps: StepTimer, pace: Pace, device: torch.device) -> None:
-        self._laps = laps
-        self._pace = pace
-        self._device = device
+    def __init__(self, timer: StepTimer, pace: Pace, device: torch.device) -> None:
+        self._timer, self._pace, self._device = timer, pace, device
         self._steps = 0
 
     def step(self, loss: Callable[[], float]) -> None:
-        """A step has been issued.
-
-        Args:
-            loss: reads the mean loss of all steps so far; called once, when the last one is done.
-        """
+        """A step has been issued. ``loss`` reads the mean loss of all steps; it is called once, after the last."""
         self._steps += 1
         if not self._pace.ends_lap(self._steps):
             return
         wait_for(self._device)
         last = self._steps == self._pace.steps
         if last:
-            self._laps.device_reserved_mb, self._laps.device_used_mb = device_memory(self._device)
-        self._laps.lap(loss() if last else float("nan"))
+            self._timer.device_reserved_mb, self._timer.device_used_mb = device_memory(self._device)
+        self._timer.record_step(loss() if last else float("nan"))
 
 
 def wait_for(device: torch.device) -> None:
@@ -175,9 +158,9 @@ def wait_for(device: torch.device) -> None:
 def device_memory(device: torch.device) -> tuple[float, float]:
     """MB: what this process's allocator has taken of the device, and what all processes have of it now.
 
-    The allocator keeps what it has once taken, and so the first is a peak; torch's own peak will not do, since replicas
-    on shares of a GPU reset it at every turn. The second is the driver's number: contexts and libraries are part of it.
-    Zeros for a CPU.
+    The allocator keeps what it has once taken, and so the first is a peak; torch's own peak does not serve, since
+    replicas on shares of a GPU reset it at every turn. The second is the driver's number: contexts and libraries are
+    part of it. Zeros for a CPU.
     """
     if device.type != "cuda":
         return 0.0, 0.0
@@ -185,50 +168,32 @@ def device_memory(device: torch.device) -> tuple[float, float]:
     return torch.cuda.memory_reserved(device) / _MB, (total - free) / _MB
 
 
-COMPILE_MODE = "reduce-overhead"
-
-LossOf = Callable[[Any, Tensor], Tensor]
-
-
-def train_plain(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting, compiled: bool) -> None:
-    """One process, the whole batch.
-
-    Args:
-        trial: the work.
-        seat: of the only process.
-        laps: the stopwatch.
-        setting: device, precision and pace.
-        compiled: whether forward pass and loss go through torch.compile, whose mode captures CUDA graphs.
-    """
+def train_plain(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting, compiled: bool) -> None:
+    """One process, the whole batch. ``compiled``: forward pass and loss go through torch.compile with CUDA graphs."""
     device = begin_process(setting)
-    module = made(trial, device)
+    module = make_module(trial, device)
     loss_of = loss_function(trial, setting, module, divisor=trial.workload.count)
     if compiled:
         loss_of = _compiled(loss_of)
-    train(trial, laps, setting, loss_of, trial.workload.make_batches(setting.pace.steps), module)
+    train(trial, timer, setting, loss_of, ready_batches(trial, setting), module)
 
 
-def train_ddp(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
+def train_ddp(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
     """One of ``trial.contender.processes`` processes on one device. All of them must call it; gloo, by a file.
 
     DDP averages the processes' gradients, so each divides its sum by its part of the count.
     """
     device = begin_process(setting)
     torch.set_num_threads(trial.threads_per_process)
-    world = trial.contender.processes
-    dist.init_process_group("gloo", init_method=f"file://{seat.store}", rank=seat.rank, world_size=world)
-    module = made(trial, device)
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, **NO_BROADCAST)
+    world, rank = trial.contender.processes, process.rank
+    dist.init_process_group("gloo", init_method=f"file://{process.store}", rank=rank, world_size=world)
+    wrapped = DistributedDataParallel(make_module(trial, device), **DDP_OPTIONS)
     loss_of = loss_function(trial, setting, wrapped, divisor=trial.workload.count / world)
-    shards = _own_shards(trial.workload.make_batches(setting.pace.steps), seat.rank, world)
-    train(trial, laps, setting, loss_of, shards, wrapped)
+    batches = trial.workload.make_batches(setting.pace.steps)
+    different = {id(batch): split_batch(batch, world)[rank] for batch in batches}  # one shard of a repeated batch
+    shards = laid_out([different[id(batch)] for batch in batches], trial.contender.layout)
+    train(trial, timer, setting, loss_of, pinned(shards, device), wrapped)
     dist.destroy_process_group()
-
-
-def made(trial: Trial, device: torch.device) -> nn.Module:
-    """The model in training mode on the device, in the contender's memory format."""
-    module: nn.Module = trial.workload.make_module().train()
-    return module.to(device=device, memory_format=memory_format(trial.contender.layout))  # type: ignore[call-overload,no-any-return]
 
 
 def loss_function(trial: Trial, setting: Setting, module: nn.Module, *, divisor: float) -> LossOf:
@@ -236,43 +201,28 @@ def loss_function(trial: Trial, setting: Setting, module: nn.Module, *, divisor:
 
     def loss_of(x: Any, y: Tensor) -> Tensor:
         with setting.autocast():
-            total, _ = trial.workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+            total, _ = trial.workload.loss(call(module, x), y)
             return total / divisor
 
     return loss_of
 
 
 def train(
-    trial: Trial, laps: StepTimer, setting: Setting, loss_of: LossOf, batches: Sequence[Batch], module: nn.Module
+    trial: Trial, timer: StepTimer, setting: Setting, loss_of: LossOf, batches: Sequence[Batch], module: nn.Module
 ) -> None:
-    """The usual loop: clear, forward, backward, update; the losses are added up where they are.
-
-    Args:
-        trial: the work.
-        laps: the stopwatch.
-        setting: device and pace.
-        loss_of: forward pass and loss.
-        batches: this process's part of each global batch.
-        module: whose parameters are trained.
-    """
+    """The usual loop over this process's part of each batch; the losses are added up on the device."""
     device = setting.torch_device
-    optimizer = torch.optim.Adam(module.parameters(), lr=trial.workload.learning_rate, fused=True)
-    laps.trained = trained_parameters(module)
-    clock = DeviceStepTimer(laps, setting.pace, device)
+    optimizer = adam(trial.workload, module)
+    timer.trained = trained_parameters(module)
+    laps = LapTimer(timer, setting.pace, device)
     losses = torch.zeros((), device=device)
-    for x, y in on_device(_ready(batches, trial.contender.layout, device), device):
+    for x, y in on_device(batches, device):
         optimizer.zero_grad()
         loss = loss_of(x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.add_(loss.detach())
-        clock.step(lambda: losses.item() / setting.pace.steps)
-
-
-def _ready(batches: Sequence[Batch], layout: Layout, device: torch.device) -> list[Batch]:
-    """Pictures in the memory format, in pinned memory; each different batch once."""
-    different = {id(batch): laid_out([batch], layout)[0] for batch in batches}
-    return pinned([different[id(batch)] for batch in batches], device)
+        laps.step(lambda: losses.item() / setting.pace.steps)
 
 
 def _compiled(loss_of: LossOf) -> LossOf:
@@ -285,34 +235,18 @@ def _compiled(loss_of: LossOf) -> LossOf:
     return begin_and_call
 
 
-def _own_shards(batches: Sequence[Batch], rank: int, world: int) -> list[Batch]:
-    """A process's part of each batch; of a batch that comes again it is one."""
-    different = {id(batch): split_batch(batch, world)[rank] for batch in batches}
-    return [different[id(batch)] for batch in batches]
+class _LapEveryBatch(Callback):
+    """Counts the batches that have been issued; it does not read the logs, for which the loop would wait."""
 
-
-MEMORY_SHARE = 0.8
-"""The part of the GPU's memory that is divided among the logical devices."""
-
-
-class LapEveryBatch(Callback):
-    """Tells the stopwatch that a batch has been issued; the logs, for which the loop would wait, it leaves unread.
-
-    Args:
-        clock: the stopwatch.
-    """
-
-    def __init__(self, clock: DeviceStepTimer) -> None:
+    def __init__(self, laps: LapTimer) -> None:
         super().__init__()
-        self._clock = clock
+        self._laps = laps
 
     def wants_batch_logs(self) -> bool:
-        """No metrics."""
         return False
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
-        """Counts a step; the loss of the epoch so far is read after the last one."""
-        self._clock.step(lambda: float(logs["loss"]))
+        self._laps.step(lambda: float(logs["loss"]))
 
 
 class _Notes(logging.Handler):
@@ -326,19 +260,12 @@ class _Notes(logging.Handler):
         self.lines[" ".join(record.getMessage().split())] = None
 
 
-def train_ours(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting, compiled: bool = False) -> None:
-    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas.
-
-    Args:
-        trial: the work.
-        seat: of the only process.
-        laps: the stopwatch.
-        setting: device, precision and pace.
-        compiled: whether the module goes through torch.compile.
-    """
+def train_ours(
+    trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting, compiled: bool = False
+) -> None:
+    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
     device = begin_process(setting)
-    notes = _Notes()
-    log = logging.getLogger("lockstep")
+    notes, log = _Notes(), logging.getLogger("lockstep")
     log.addHandler(notes)
     log.setLevel(logging.INFO)
     workload = trial.workload
@@ -347,16 +274,12 @@ def train_ours(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Set
         module = workload.make_module()
         model = Model(module)
         model.compile(
-            optimizer=torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True),
-            loss=workload.loss,
-            precision=setting.precision,
-            compile_module=compiled,
+            optimizer=adam(workload, module), loss=workload.loss, precision=setting.precision, compile_module=compiled
         )
-    laps.trained = trained_parameters(module)
-    laps.notes = notes.lines.keys()
+    timer.trained = trained_parameters(module)
+    timer.notes = notes.lines.keys()
     batches = pinned(workload.make_batches(setting.pace.steps), device)
-    clock = LapEveryBatch(DeviceStepTimer(laps, setting.pace, device))
-    model.fit(batches, callbacks=[clock], verbose=0)
+    model.fit(batches, callbacks=[_LapEveryBatch(LapTimer(timer, setting.pace, device))], verbose=0)
     strategy.close()
 
 

@@ -1,9 +1,10 @@
-"""MobileNetV2 in torch alone: what all contenders train on pictures, on machines of any outfit.
+"""BERT and MobileNetV2 in torch alone, for machines that have nothing else: what all contenders on a GPU train.
 
-    pictures [rows, 3, pixels, pixels] -> stem -> 16 inverted residuals -> 1x1 -> mean -> logits [rows, classes]
+    images [rows, 3, pixels, pixels] -> stem -> 16 inverted residuals -> 1x1 -> mean -> logits [rows, classes]
 
-Sandler et al. 2018. The parts have the names that they have in transformers and compute what they compute there, at its
-defaults: TensorFlow's padding, ReLU6, batch norm of momentum 0.997. A test loads transformers' weights and compares.
+Devlin et al. 2018, Sandler et al. 2018. The parts have the names that they have in transformers and compute what they
+compute there, at its defaults: TensorFlow's padding, ReLU6, batch norm of momentum 0.997. A test loads transformers'
+weights and compares.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from torch import Tensor, nn
 
 from lockstep.recipes.mlm.model import BertShape
 
-_EPSILON = 1e-12
-_KINDS_OF_TOKENS = 2
-_SPREAD = 0.02
+_EPSILON, _TOKEN_TYPES = 1e-12, 2
+_CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
+_STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+_FIRST, _LAST, _EXPANSION = 32, 1280, 6
+_MOBILENET_EPSILON, _MOMENTUM, _DROPOUT = 1e-3, 0.997, 0.8
+
+
+def _initialize(module: nn.Module) -> None:
+    """The initial values that both models have: normal, with a standard deviation of 0.02; biases zero."""
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
 
 
 class PlainBert(nn.Module):
-    """The whole model, of random weights from torch's default generator.
-
-    Args:
-        shape: its size.
-    """
+    """A BERT with the head of a masked language model, with random weights from torch's default generator."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -32,17 +39,14 @@ class PlainBert(nn.Module):
         layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
         self.bert = nn.ModuleDict({"embeddings": embeddings, "encoder": nn.ModuleDict({"layer": layers})})
         self.cls = nn.ModuleDict({"predictions": _Head(shape, embeddings.word_embeddings)})
-        self.apply(_begin)
+        self.apply(_initialize)
 
     def forward(self, input_ids: Tensor, masked_positions: Tensor) -> Tensor:
-        """Logits of the masked tokens.
+        """Logits [rows * slots, vocabulary] of the masked tokens.
 
         Args:
-            input_ids: [rows, tokens] int64, all of them real tokens.
+            input_ids: [rows, tokens] int64, without padding.
             masked_positions: [rows, slots] int64.
-
-        Returns:
-            [rows * slots, vocabulary] float.
         """
         hidden = self.bert["embeddings"](input_ids)
         for layer in self.bert["encoder"]["layer"]:  # type: ignore[index]
@@ -57,7 +61,7 @@ class _Embeddings(nn.Module):
         super().__init__()
         self.word_embeddings = nn.Embedding(shape.vocabulary, shape.hidden, padding_idx=0)
         self.position_embeddings = nn.Embedding(shape.positions, shape.hidden)
-        self.token_type_embeddings = nn.Embedding(_KINDS_OF_TOKENS, shape.hidden)
+        self.token_type_embeddings = nn.Embedding(_TOKEN_TYPES, shape.hidden)
         self.LayerNorm = nn.LayerNorm(shape.hidden, eps=_EPSILON)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -112,38 +116,20 @@ class _Added(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, shape: BertShape, words: nn.Embedding) -> None:
+    def __init__(self, shape: BertShape, embedding: nn.Embedding) -> None:
         super().__init__()
         normalized = nn.LayerNorm(shape.hidden, eps=_EPSILON)
         self.transform = nn.ModuleDict({"dense": nn.Linear(shape.hidden, shape.hidden), "LayerNorm": normalized})
         self.decoder = nn.Linear(shape.hidden, shape.vocabulary)
-        self.decoder.weight = words.weight
+        self.decoder.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.decoder(self.transform["LayerNorm"](F.gelu(self.transform["dense"](hidden))))
         return logits
 
 
-def _begin(module: nn.Module) -> None:
-    """The first values that BERT's authors chose: normal, of a small spread; biases zero."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=_SPREAD)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)
-
-
-_CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
-_STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
-_FIRST, _LAST, _EXPANSION = 32, 1280, 6
-_EPSILON_of_mobilenet, _MOMENTUM, _DROPOUT, _SPREAD_of_mobilenet = 1e-3, 0.997, 0.8, 0.02
-
-
 class PlainMobileNetV2(nn.Module):
-    """The whole model, of random weights from torch's default generator.
-
-    Args:
-        classes: how many it tells apart.
-    """
+    """An image classifier, with random weights from torch's default generator."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -163,11 +149,11 @@ class PlainMobileNetV2(nn.Module):
         )
         self.dropout = nn.Dropout(_DROPOUT)
         self.classifier = nn.Linear(_LAST, classes)
-        self.apply(_begin_of_mobilenet)
+        self.apply(_initialize)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Logits [rows, classes] of pictures [rows, 3, pixels, pixels]."""
-        hidden = pictures
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [rows, classes] of images [rows, 3, pixels, pixels]."""
+        hidden = images
         for part in self.mobilenet_v2["conv_stem"].values():  # type: ignore[operator]
             hidden = part(hidden)
         for part in self.mobilenet_v2["layer"]:  # type: ignore[attr-defined]
@@ -185,14 +171,14 @@ class _Convolution(nn.Module):
     ) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(before, after, kernel, stride, groups=groups, bias=False)
-        self.normalization = nn.BatchNorm2d(after, eps=_EPSILON_of_mobilenet, momentum=_MOMENTUM)
+        self.normalization = nn.BatchNorm2d(after, eps=_MOBILENET_EPSILON, momentum=_MOMENTUM)
         self._activated = activated
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         (kernel, _), (stride, _) = self.convolution.kernel_size, self.convolution.stride
         if kernel > 1:
-            pictures = F.pad(pictures, same_padding(pictures.shape[-1], pictures.shape[-2], kernel, stride))
-        normal: Tensor = self.normalization(self.convolution(pictures))
+            images = F.pad(images, same_padding(images.shape[-1], images.shape[-2], kernel, stride))
+        normal: Tensor = self.normalization(self.convolution(images))
         return F.relu6(normal) if self._activated else normal
 
 
@@ -205,9 +191,9 @@ class _InvertedResidual(nn.Module):
         self.conv_3x3 = _Convolution(wide, wide, 3, stride=stride, groups=wide)
         self.reduce_1x1 = _Convolution(wide, after, 1, activated=False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        found: Tensor = self.reduce_1x1(self.conv_3x3(self.expand_1x1(pictures)))
-        return pictures + found if self._residual else found
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.reduce_1x1(self.conv_3x3(self.expand_1x1(images)))
+        return images + found if self._residual else found
 
 
 def same_padding(width: int, height: int, kernel: int, stride: int) -> tuple[int, int, int, int]:
@@ -219,10 +205,3 @@ def same_padding(width: int, height: int, kernel: int, stride: int) -> tuple[int
     """
     across, down = (max(kernel - (length % stride or stride), 0) for length in (width, height))
     return across // 2, across - across // 2, down // 2, down - down // 2
-
-
-def _begin_of_mobilenet(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Conv2d)):
-        nn.init.normal_(module.weight, std=_SPREAD_of_mobilenet)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

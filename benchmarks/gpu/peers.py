@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.loops import DeviceStepTimer, Setting, begin_process, made, pinned
-from benchmarks.loops import laid_out, trained_parameters
+from benchmarks.gpu.loops import LapTimer, Setting, begin_process, ready_batches
+from benchmarks.loops import adam, call, make_module, trained_parameters
 from benchmarks.processes import ProcessInfo
 from benchmarks.step_timer import StepTimer
-from benchmarks.trial import Batch, Layout, Trial
+from benchmarks.trial import Batch, Trial
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 
@@ -47,7 +47,7 @@ def _is_there(name: str) -> bool:
     return find_spec(parent) is not None and (parent == name or find_spec(name) is not None)
 
 
-def train_accelerate(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
+def train_accelerate(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
     """Hugging Face Accelerate: model, optimizer and loader are prepared by it."""
     accelerate = require("accelerate", "transformers")
     device = begin_process(setting)
@@ -56,62 +56,62 @@ def train_accelerate(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, settin
         mixed_precision="no" if setting.precision == "fp32" else "bf16",
         dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=True),
     )
-    module = made(trial, device)
-    model, optimizer, loader = accelerator.prepare(module, _adam(trial, module), _loader(trial, setting))
-    _loop(trial, laps, setting, module, (model, optimizer, loader), accelerator.backward)
+    module = make_module(trial, device)
+    model, optimizer, loader = accelerator.prepare(module, adam(trial.workload, module), _loader(trial, setting))
+    _loop(trial, timer, setting, module, (model, optimizer, loader), accelerator.backward)
 
 
-def train_fabric(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
+def train_fabric(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
     """Lightning Fabric: model, optimizer and loader are set up by it."""
     name = next(name for name in PACKAGES["fabric"] if _is_there(name))
     device = begin_process(setting)
     precision = "32-true" if setting.precision == "fp32" else "bf16-mixed"
     fabric = import_module(name).Fabric(accelerator=setting.device, devices=1, precision=precision)
     fabric.launch()
-    module = made(trial, device)
-    model, optimizer = fabric.setup(module, _adam(trial, module))
+    module = make_module(trial, device)
+    model, optimizer = fabric.setup(module, adam(trial.workload, module))
     loader = fabric.setup_dataloaders(_loader(trial, setting))
-    _loop(trial, laps, setting, module, (model, optimizer, loader), fabric.backward)
+    _loop(trial, timer, setting, module, (model, optimizer, loader), fabric.backward)
 
 
 def _loop(
-    trial: Trial, laps: StepTimer, setting: Setting, module: nn.Module, prepared: tuple[Any, Any, Any], backward: Any
+    trial: Trial, timer: StepTimer, setting: Setting, module: nn.Module, prepared: tuple[Any, Any, Any], backward: Any
 ) -> None:
     """The loop that both document: clear, forward, backward by the framework, update."""
     model, optimizer, loader = prepared
-    laps.trained = trained_parameters(module)
-    clock = DeviceStepTimer(laps, setting.pace, setting.torch_device)
+    timer.trained = trained_parameters(module)
+    laps = LapTimer(timer, setting.pace, setting.torch_device)
     losses = torch.zeros((), device=setting.torch_device)
     for x, y in loader:
         optimizer.zero_grad()
-        total, _ = trial.workload.loss(model(**x) if isinstance(x, dict) else model(x), y)
+        total, _ = trial.workload.loss(call(model, x), y)
         loss = total / trial.workload.count
         backward(loss)
         optimizer.step()
         losses.add_(loss.detach())
-        clock.step(lambda: losses.item() / setting.pace.steps)
+        laps.step(lambda: losses.item() / setting.pace.steps)
 
 
-def train_trainer(trial: Trial, seat: ProcessInfo, laps: StepTimer, *, setting: Setting) -> None:
-    """The Trainer of transformers: its own loop, told of the loss by the module."""
+def train_trainer(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
+    """The Trainer of transformers: its own loop; the module returns the loss."""
     transformers = require("transformers", "transformers")
     device = begin_process(setting)
-    module = made(trial, device)
-    laps.trained = trained_parameters(module)
-    told = _TellsItsLoss(trial, module)
-    clock = DeviceStepTimer(laps, setting.pace, device)
+    module = make_module(trial, device)
+    timer.trained = trained_parameters(module)
+    wrapped = _ReturnsItsLoss(trial, module)
+    laps = LapTimer(timer, setting.pace, device)
 
     class LapEveryStep(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            clock.step(lambda: told.losses.item() / setting.pace.steps)
+            laps.step(lambda: wrapped.losses.item() / setting.pace.steps)
 
     with TemporaryDirectory(prefix="lockstep-bench-") as folder:
         trainer = transformers.Trainer(
-            told,
+            wrapped,
             _arguments(transformers, folder, trial, setting),
             data_collator=_named_batch,
-            train_dataset=_batches(trial, setting),
-            optimizers=(_adam(trial, module), None),
+            train_dataset=ready_batches(trial, setting),
+            optimizers=(adam(trial.workload, module), None),
             callbacks=[LapEveryStep()],
         )
         trainer.remove_callback(transformers.PrinterCallback)
@@ -139,7 +139,7 @@ def _arguments(transformers: Any, folder: str, trial: Trial, setting: Setting) -
     )
 
 
-class _TellsItsLoss(nn.Module):
+class _ReturnsItsLoss(nn.Module):
     """The module as the Trainer wants one: it is given the targets too, and returns its loss.
 
     Attributes:
@@ -164,25 +164,14 @@ class _TellsItsLoss(nn.Module):
 
 
 def _named_batch(items: Sequence[Batch]) -> dict[str, Tensor]:
-    """The only item, as the arguments of ``_TellsItsLoss``."""
+    """The only item, as the arguments of ``_ReturnsItsLoss``."""
     (x, y), *others = items
     if others:
         raise ConfigError(f"{len(items)} global batches came at once, expected 1; the Trainer saw several devices")
-    return {**(x if isinstance(x, dict) else {"pictures": x}), "labels": y}
-
-
-def _adam(trial: Trial, module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(module.parameters(), lr=trial.workload.learning_rate, fused=True)
-
-
-def _batches(trial: Trial, setting: Setting) -> list[Batch]:
-    layout: Layout = trial.contender.layout
-    batches = trial.workload.make_batches(setting.pace.steps)
-    different = {id(batch): laid_out([batch], layout)[0] for batch in batches}
-    return pinned([different[id(batch)] for batch in batches], setting.torch_device)
+    return {**(x if isinstance(x, dict) else {"images": x}), "labels": y}
 
 
 def _loader(trial: Trial, setting: Setting) -> DataLoader[Any]:
     """A loader whose every item is one global batch."""
-    items: Any = _batches(trial, setting)
+    items: Any = ready_batches(trial, setting)
     return DataLoader(items, batch_size=1, collate_fn=itemgetter(0))

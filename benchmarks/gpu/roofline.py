@@ -1,6 +1,6 @@
-"""The device's rates, measured in the same run, and the floor of a step: its work over those rates.
+"""The device's rates, measured in the same run, and the roofline of a step: its work over those rates.
 
-floor = the larger of  FLOPs / rate of large matrix products   and   bytes / rate of large copies
+roofline = the larger of  FLOPs / rate of large matrix products   and   bytes / rate of large copies
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.loops import DeviceType, Pace, Setting, begin_process, wait_for
 from benchmarks.gpu.workloads import PRECISIONS, GpuPrecision, Sizes, gpu_workloads, precision_of
-from benchmarks.loops import laid_out, memory_format
+from benchmarks.loops import adam, call, laid_out, memory_format
 from benchmarks.suites.cpu import layouts_of
 from benchmarks.trial import Workload
 
@@ -30,15 +30,10 @@ _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """One training step of the whole global batch.
+    """One training step of the whole global batch."""
 
-    Args:
-        flops: additions and multiplications, of forward and backward pass.
-        traffic_bytes: read and written by forward and backward pass and optimizer.
-    """
-
-    flops: float
-    traffic_bytes: float
+    flops: float  # additions and multiplications, of forward and backward pass
+    traffic_bytes: float  # read and written by forward and backward pass and optimizer
 
 
 def count_flops(workload: Workload) -> int:
@@ -48,7 +43,7 @@ def count_flops(workload: Workload) -> int:
     x, y = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), workload.make_batches(1)[0])
     own = {torch.ops.aten.convolution_backward: _convolution_backward}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=own) as counter:
-        total, _ = workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+        total, _ = workload.loss(call(module, x), y)
         total.backward()  # type: ignore[no-untyped-call]
     flops: int = counter.get_total_flops()
     return flops
@@ -128,54 +123,36 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What the device is and what it does at best.
+    """What the device is and what it does at best."""
 
-    Args:
-        name: as the driver says.
-        memory_mb: all of it.
-        used_mb: what others had of it before the run began.
-        capability: such as "9.0"; empty for a CPU.
-        matmul_flops: FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed.
-        copy_bytes_s: bytes read and written a second by a large copy within the device.
-        costs: of a step, by workload; without those whose eager step does not fit the device.
-        trouble: why rates or costs are missing; empty where none is.
-    """
-
-    name: str
-    memory_mb: float
-    used_mb: float
-    capability: str
+    name: str  # as the driver says
+    memory_mb: float  # all of it
+    used_mb: float  # what others had of it before the run began
+    capability: str  # such as "9.0"; empty for a CPU
+    # FLOPs a second of large matrix products, by precision; fp32 with TF32 allowed
     matmul_flops: Mapping[GpuPrecision, float]
-    copy_bytes_s: float
-    costs: Mapping[str, StepCost]
-    trouble: str = ""
+    copy_bytes_s: float  # bytes read and written a second by a large copy within the device
+    costs: Mapping[str, StepCost]  # of a step, by workload; without those whose eager step does not fit the device
+    trouble: str = ""  # why rates or costs are missing; empty where none is
 
-    def floor(self, workload: str, precision: GpuPrecision) -> Floor | None:
-        """The floor of a workload's step; None where something that it needs is missing."""
-        cost, rate = self.costs.get(workload), self.matmul_flops.get(precision)
+    def roofline(self, workload: str) -> Roofline | None:
+        """The roofline of a workload's step, by its name; None where something that it needs is missing."""
+        cost, rate = self.costs.get(workload), self.matmul_flops.get(precision_of(workload))
         if cost is None or rate is None:
             return None
-        return Floor(
-            compute_ms=1000 * cost.flops / rate,
-            traffic_ms=1000 * cost.traffic_bytes / self.copy_bytes_s,
-        )
+        traffic_ms = 1000 * cost.traffic_bytes / self.copy_bytes_s
+        return Roofline(compute_ms=1000 * cost.flops / rate, traffic_ms=traffic_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor:
-    """What a step cannot be faster than.
+class Roofline:
+    """What a step cannot be faster than."""
 
-    Args:
-        compute_ms: its FLOPs at the rate of large matrix products. Nothing on this device is faster.
-        traffic_ms: the eager step's bytes at the rate of large copies. Fused operators move fewer.
-    """
-
-    compute_ms: float
-    traffic_ms: float
+    compute_ms: float  # its FLOPs at the rate of large matrix products. Nothing on this device is faster.
+    traffic_ms: float  # the eager step's bytes at the rate of large copies. Fused operators move fewer.
 
     @property
     def ms(self) -> float:
-        """The larger of the two."""
         return max(self.compute_ms, self.traffic_ms)
 
 
@@ -233,17 +210,17 @@ def _costs(device: DeviceType, sizes: Sizes) -> tuple[dict[str, StepCost], str]:
 
 def _traffic(workload: Workload, device: DeviceType) -> int:
     """Bytes of the second eager step: the first one makes the optimizer's state."""
-    setting = Setting(device=device, precision=precision_of(workload), pace=Pace(warm_up=1, lap_steps=1, laps=1))
+    setting = Setting(device=device, precision=precision_of(workload.name), pace=Pace(warm_up=1, lap_steps=1, laps=1))
     where, layout = setting.torch_device, layouts_of(workload.name.partition("-")[0])[0]
     module = workload.make_module().train().to(device=where, memory_format=memory_format(layout))  # type: ignore[call-overload]
-    optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate, fused=True)
+    optimizer = adam(workload, module)
     (batch,) = laid_out(workload.make_batches(1), layout)
-    x, y = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), batch)
+    x, y = tree_map_only(Tensor, lambda tensor: tensor.to(where), batch)
 
     def step() -> None:
         optimizer.zero_grad()
         with setting.autocast():
-            total, count = workload.loss(module(**x) if isinstance(x, dict) else module(x), y)
+            total, count = workload.loss(call(module, x), y)
             loss = total / count
         loss.backward()
         optimizer.step()

@@ -17,39 +17,39 @@ from statistics import median
 
 import torch
 
-from benchmarks.fresh_process import in_fresh_process
 from benchmarks.gpu.contenders import Entrant, entrants
 from benchmarks.gpu.gpu_tests import run_suite
 from benchmarks.gpu.loops import DeviceType, Pace
-from benchmarks.gpu.report import GpuConditions, GpuResult, render_gpu, result_of
+from benchmarks.gpu.report import GpuConditions, render_gpu, section_of
 from benchmarks.gpu.roofline import DeviceFacts, look_at_device, named_device
-from benchmarks.gpu.workloads import FULL, TINY, gpu_workloads, precision_of
+from benchmarks.gpu.workloads import FULL, TINY, Sizes, gpu_workloads
 from benchmarks.harness import Absence, Progress, Rounds, Sample, run_trial
-from benchmarks.report import NothingToRunError, Report
+from benchmarks.report import NothingToRunError, Report, Section, sections_record
 from benchmarks.trial import Conditions, Trial, Workload, select_contenders
 from benchmarks.trial import Pace as DefaultPace
-from lockstep.errors import ConfigError, LockstepError, ReplicaError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.scaling.fresh_process import call_in_fresh_process
 
+PACE = DefaultPace(warm_up=10, steps=10, rounds=3)
+_LAPS = 3
 TOTAL_S = 600.0
 """Ten minutes, with everything."""
 WRITING_S = 15.0
 """Kept for ending processes and writing the table."""
-FLOORS_LIMIT_S = 90.0
+ROOFLINE_LIMIT_S = 90.0
 """For measuring the device's rates and counting the steps' work."""
 TRIAL_LIMIT_S = 150.0
 """For one trial; torch.compile is what takes long."""
 _LEAST_S = 60.0
 _TESTS_PART = 0.4
 _MARGIN = 1.25
+_LEAST_TORCH = (2, 11)
+_log = logging.getLogger("benchmarks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The seconds of a whole run.
-
-    Args:
-        total_s: from its beginning to its end, at least a minute.
-    """
+    """The seconds of a whole run, at least a minute."""
 
     total_s: float = TOTAL_S
 
@@ -81,42 +81,38 @@ class Budget:
     def text(self, trials: int, expected_s: float) -> str:
         """What is planned, for the terminal."""
         return (
-            f"budget {self.total_s:.0f} s: tests at most {self.tests_s:.0f}, rates and floors at most "
-            f"{FLOORS_LIMIT_S:.0f}, writing {WRITING_S:.0f}; the rest for {trials} trials a round, thought to take "
+            f"budget {self.total_s:.0f} s: tests at most {self.tests_s:.0f}, rates and roofline at most "
+            f"{ROOFLINE_LIMIT_S:.0f}, writing {WRITING_S:.0f}; the rest for {trials} trials a round, expected to take "
             f"{expected_s:.0f}; more rounds while a whole one fits"
         )
 
     def refusal(self, expected_s: float, spent_s: float) -> str:
         """Why a trial did not begin."""
         return (
-            f"of the {self.total_s:.0f} s for everything {self.left_s(spent_s):.0f} were left, and it is thought to "
+            f"of the {self.total_s:.0f} s for everything {self.left_s(spent_s):.0f} were left, and it is expected to "
             f"take {expected_s:.0f}; run it with a larger --budget-s, or alone with --only"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A trial to come.
-
-    Args:
-        workload: the work.
-        entrant: who does it.
-    """
+    """A trial to come."""
 
     workload: Workload
     entrant: Entrant
 
     @property
     def key(self) -> tuple[str, str]:
-        """By which its outcome is found."""
         return self.workload.name, self.entrant.contender.name
 
     def absence(self, reason: str) -> Absence:
-        """That it did not run."""
         return Absence(workload=self.workload.name, contender=self.entrant.contender.name, reason=reason)
 
 
-def in_turn(entered: Sequence[tuple[Workload, Sequence[Entrant]]]) -> list[Planned]:
+Entered = Sequence[tuple[Workload, Sequence[Entrant]]]
+
+
+def in_turn(entered: Entered) -> list[Planned]:
     """The order of a round: workload by workload those who are no peers, then likewise the peers. Pure."""
     planned = [Planned(workload=workload, entrant=each) for workload, all_of_it in entered for each in all_of_it]
     return sorted(planned, key=lambda one: one.entrant.contender.role == "peer")
@@ -144,7 +140,7 @@ def run_budgeted(
         rounds: at most.
         budget: of the whole run.
         started_s: ``time.monotonic()`` at its beginning.
-        progress: told of each outcome.
+        progress: called with each outcome.
         run: runs one trial.
     """
     absences = {one.key: one.absence(one.entrant.absent) for one in planned if one.entrant.absent}
@@ -157,7 +153,7 @@ def run_budgeted(
         taken = []
         for done, one in enumerate(present, start=1):
             began_s = time.monotonic()
-            outcome = _outcome(one, index, _trial(one, pace, cores), budget, began_s - started_s, run)
+            outcome = _outcome(one, index, pace, cores, budget, began_s - started_s, run)
             taken.append(time.monotonic() - began_s)
             if isinstance(outcome, Absence):
                 absences[one.key] = outcome
@@ -168,17 +164,20 @@ def run_budgeted(
     return Rounds(samples=complete, absences=tuple(absences.values()))
 
 
-def _trial(one: Planned, pace: Pace, cores: int) -> Trial:
-    """For the stopwatch the warm-up is one lap, and so is each timed row of steps."""
-    return Trial(workload=one.workload, contender=one.entrant.contender, warm_up=1, steps=pace.laps, cores=cores)
-
-
 def _outcome(
-    one: Planned, index: int, trial: Trial, budget: Budget, spent_s: float, run: Callable[[Trial, int], Sample]
+    one: Planned,
+    index: int,
+    pace: Pace,
+    cores: int,
+    budget: Budget,
+    spent_s: float,
+    run: Callable[[Trial, int], Sample],
 ) -> Sample | Absence:
     expected_s = one.entrant.expected_s
     if index == 0 and not budget.admits(expected_s, spent_s):
         return one.absence(budget.refusal(expected_s, spent_s))
+    # For the step timer the warm-up is one step, and so is each timed lap.
+    trial = Trial(workload=one.workload, contender=one.entrant.contender, warm_up=1, steps=pace.laps, cores=cores)
     try:
         return run(replace(trial, limit_s=budget.trial_limit_s(spent_s)), index)
     except LockstepError as error:
@@ -186,25 +185,17 @@ def _outcome(
 
 
 def per_step(sample: Sample, pace: Pace) -> Sample:
-    """A sample whose times are of a step instead of a lap; CPU time too. Pure."""
-    return replace(
-        sample,
-        step_ms=tuple(lap_ms / pace.lap_steps for lap_ms in sample.step_ms),
-        cpu_ms=sample.cpu_ms / pace.lap_steps,
-    )
-
-
-NOTHING_TO_RUN = 77
-"""The exit code where there is no GPU: neither success nor failure. Automake and Meson take it for a skipped test."""
-_LEAST = (2, 11)
+    """A sample whose times, CPU time included, are of a step instead of a lap. Pure."""
+    step_ms = tuple(lap_ms / pace.lap_steps for lap_ms in sample.step_ms)
+    return replace(sample, step_ms=step_ms, cpu_ms=sample.cpu_ms / pace.lap_steps)
 
 
 def reason_not_to_run() -> str:
     """Why nothing can be run here; empty where it can."""
     version = torch.__version__
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and (int(found[1]), int(found[2])) < _LEAST:
-        return f"torch {version} is older than {_LEAST[0]}.{_LEAST[1]}, which this package needs"
+    if found is not None and (int(found[1]), int(found[2])) < _LEAST_TORCH:
+        return f"torch {version} is older than {_LEAST_TORCH[0]}.{_LEAST_TORCH[1]}, which this package needs"
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -212,131 +203,108 @@ def reason_not_to_run() -> str:
     return f"no CUDA GPU here: torch {version} sees none; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-_log = logging.getLogger("benchmarks")
-
-Entered = list[tuple[Workload, list[Entrant]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuSettings:
-    """What is measured.
-
-    Args:
-        device: "cpu" tries the programs at tiny sizes, and the report says so.
-        pace: of every trial.
-        rounds: at most.
-        budget: of everything.
-        workloads: "mlm", "mobilenetv2", each in both precisions; empty for all.
-        only: names of contenders; None for all.
-        tests: folder of the tests; None runs none.
-    """
-
-    device: DeviceType
-    pace: Pace
-    rounds: int
-    budget: Budget
-    workloads: tuple[str, ...] = ()
-    only: tuple[str, ...] | None = None
-    tests: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ConfigError(f"rounds={self.rounds} was given, expected at least 1; raise it")
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", default=(), help="mlm, mobilenetv2; both by default")
+    parser.add_argument("--tests", type=Path, help="folder of tests: first run those that need a GPU, as make gpu does")
+    parser.add_argument(
+        "--budget-s", type=float, default=TOTAL_S, help=f"seconds for everything (default {TOTAL_S:.0f})"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the programs at tiny sizes, without a GPU"
+    )
 
 
-def run_gpu(settings: GpuSettings, conditions: Conditions) -> Report:
-    """Runs the tests that need a GPU, measures the device's rates, and then the contenders while the budget lasts.
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Runs the tests that need a GPU, measures the rates of GPU 0, and then the contenders while the budget lasts.
+
+    ``--steps`` are those of a lap, at whose end the device is waited for.
 
     Raises:
         NothingToRunError: there is no GPU.
     """
-    if settings.device == "cuda" and (reason := reason_not_to_run()):
+    device: DeviceType = asked.device
+    pace = Pace(warm_up=conditions.warm_up, lap_steps=conditions.steps, laps=_LAPS)
+    budget = Budget(total_s=asked.budget_s)
+    if conditions.rounds < 1:
+        raise ConfigError(f"rounds={conditions.rounds} was given, expected at least 1; raise it")
+    if device == "cuda" and (reason := reason_not_to_run()):
         raise NothingToRunError(f"{reason}; nothing was run, no table was written")
     started_s = time.monotonic()
-    entered = enter(settings)
+    entered = enter(device, pace, asked.workload, asked.only)
     planned = in_turn(entered)
-    plan = settings.budget.text(len(planned), sum(one.entrant.expected_s for one in planned if not one.entrant.absent))
+    plan = budget.text(len(planned), sum(one.entrant.expected_s for one in planned if not one.entrant.absent))
     _log.info("%s", plan)
-    tests = None if settings.tests is None else run_suite(settings.tests, limit_s=settings.budget.tests_s)
-    sizes = FULL if settings.device == "cuda" else TINY
-    facts = _facts(settings.device, partial(look_at_device, settings.device, sizes))
+    tests = None if asked.tests is None else run_suite(asked.tests.resolve(), limit_s=budget.tests_s)
+    facts = device_facts(device, partial(look_at_device, device, _sizes(device)))
     rounds = run_budgeted(
         planned,
-        pace=settings.pace,
+        pace=pace,
         cores=conditions.machine.cores,
-        rounds=settings.rounds,
-        budget=settings.budget,
+        rounds=conditions.rounds,
+        budget=budget,
         started_s=started_s,
-        progress=partial(_log_progress, settings.pace),
+        progress=partial(_log_progress, pace),
     )
-    samples = [per_step(sample, settings.pace) for sample in rounds.samples]
-    results = [
-        result_of(
-            workload,
-            [one.contender for one in all_of_it],
-            samples,
-            absences=rounds.absences,
-            floor=facts.floor(workload.name, precision_of(workload)),
-            used_before_mb=facts.used_mb,
-        )
+    samples = [per_step(sample, pace) for sample in rounds.samples]
+    sections = [
+        section_of(workload, [one.contender for one in all_of_it], samples, absences=rounds.absences, facts=facts)
         for workload, all_of_it in entered
     ]
     described = GpuConditions(
         date=conditions.date,
         machine=conditions.machine,
-        device=settings.device,
+        device=device,
         facts=facts,
         command=conditions.command,
-        pace=settings.pace,
+        pace=pace,
         budget=plan,
         spent_s=time.monotonic() - started_s,
         suite=tests,
     )
-    return gpu_report(described, results, samples, ok=tests is None or tests.ok)
+    return gpu_report(described, sections, samples, ok=tests is None or tests.ok)
 
 
-def _facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
+def device_facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
     """The device's rates; where they cannot be measured its name alone, and why: the trials may run all the same."""
     try:
-        return in_fresh_process(look, limit_s=FLOORS_LIMIT_S)
-    except ReplicaError as error:
+        return call_in_fresh_process(look, limit_s=ROOFLINE_LIMIT_S, name="the device's rates")
+    except LockstepError as error:
         return named_device(device, trouble=str(error))
 
 
-def enter(settings: GpuSettings) -> Entered:
-    """The workloads that are wanted, each with the contenders that are.
+def _sizes(device: DeviceType) -> Sizes:
+    return FULL if device == "cuda" else TINY
+
+
+def enter(device: DeviceType, pace: Pace, workloads: Sequence[str], only: Sequence[str] | None) -> Entered:
+    """The workloads that are wanted ("mlm", "mobilenetv2"; all if empty), each with the contenders that are.
 
     Raises:
         ConfigError: a name is nobody's.
     """
-    known = gpu_workloads(FULL if settings.device == "cuda" else TINY)
-    wanted = [name for name in known if not settings.workloads or name.partition("-")[0] in settings.workloads]
+    known = gpu_workloads(_sizes(device))
+    wanted = [name for name in known if not workloads or name.partition("-")[0] in workloads]
     if not wanted:
-        raise ConfigError(f"--workload {' '.join(settings.workloads)} is not run on a GPU; choose mlm or mobilenetv2")
-    entered = [(known[name], list(entrants(known[name], settings.device, settings.pace))) for name in wanted]
-    select_contenders([one.contender for _, all_of_it in entered for one in all_of_it], settings.only)
-    return [
-        (workload, [one for one in all_of_it if not settings.only or one.contender.name in settings.only])
-        for workload, all_of_it in entered
-    ]
+        raise ConfigError(f"--workload {' '.join(workloads)} is not run on a GPU; choose mlm or mobilenetv2")
+    entered = [(known[name], entrants(known[name], device, pace)) for name in wanted]
+    chosen = select_contenders([one.contender for _, all_of_it in entered for one in all_of_it], only)
+    names = {contender.name for contender in chosen}
+    return [(workload, [one for one in all_of_it if one.contender.name in names]) for workload, all_of_it in entered]
 
 
 def gpu_report(
-    conditions: GpuConditions, results: Sequence[GpuResult], samples: Sequence[Sample], *, ok: bool = True
+    conditions: GpuConditions, sections: Sequence[Section], samples: Sequence[Sample], *, ok: bool = True
 ) -> Report:
     """The report of a run; ``ok`` is whether the tests passed."""
+    rooflines = {section.workload: conditions.facts.roofline(section.workload) for section in sections}
     record = {
         "conditions": asdict(conditions),
-        "targets": [
-            {"workload": result.workload.name, **asdict(target), "verdict": target.verdict}
-            for result in results
-            for target in result.targets
-        ],
-        "floors": {result.workload.name: asdict(result.floor) for result in results if result.floor is not None},
-        "absences": [asdict(absence) for result in results for absence in result.absences],
+        **sections_record(sections),
+        "rooflines": {name: asdict(roofline) for name, roofline in rooflines.items() if roofline is not None},
         "samples": [asdict(sample) for sample in samples],
     }
-    text = render_gpu(conditions, results)
+    text = render_gpu(conditions, sections)
     return Report(name=f"gpu-{slug(conditions)}", date=conditions.date, text=text, record=record, ok=ok)
 
 
@@ -360,33 +328,3 @@ def _log_progress(pace: Pace, outcome: Sample | Absence, done: int, planned: int
         outcome.device_reserved_mb,
         outcome.loss,
     )
-
-
-PACE = DefaultPace(warm_up=10, steps=10, rounds=3)
-_LAPS = 3
-
-
-def flags(parser: ArgumentParser) -> None:
-    """The flags of this suite."""
-    parser.add_argument("--workload", nargs="+", default=(), help="mlm, mobilenetv2; both by default")
-    parser.add_argument("--tests", type=Path, help="folder of tests: first run those that need a GPU, as make gpu does")
-    parser.add_argument(
-        "--budget-s", type=float, default=TOTAL_S, help=f"seconds for everything (default {TOTAL_S:.0f})"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the programs at tiny sizes, without a GPU"
-    )
-
-
-def measure(asked: Namespace, conditions: Conditions) -> Report:
-    """Measures on GPU 0; ``--steps`` are those of a lap, at whose end the device is waited for."""
-    settings = GpuSettings(
-        device=asked.device,
-        pace=Pace(warm_up=conditions.warm_up, lap_steps=conditions.steps, laps=_LAPS),
-        rounds=conditions.rounds,
-        budget=Budget(total_s=asked.budget_s),
-        workloads=tuple(asked.workload),
-        only=asked.only,
-        tests=None if asked.tests is None else asked.tests.resolve(),
-    )
-    return run_gpu(settings, conditions)

@@ -21,19 +21,13 @@ _INITIAL = keras.initializers.RandomNormal(stddev=0.02)
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A workload in Keras.
+    """A workload in Keras."""
 
-    Args:
-        model: from inputs to logits.
-        batches: the different global batches as ``(x, y)``, as ``model`` takes them.
-    """
-
-    model: keras.Model
-    batches: list[tuple[Any, np.ndarray]]
+    model: keras.Model  # from inputs to logits
+    batches: list[tuple[Any, np.ndarray]]  # the different global batches as ``(x, y)``, as ``model`` takes them
 
     @property
     def trained(self) -> int:
-        """Parameters that an optimizer changes."""
         return sum(int(np.prod(variable.shape)) for variable in self.model.trainable_variables)
 
 
@@ -52,11 +46,11 @@ def _mobilenet() -> keras.Model:
     return keras.Model(body.input, layers.Dense(_CLASSES)(features))
 
 
-def _laid_out(pictures: np.ndarray) -> np.ndarray:
-    """Pictures [rows, 3, pixels, pixels] in the order of axes that Keras was told to use."""
+def _laid_out(images: np.ndarray) -> np.ndarray:
+    """Images [rows, 3, pixels, pixels] in the order of axes that Keras is set to."""
     if keras.config.image_data_format() == "channels_first":
-        return pictures
-    return np.ascontiguousarray(pictures.transpose(0, 2, 3, 1))
+        return images
+    return np.ascontiguousarray(images.transpose(0, 2, 3, 1))
 
 
 def _masked(batch: dict[str, np.ndarray]) -> tuple[Any, np.ndarray]:

@@ -1,10 +1,10 @@
-"""What a peer's program has from the benchmark: its job, the batches, and the stopwatch that every contender carries.
+"""What a peer's program gets from the benchmark: its job, the batches, and the step timer of every contender.
 
     harness  -- job, as JSON on the command line -->  program
     harness  <-- one line of JSON on a socket --      each process of it, inside its last step; it waits there until
                                                       the harness, which reads its memory, closes the socket
 
-Needs numpy alone: some of the environments have no torch. The stopwatch is the file of the package itself.
+Needs numpy alone: some of the environments have no torch. The step timer is the file of the package itself.
 """
 
 from __future__ import annotations
@@ -23,45 +23,28 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to do.
-
-    Args:
-        workload: its name.
-        replicas: among how many the global batch is divided.
-        warm_up: steps before the timed ones.
-        steps: timed steps.
-        layout: memory format of the torch programs: "contiguous" or "channels_last".
-        threads: of each replica: an equal part of the cores, at least one.
-        learning_rate: Adam's.
-        count: how many examples, or masked tokens, the loss of a global batch is divided by.
-        options: settings of this contender that its program knows.
-        inputs: path of the batches, an .npz file.
-        source: folder that the packages ``lockstep`` and ``benchmarks`` lie in.
-        socket: path at which the harness listens.
-        started_s: ``time.monotonic()`` of the machine when the program was started.
-        lifeline: what each process of the program hangs on, so that it ends with the benchmark.
-    """
+    """What to do."""
 
     workload: str
-    replicas: int
-    warm_up: int
-    steps: int
-    layout: str
-    threads: int
-    learning_rate: float
-    count: int
-    options: dict[str, str]
-    inputs: str
-    source: str
-    socket: str
-    started_s: float
-    lifeline: str
+    replicas: int  # among how many the global batch is divided
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps
+    layout: str  # memory format of the torch programs: "contiguous" or "channels_last"
+    threads: int  # of each replica: an equal part of the cores, at least one
+    learning_rate: float  # Adam's
+    count: int  # how many examples, or masked tokens, the loss of a global batch is divided by
+    options: dict[str, str]  # settings of this contender that its program knows
+    inputs: str  # path of the batches, an .npz file
+    source: str  # folder that the packages ``lockstep`` and ``benchmarks`` lie in
+    socket: str  # path at which the harness listens
+    started_s: float  # ``time.monotonic()`` of the machine when the program was started
+    guard: str  # path of the guard that ends each process with the benchmark
 
 
 def take_job() -> Job:
     """The job on the command line, the only argument. From here on this process ends with the benchmark."""
     job = Job(**json.loads(sys.argv[1]))
-    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.lifeline)
+    _load(Path(job.source) / "lockstep" / "parent_death.py").die_with(job.guard)
     return job
 
 
@@ -76,16 +59,16 @@ def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
 
 
 def start_timer(job: Job, *, trained: int) -> Any:
-    """The stopwatch of this process: call ``lap(loss)`` after every step, ``total`` times.
+    """The step timer of this process: call ``record_step(loss)`` after every step, ``total`` times.
 
     Args:
         job: the job.
         trained: parameters that the optimizer changes.
     """
-    laps = _load(Path(job.source) / "benchmarks" / "step_timer.py")
-    stopwatch = laps.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
-    stopwatch.trained = trained
-    return stopwatch
+    module = _load(Path(job.source) / "benchmarks" / "step_timer.py")
+    timer = module.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
+    timer.trained = trained
+    return timer
 
 
 def _reporter(job: Job) -> Callable[[Any], None]:
@@ -105,7 +88,7 @@ def _load(path: Path) -> Any:
     """The module in that file, without the package around it, which imports torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python module; expected the benchmark's stopwatch")
+        raise ImportError(f"{path} is no Python module; expected the benchmark's step timer")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up here
     spec.loader.exec_module(module)

@@ -20,22 +20,16 @@ from lockstep.data.sharding import split_batch
 
 @dataclass(frozen=True, kw_only=True)
 class TorchWork:
-    """One process's part of a workload.
+    """One process's part of a workload."""
 
-    Args:
-        module: in training mode, of random weights.
-        loss_of: ``loss_of(model, x, y)`` of a shard, so divided that the mean over the processes of its gradients,
-            which DDP takes, is the gradient of the global batch.
-        shards: this process's part of each global batch.
-    """
-
-    module: nn.Module
+    module: nn.Module  # in training mode, of random weights
+    # ``loss_of(model, x, y)`` of a shard, so divided that the mean over the processes of its gradients, which DDP
+    # takes, is the gradient of the global batch
     loss_of: Callable[[Any, Any, Tensor], Tensor]
-    shards: list[Batch]
+    shards: list[Batch]  # this process's part of each global batch
 
     @property
     def trained(self) -> int:
-        """Parameters that an optimizer changes."""
         return trained_parameters(self.module)
 
 

@@ -22,13 +22,13 @@ def main() -> None:
     work = make_work(job, accelerator.process_index)
     optimizer = torch.optim.Adam(work.module.parameters(), lr=job.learning_rate, fused=True)
     model, optimizer = accelerator.prepare(work.module, optimizer)
-    laps = start_timer(job, trained=work.trained)
+    timer = start_timer(job, trained=work.trained)
     for x, y in work.shards:
         optimizer.zero_grad()
         loss = work.loss_of(model, x, y)
         accelerator.backward(loss)
         optimizer.step()
-        laps.lap(loss.item())
+        timer.record_step(loss.item())
     accelerator.end_training()
 
 

@@ -23,10 +23,10 @@ def _train_on_batch(job: Job, work: Work, distribution: keras.distribution.DataP
     """Keras's own step."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     work.model.compile(optimizer=keras.optimizers.Adam(job.learning_rate), loss=loss)
-    laps = start_timer(job, trained=work.trained)
-    for index in range(laps.total):
+    timer = start_timer(job, trained=work.trained)
+    for index in range(timer.total):
         x, y = work.batches[index % len(work.batches)]
-        laps.lap(float(work.model.train_on_batch(x, y)))
+        timer.record_step(float(work.model.train_on_batch(x, y)))
 
 
 def _train_stateless(job: Job, work: Work, distribution: keras.distribution.DataParallel) -> None:
@@ -50,10 +50,10 @@ def _train_stateless(job: Job, work: Work, distribution: keras.distribution.Data
         for variables in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
     ]
     batches = [jax.tree.map(lambda array: _sharded(array, distribution), batch) for batch in work.batches]
-    laps = start_timer(job, trained=work.trained)
-    for index in range(laps.total):
+    timer = start_timer(job, trained=work.trained)
+    for index in range(timer.total):
         loss, *states = jitted(*states, *batches[index % len(batches)])
-        laps.lap(float(loss))
+        timer.record_step(float(loss))
 
 
 def _sharded(array, distribution):

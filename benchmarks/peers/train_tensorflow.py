@@ -18,11 +18,11 @@ def main() -> None:
         work = make_work(job.workload, load_batches(job))
         optimizer = keras.optimizers.Adam(job.learning_rate)
         optimizer.build(work.model.trainable_variables)
-    laps = start_timer(job, trained=work.trained)
+    timer = start_timer(job, trained=work.trained)
     step = _make_step(job, strategy, work.model, optimizer)
     batches = _distributed(strategy, work, job.replicas)
-    for index in range(laps.total):
-        laps.lap(float(step(*batches[index % len(batches)])))
+    for index in range(timer.total):
+        timer.record_step(float(step(*batches[index % len(batches)])))
 
 
 def _set_threads(job: Job) -> None:

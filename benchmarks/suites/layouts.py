@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lockstep as ls
-from benchmarks.report import Report, head
+from benchmarks.report import Report, head, legend
+from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Pace, select
-from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import MeshCommunicator
 from lockstep.extras import require
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import Memory, estimate_memory
@@ -36,37 +37,27 @@ from lockstep.report import markdown_table
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 _log = logging.getLogger("benchmarks")
 
-WORKERS = 4
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
-"""Schedules with which a worker of a pipeline has two parts."""
+"""Schedules with which a worker of a pipeline has two stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWork:
-    """The step that is measured: a GPT-2 whose weights outweigh the activations of its short lines.
-
-    Args:
-        layers: of the model.
-        hidden: width of a token's vector.
-        heads: attention heads.
-        vocabulary: tokens that have an embedding.
-        rows: lines in a global batch.
-        tokens: in each of them.
-    """
+    """The step that is measured: a GPT-2 whose weights outweigh the activations of its short sequences."""
 
     layers: int = 8
-    hidden: int = 512
-    heads: int = 8
-    vocabulary: int = 16384
-    rows: int = 8
-    tokens: int = 128
+    hidden: int = 512  # width of a token's vector
+    heads: int = 8  # attention heads
+    vocabulary: int = 16384  # tokens that have an embedding
+    rows: int = 8  # sequences in a global batch
+    tokens: int = 128  # in each of them
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "rows", "tokens"):
             at_least(name, getattr(self, name), 1)
 
     def config(self) -> dict[str, Any]:
-        """The model in the words of transformers' ``GPT2Config``."""
+        """The model in the terms of transformers' ``GPT2Config``."""
         return {
             "model_type": "gpt2",
             "vocab_size": self.vocabulary,
@@ -83,19 +74,16 @@ class LayoutWork:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayout:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        asked: the arguments of ``ls.ParallelStrategy``.
-        workers: how many there are.
-    """
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the arguments of ``ls.ParallelStrategy``
 
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    workers: int = WORKERS
+    @property
+    def workers(self) -> int:
+        return math.prod(self.asked.get(degree, 1) for degree in ("data", "pipeline", "tensor"))
 
     @property
     def name(self) -> str:
-        """What it is called."""
         return ", ".join(f"{name}={value}" for name, value in self.asked.items()) or "one worker"
 
     def planned(self, work: LayoutWork) -> Layout:
@@ -109,24 +97,27 @@ class MeasuredLayout:
         )
 
 
-LAYOUTS = (
-    MeasuredLayout(workers=1),
-    MeasuredLayout(asked={"data": 4}),
-    MeasuredLayout(asked={"data": 4, "shard_optimizer": True}),
-    MeasuredLayout(asked={"data": 4, "shard_parameters": True}),
-    MeasuredLayout(asked={"tensor": 2}, workers=2),
-    MeasuredLayout(asked={"tensor": 2, "sequence_parallel": True}, workers=2),
-    MeasuredLayout(asked={"tensor": 4}),
-    MeasuredLayout(asked={"pipeline": 2, "schedule": "zero_bubble"}, workers=2),
-    MeasuredLayout(asked={"pipeline": 2, "schedule": "zero_bubble_v"}, workers=2),
-    MeasuredLayout(asked={"pipeline": 4}),
-    MeasuredLayout(asked={"data": 2, "tensor": 2}),
-    MeasuredLayout(asked={"data": 2, "tensor": 2, "shard_optimizer": True}),
-    MeasuredLayout(asked={"data": 2, "tensor": 2, "shard_parameters": True}),
-    MeasuredLayout(asked={"data": 2, "pipeline": 2}),
-    MeasuredLayout(asked={"data": 2, "pipeline": 2, "shard_optimizer": True}),
-    MeasuredLayout(asked={"data": 2, "pipeline": 2, "shard_parameters": True}),
-    MeasuredLayout(asked={"pipeline": 2, "tensor": 2}),
+LAYOUTS = tuple(
+    MeasuredLayout(asked=asked)
+    for asked in (
+        {},
+        {"data": 4},
+        {"data": 4, "shard_optimizer": True},
+        {"data": 4, "shard_parameters": True},
+        {"tensor": 2},
+        {"tensor": 2, "sequence_parallel": True},
+        {"tensor": 4},
+        {"pipeline": 2, "schedule": "zero_bubble"},
+        {"pipeline": 2, "schedule": "zero_bubble_v"},
+        {"pipeline": 4},
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "shard_optimizer": True},
+        {"data": 2, "tensor": 2, "shard_parameters": True},
+        {"data": 2, "pipeline": 2},
+        {"data": 2, "pipeline": 2, "shard_optimizer": True},
+        {"data": 2, "pipeline": 2, "shard_parameters": True},
+        {"pipeline": 2, "tensor": 2},
+    )
 )
 
 
@@ -137,22 +128,15 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """What one worker has in memory. MB are 2**20 bytes.
+    """Megabytes (2**20 bytes) of one worker."""
 
-    Args:
-        start_mb: at most until the first step, above what it had after importing, joining, and a step of a tiny model
-            that runs all code once.
-        peak_mb: at most during the steps, above the same, where freed memory is given back at once.
-        kept_mb: the same where it is kept for the next step, as it is elsewhere.
-        weights_mb: of its parameters.
-        optimizer_mb: of its optimizer's state.
-    """
-
+    # at most until the first step, above what it had after importing, joining, and a step of a tiny model that runs all
+    # code once
     start_mb: float
-    peak_mb: float
-    kept_mb: float
-    weights_mb: float
-    optimizer_mb: float
+    peak_mb: float  # at most during the steps, above the same, where freed memory is given back at once
+    kept_mb: float  # the same where it is kept for the next step, as it is elsewhere
+    weights_mb: float  # of its parameters
+    optimizer_mb: float  # of its optimizer's state
 
 
 def measured(layout: MeasuredLayout, work: LayoutWork, steps: int) -> tuple[WorkerMemory, ...]:
@@ -181,22 +165,25 @@ def measure_in_worker(asked: Mapping[str, Any], work: LayoutWork, steps: int) ->
     with strategy.scope():
         with ResidentPeak() as start:
             model = ls.Model(strategy.parallelize(build(config)))
-            model.compile(lambda parameters: torch.optim.AdamW(parameters, _RATE), word_loss)
+            model.compile(lambda parameters: torch.optim.AdamW(parameters, _RATE), token_loss)
         give_back_freed_memory()
         with ResidentPeak() as peak:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
         keep_freed_memory()
         with ResidentPeak() as kept:
             model.fit(_batches(work, steps), epochs=1, verbose=0)
-    optimizer = model.optimizer
+    states = model.optimizer.state.values() if model.optimizer else ()
     own = WorkerMemory(
         start_mb=start.peak_mb - before_mb,
         peak_mb=peak.peak_mb - before_mb,
         kept_mb=kept.peak_mb - before_mb,
-        weights_mb=_mb(model.module.parameters()),
-        optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()) if optimizer else 0.0,
+        weights_mb=tensors_mb(model.module.parameters()),
+        optimizer_mb=tensors_mb(each for state in states for each in state.values()),
     )
-    found = [dict(zip(vars(own), numbers, strict=True)) for numbers in _everyones(strategy.workers, own)]
+    workers = strategy.workers
+    job = workers.processes if isinstance(workers, MeshCommunicator) else workers
+    everyones = job.all_gather_numbers("memory", list(vars(own).values()))
+    found = [dict(zip(vars(own), numbers, strict=True)) for numbers in everyones]
     strategy.close()
     return found
 
@@ -205,33 +192,22 @@ def _run_all_code_once(build: Any, config: Any) -> None:
     """A step of a tiny model, by which some 25 MB of libraries become resident that are in no layout's account."""
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 64}
     tiny = build(type(config)(**{**config.to_dict(), **sizes}))
-    words = torch.zeros(2, 8, dtype=torch.long)
-    word_loss(tiny(input_ids=words), words).sum().backward()  # type: ignore[no-untyped-call]
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    token_loss(tiny(input_ids=tokens), tokens).sum().backward()  # type: ignore[no-untyped-call]
     torch.optim.AdamW(tiny.parameters(), _RATE).step()
     rows, weight = torch.ones(64, 256, requires_grad=True), torch.ones(256, 256, requires_grad=True)
     linear(rows, weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def word_loss(outputs: Any, words: Tensor) -> Tensor:
-    """The loss of every word, [lines, tokens]."""
-    return F.cross_entropy(outputs.logits.flatten(0, 1), words.flatten(), reduction="none").view(words.shape)
+def token_loss(outputs: Any, tokens: Tensor) -> Tensor:
+    """The loss of every token, [rows, tokens]."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
 
 
 def _batches(work: LayoutWork, steps: int) -> list[tuple[dict[str, Tensor], Tensor]]:
     random = torch.Generator().manual_seed(0)
     found = [torch.randint(work.vocabulary, (work.rows, work.tokens), generator=random) for _ in range(steps)]
-    return [({"input_ids": words}, words.roll(-1, 1)) for words in found]
-
-
-def _everyones(workers: Communicator, own: WorkerMemory) -> list[tuple[float, ...]]:
-    job = workers.processes if isinstance(workers, MeshCommunicator) else workers
-    return job.all_gather_numbers("memory", list(vars(own).values()))
-
-
-def _mb(tensors: Iterator[Any]) -> float:
-    """Of those that are tensors, each storage once."""
-    sizes = {each.data_ptr(): each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)}
-    return sum(sizes.values()) / _MB
+    return [({"input_ids": tokens}, tokens.roll(-1, 1)) for tokens in found]
 
 
 _HEADINGS = (
@@ -239,38 +215,33 @@ _HEADINGS = (
     "optimizer", "activations", "beside", "ending", "exchange", "update", "buffers", "start MB", "kept MB",
 )  # fmt: skip
 
-_LEGEND = """\
-## What the columns mean
-
-- weights, optimizer, peak, start: measured in each worker; the table has those of the worker whose peak is the highest.
-  Peak is the most that was resident (VmHWM) during the steps, start before the first step, both above what the worker
-  had after importing everything, joining the others, and a step of a tiny model. Optimizer is AdamW's state.
-- kept: the peak of more steps as they run outside of this measurement. For the others freed memory is given back to the
-  system at once, so that they show what is in use. Lockstep keeps it for the next step, which is faster, and the gaps
-  between what is in use then count too.
-- expected: what `lockstep plan` expects of the fullest worker in float32: weights, optimizer, buffers, and the most of
-  four moments. Where a backward pass begins: activations, and beside them gradients of earlier microbatches, the head's
-  as it is made, and borrowed weights. Where one ends (ending): activations of the other microbatches, gradients, and
-  those of the words as they are made. After the last: gradients, and in exchange their copies that travel, or what is
-  borrowed. At the update: gradients, and what the optimizer computes in between.
-- buffers: where a pipeline's hidden states and their gradients arrive, for every microbatch.
-- What is left between the two: buffers of the connections, blocks that are smaller than what is given back, and code
-  that runs for the first time."""
+_MEANINGS = {
+    "weights, optimizer, peak, start": "measured in each worker; the table has those of the worker whose peak is the "
+    "highest. Peak is the most that was resident (VmHWM) during the steps, start before the first step, both above "
+    "what the worker had after importing everything, joining the others, and a step of a tiny model. Optimizer is "
+    "AdamW's state.",
+    "kept": "the peak of more steps as they run outside of this measurement. For the others freed memory is given back "
+    "to the system at once, so that they show what is in use. Lockstep keeps it for the next step, which is faster, "
+    "and the gaps between what is in use then count too.",
+    "expected": "what `lockstep plan` expects of the fullest worker in float32: weights, optimizer, buffers, and the "
+    "most of four moments. Where a backward pass begins: activations, and beside them gradients of earlier "
+    "microbatches, the head's as it is computed, and unsharded weights. Where one ends (ending): activations of the "
+    "other microbatches, gradients, and those of the embedding as they are computed. After the last: gradients, and in "
+    "exchange their copies that are sent, or unsharded weights. At the update: gradients, and the optimizer's "
+    "temporaries.",
+    "buffers": "where a pipeline receives hidden states and their gradients, for every microbatch.",
+    "the rest": "between the two are buffers of the connections, blocks that are smaller than what is given back, and "
+    "code that runs for the first time.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout, measured and expected.
-
-    Args:
-        layout: which.
-        workers: every worker's memory.
-        expected: of the fullest.
-    """
+    """One layout, measured and expected."""
 
     layout: MeasuredLayout
-    workers: tuple[WorkerMemory, ...]
-    expected: Memory
+    workers: tuple[WorkerMemory, ...]  # every worker's memory
+    expected: Memory  # of the fullest
 
     @property
     def fullest(self) -> WorkerMemory:
@@ -287,14 +258,14 @@ def render_layouts(conditions: Conditions, work: LayoutWork, rows: Sequence[Row]
     """The whole report."""
     step = (
         f"A training step of a GPT-2: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} tokens in its "
-        f"vocabulary, {work.rows} lines of {work.tokens} tokens in the global batch, AdamW, float32, "
+        f"vocabulary, {work.rows} sequences of {work.tokens} tokens in the global batch, AdamW, float32, "
         f"{conditions.warm_up + conditions.steps} steps."
     )
     parts = [
         head(conditions, "Memory of a worker against the layout"),
         step,
         markdown_table(_HEADINGS, [_cells(row) for row in rows]),
-        _LEGEND,
+        legend(_MEANINGS),
     ]
     return "\n\n".join(parts) + "\n"
 

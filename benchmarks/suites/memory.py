@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -16,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fresh_process import in_fresh_process
-from benchmarks.report import Report, head
+from benchmarks.report import Report, head, legend
 from benchmarks.trial import Conditions, Pace, select
 from lockstep import config
 from lockstep.errors import ConfigError
@@ -26,79 +26,105 @@ from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.report import markdown_table
+from lockstep.scaling.fresh_process import call_in_fresh_process
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
-_log = logging.getLogger("benchmarks")
-
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""
+TRIAL_LIMIT_S = 1200.0
+_RATE = 2e-5
+_log = logging.getLogger("benchmarks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One row of the table.
-
-    Args:
-        name: what it is called.
-        choices: what is done.
-        precision: of the forward pass.
-    """
+    """One row of the table: what is done, and the precision of the forward pass."""
 
     name: str
     choices: MemoryChoices
     precision: PrecisionName = "fp32"
 
 
+_LORA = Lora(r=8)
+_ROWS: tuple[tuple[str, MemoryChoices, PrecisionName], ...] = (
+    (FULL, MemoryChoices(), "fp32"),
+    ("bf16", MemoryChoices(), "bf16"),
+    ("checkpointing", MemoryChoices(gradient_checkpointing=True), "fp32"),
+    ("bf16 + checkpointing", MemoryChoices(gradient_checkpointing=True), "bf16"),
+    ("LoRA", MemoryChoices(lora=_LORA), "fp32"),
+    ("LoRA + checkpointing", MemoryChoices(lora=_LORA, gradient_checkpointing=True), "fp32"),
+    ("LoRA + bf16", MemoryChoices(lora=_LORA, load_in="bf16"), "bf16"),
+    ("LoRA + bf16 + checkpointing", MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True), "bf16"),
+    ("LoRA + 8-bit", MemoryChoices(lora=_LORA, load_in="8bit"), "bf16"),
+    ("LoRA + 4-bit", MemoryChoices(lora=_LORA, load_in="4bit"), "bf16"),
+)
+_CHOICES = tuple(Choice(name=name, choices=choices, precision=precision) for name, choices, precision in _ROWS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReviewsWork:
-    """The step that is measured: the reviews' classifier in the size of BERT-base, on Chinese BERT's vocabulary.
-
-    Args:
-        layers: encoder layers.
-        hidden: width of a token's vector.
-        heads: attention heads.
-        feed_forward: width inside a layer's feed-forward part.
-        vocabulary: tokens that have an embedding.
-        rows: reviews in a global batch.
-        tokens: in each of them.
-        replicas: shares of the CPU.
-    """
+    """The step that is measured: the reviews' classifier in the size of BERT-base, on Chinese BERT's vocabulary."""
 
     layers: int = 12
     hidden: int = 768
     heads: int = 12
     feed_forward: int = 3072
     vocabulary: int = 21128
-    rows: int = 16
-    tokens: int = 128
-    replicas: int = 2
+    rows: int = 16  # reviews in a global batch
+    tokens: int = 128  # in each of them
+    replicas: int = 2  # shares of the CPU
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas"):
             at_least(name, getattr(self, name), 1)
         at_least("rows", self.rows, self.replicas)
 
+    @property
+    def title(self) -> str:
+        return (
+            f"A training step of the reviews' classifier: {self.layers} layers of width {self.hidden}, "
+            f"{self.vocabulary:,} tokens in its vocabulary, {self.rows} reviews of {self.tokens} tokens on "
+            f"{self.replicas} replicas, AdamW."
+        )
 
-_LORA = Lora(r=8)
-_CHOICES = (
-    Choice(name=FULL, choices=MemoryChoices()),
-    Choice(name="bf16", choices=MemoryChoices(), precision="bf16"),
-    Choice(name="checkpointing", choices=MemoryChoices(gradient_checkpointing=True)),
-    Choice(name="bf16 + checkpointing", choices=MemoryChoices(gradient_checkpointing=True), precision="bf16"),
-    Choice(name="LoRA", choices=MemoryChoices(lora=_LORA)),
-    Choice(name="LoRA + checkpointing", choices=MemoryChoices(lora=_LORA, gradient_checkpointing=True)),
-    Choice(name="LoRA + bf16", choices=MemoryChoices(lora=_LORA, load_in="bf16"), precision="bf16"),
-    Choice(
-        name="LoRA + bf16 + checkpointing",
-        choices=MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True),
-        precision="bf16",
-    ),
-    Choice(name="LoRA + 8-bit", choices=MemoryChoices(lora=_LORA, load_in="8bit"), precision="bf16"),
-    Choice(name="LoRA + 4-bit", choices=MemoryChoices(lora=_LORA, load_in="4bit"), precision="bf16"),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTrial:
+    """What a fresh process measures."""
+
+    choice: Choice
+    work: ReviewsWork
+    warm_up: int  # steps before the timed ones
+    steps: int  # timed steps
+
+    def __post_init__(self) -> None:
+        at_least("warm_up", self.warm_up, 0)
+        at_least("steps", self.steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a choice takes. MB are 2**20 bytes."""
+
+    peak_mb: float  # the most that was resident during the steps, above what was before the model was made
+    weights_mb: float  # of all parameters
+    optimizer_mb: float  # of the optimizer's state
+    trained: int  # numbers that are trained
+    step_ms: tuple[float, ...]  # one a timed step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One choice over all rounds, with its ratios to the full training; without samples the reason why."""
+
+    name: str
+    reason: str = ""
+    samples: tuple[Measured, ...] = ()
+    peak_ratio: float = 0.0
+    step_ratio: float = 0.0
 
 
 def chosen(only: Sequence[str] | None) -> list[Choice]:
@@ -115,61 +141,9 @@ def why_not(choice: Choice, device: torch.device) -> str:
     return ""
 
 
-TRIAL_LIMIT_S = 1200.0
-_END_LIMIT_S = 30.0
-_RATE = 2e-5
-_BYTES_PER_MB = 2**20
-
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryTrial:
-    """What a fresh process is asked to measure.
-
-    Args:
-        choice: what is done.
-        work: the step.
-        warm_up: steps before the timed ones.
-        steps: timed steps.
-    """
-
-    choice: Choice
-    work: ReviewsWork
-    warm_up: int
-    steps: int
-
-    def __post_init__(self) -> None:
-        at_least("warm_up", self.warm_up, 0)
-        at_least("steps", self.steps, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a choice takes. MB are 2**20 bytes.
-
-    Args:
-        peak_mb: the most that was resident during the steps, above what was before the model was made.
-        weights_mb: of all parameters.
-        optimizer_mb: of the optimizer's state.
-        trained: numbers that are trained.
-        step_ms: one a timed step.
-    """
-
-    peak_mb: float
-    weights_mb: float
-    optimizer_mb: float
-    trained: int
-    step_ms: tuple[float, ...]
-
-
 def measured(trial: MemoryTrial) -> Measured:
-    """Measures in a fresh process.
-
-    Raises:
-        ReplicaError: it failed, or took longer than ``TRIAL_LIMIT_S``.
-    """
-    return in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
+    """Measures in a fresh process; see ``call_in_fresh_process`` for the errors."""
+    return call_in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
 
 
 def _measure_on_cpu(trial: MemoryTrial) -> Measured:
@@ -183,21 +157,25 @@ def _measure_on_cpu(trial: MemoryTrial) -> Measured:
 def measure_choice(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
     """Measures in this process."""
     bert = require("transformers.models.bert.modeling_bert", "transformers")
-    require("peft", "text")  # so that it is not among what the choice takes
+    require("peft", "text")  # imported first, so that it is not part of the measurement
     before_mb = resident_mb()
     module = with_choices(_model(bert, trial.work), trial.choice.choices, task="SEQ_CLS").train()
     # Of what is trained alone, as the Trainer does; fused, and so without temporaries the size of the weights.
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], _RATE, fused=True)
     step = _step(module, optimizer, strategy, trial)
     give_back_freed_memory()
+    ends = [time.perf_counter()]
     with ResidentPeak() as peak:
-        seconds = tuple(_timed(step) for _ in range(trial.warm_up + trial.steps))
+        for _ in range(trial.warm_up + trial.steps):
+            step()
+            ends.append(time.perf_counter())
+    timed = ends[trial.warm_up :]
     return Measured(
         peak_mb=peak.peak_mb - before_mb,
-        weights_mb=_mb(module.parameters()),
-        optimizer_mb=_mb(each for state in optimizer.state.values() for each in state.values()),
+        weights_mb=tensors_mb(module.parameters()),
+        optimizer_mb=tensors_mb(each for state in optimizer.state.values() for each in state.values()),
         trained=trained_parameters(module),
-        step_ms=tuple(1000 * each for each in seconds[trial.warm_up :]),
+        step_ms=tuple(1000 * (after - before) for before, after in pairwise(timed)),
     )
 
 
@@ -215,7 +193,9 @@ def _model(bert: Any, work: ReviewsWork) -> Any:
     )
 
 
-def _step(module: Any, optimizer: torch.optim.Optimizer, strategy: MirroredStrategy, trial: MemoryTrial) -> Step:
+def _step(
+    module: Any, optimizer: torch.optim.Optimizer, strategy: MirroredStrategy, trial: MemoryTrial
+) -> Callable[[], None]:
     work, precision = trial.work, Precision(trial.choice.precision, "cpu")
     mirrored, updating = strategy.mirror(module), strategy.mirror(optimizer)
     ids = torch.randint(0, work.vocabulary, (work.rows, work.tokens))
@@ -232,93 +212,50 @@ def _step(module: Any, optimizer: torch.optim.Optimizer, strategy: MirroredStrat
     return lambda: strategy.run(in_replica, (batch,))
 
 
-def _timed(step: Step) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
+def tensors_mb(values: Iterable[Any]) -> float:
+    """Megabytes (2**20 bytes) of those that are tensors, each storage once."""
+    sizes = {each.data_ptr(): each.numel() * each.element_size() for each in values if isinstance(each, Tensor)}
+    return sum(sizes.values()) / 2**20
 
 
-def _mb(tensors: Iterator[Any]) -> float:
-    """Of those that are tensors, each storage once."""
-    sizes = {each.data_ptr(): each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)}
-    return sum(sizes.values()) / _BYTES_PER_MB
+def row_of(choice: Choice, rounds: Sequence[Mapping[str, Measured]], reason: str) -> Row:
+    """The row of a choice, from what every choice took in each round, by name, or from why it was not measured."""
+    if reason:
+        return Row(name=choice.name, reason=reason)
+    pairs = [(each[choice.name], each[FULL]) for each in rounds]
+    return Row(
+        name=choice.name,
+        samples=tuple(own for own, _ in pairs),
+        peak_ratio=median(own.peak_mb / full.peak_mb for own, full in pairs),
+        step_ratio=median(median(own.step_ms) / median(full.step_ms) for own, full in pairs),
+    )
 
 
 _HEADINGS = ("choice", "trained", "weights MB", "optimizer MB", "peak MB", "of full", "step ms", "step of full")
-
-_LEGEND = """\
-## What the columns mean
-
-- bf16 without LoRA: the forward and backward pass in bfloat16 (`precision="bf16"`), the weights in float32. With LoRA
-  the frozen weights are kept in bfloat16 too (`load_in="bf16"`).
-- LoRA: r=8 beside query and value, and the head in full. checkpointing: gradient checkpointing of every layer.
-- trained: numbers that the optimizer changes. weights: of all parameters, one copy for all replicas of the CPU.
-  optimizer: its state, two numbers for each trained one with AdamW.
-- peak: the most that was resident during the steps, above what the process had before the model was made: weights,
-  gradients, optimizer state, activations and what the operations need in between. of full: in parts of the first row.
-- step: the median; in parts of the first row's of the same round, and of these the median."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One choice over all rounds.
-
-    Args:
-        name: what it is called.
-        reason: why it was not measured; empty if it was.
-        samples: one a round.
-        peak_ratio: to the full training's.
-        step_ratio: to the full training's.
-    """
-
-    name: str
-    reason: str = ""
-    samples: tuple[Measured, ...] = ()
-    peak_ratio: float = 0.0
-    step_ratio: float = 0.0
-
-
-def rows_of(
-    choices: Sequence[Choice], rounds: Sequence[Mapping[str, Measured]], reasons: Mapping[str, str]
-) -> Iterator[Row]:
-    """A row for every choice.
-
-    Args:
-        choices: in the order of the table.
-        rounds: what each choice took, by name.
-        reasons: why a choice was not measured; empty if it was.
-    """
-    for choice in choices:
-        if reasons[choice.name]:
-            yield Row(name=choice.name, reason=reasons[choice.name])
-            continue
-        pairs = [(each[choice.name], each[FULL]) for each in rounds]
-        yield Row(
-            name=choice.name,
-            samples=tuple(own for own, _ in pairs),
-            peak_ratio=median(own.peak_mb / full.peak_mb for own, full in pairs),
-            step_ratio=median(median(own.step_ms) / median(full.step_ms) for own, full in pairs),
-        )
+_MEANINGS = {
+    "bf16": 'without LoRA the forward and backward pass in bfloat16 (`precision="bf16"`), the weights in float32. '
+    'With LoRA the frozen weights are kept in bfloat16 too (`load_in="bf16"`).',
+    "LoRA": "r=8 beside query and value, and the head in full. checkpointing: gradient checkpointing of every layer.",
+    "trained": "numbers that the optimizer changes.",
+    "weights MB": "of all parameters, one copy for all replicas of the CPU. optimizer: its state, two numbers for each "
+    "trained one with AdamW.",
+    "peak MB": "the most that was resident during the steps, above what the process had before the model was made: "
+    "weights, gradients, optimizer state, activations and what the operations need in between. of full: relative to "
+    "the first row.",
+    "step ms": "the median; relative to the first row's of the same round, and of these the median.",
+}
 
 
 def render_choices(conditions: Conditions, work: ReviewsWork, rows: Sequence[Row]) -> str:
     """The whole report."""
-    absences = [f"- {row.name}: not run: {row.reason}" for row in rows if row.reason]
     parts = [
         head(conditions, "Memory against each choice"),
-        _described(work),
+        work.title,
         markdown_table(_HEADINGS, [_cells(row) for row in rows]),
-        "\n".join(absences),
-        _LEGEND,
+        "\n".join(f"- {row.name}: not run: {row.reason}" for row in rows if row.reason),
+        legend(_MEANINGS),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _described(work: ReviewsWork) -> str:
-    return (
-        f"A training step of the reviews' classifier: {work.layers} layers of width {work.hidden}, {work.vocabulary:,} "
-        f"tokens in its vocabulary, {work.rows} reviews of {work.tokens} tokens on {work.replicas} replicas, AdamW."
-    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -349,18 +286,13 @@ def measure_choices(conditions: Conditions, work: ReviewsWork, only: Sequence[st
     for name, reason in reasons.items():
         if reason:
             _log.warning("%-28s not run: %s", name, reason)
-    present = [choice for choice in wanted if not reasons[choice.name]]
-    rounds = [_round(present, work, conditions) for _ in range(conditions.rounds)]
-    rows = list(rows_of(wanted, rounds, reasons))
+    rounds: list[dict[str, Measured]] = [{} for _ in range(conditions.rounds)]
+    for found in rounds:
+        for choice in (choice for choice in wanted if not reasons[choice.name]):
+            trial = MemoryTrial(choice=choice, work=work, warm_up=conditions.warm_up, steps=conditions.steps)
+            own = found[choice.name] = measured(trial)
+            _log.info("%-28s peak %6.0f MB, %8.0f ms a step", choice.name, own.peak_mb, median(own.step_ms))
+    rows = [row_of(choice, rounds, reasons[choice.name]) for choice in wanted]
     record = {"conditions": asdict(conditions), "work": asdict(work), "rows": [asdict(row) for row in rows]}
     text = render_choices(conditions, work, rows)
     return Report(name=f"memory-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
-
-
-def _round(present: Sequence[Choice], work: ReviewsWork, conditions: Conditions) -> dict[str, Measured]:
-    found = {}
-    for choice in present:
-        trial = MemoryTrial(choice=choice, work=work, warm_up=conditions.warm_up, steps=conditions.steps)
-        own = found[choice.name] = measured(trial)
-        _log.info("%-28s peak %6.0f MB, %8.0f ms a step", choice.name, own.peak_mb, median(own.step_ms))
-    return found

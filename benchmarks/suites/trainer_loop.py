@@ -1,4 +1,4 @@
-"""The contenders' processes: a Trainer trains, and a callback tells the stopwatch of every step."""
+"""The contenders' processes of the suite ``trainer``: a Trainer trains, and a callback records every step."""
 
 from __future__ import annotations
 
@@ -35,16 +35,10 @@ ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsWork:
-    """What one contender's process trains.
+    """What one contender's process trains."""
 
-    Args:
-        config: the recipe's, with this contender's rows per device.
-        task: model, rows, tokenizer.
-        arguments: of the Trainer.
-    """
-
-    config: ReviewsConfig
-    task: ReviewsTask
+    config: ReviewsConfig  # the recipe's, with this contender's rows per device
+    task: ReviewsTask  # model, rows, tokenizer
     arguments: TrainingArguments
 
     @property
@@ -55,12 +49,7 @@ class ReviewsWork:
 
 @contextmanager
 def reviews_work(*, shares: int, steps: int) -> Iterator[ReviewsWork]:
-    """Builds model and data, and ends with the folder that the Trainer would save to.
-
-    Args:
-        shares: among how many devices or processes the global batch is divided.
-        steps: how many are trained.
-    """
+    """Builds model and data for one of ``shares`` devices or processes; removes the Trainer's folder at the end."""
     from lockstep.recipes.reviews.trainer import training_arguments
 
     config = replace(reviews(), per_device_train_batch_size=ROWS // shares)
@@ -101,8 +90,8 @@ def _loss(outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
 
 REVIEWS = Workload(
     name="reviews",
-    title="the recipe `reviews`: a BERT of two layers of width 128 and 20,000 words on Chinese reviews, global batch"
-    f" {ROWS}, padded to its longest row, dropout 0.1, AdamW, gradients clipped",
+    title="the recipe `reviews`: a BERT of two layers of width 128 and a vocabulary of 20,000 on Chinese reviews,"
+    f" global batch {ROWS}, padded to its longest row, dropout 0.1, AdamW, gradients clipped",
     make_module=_model,
     make_batches=_batches,
     loss=_loss,
@@ -111,31 +100,21 @@ REVIEWS = Workload(
 )
 
 
-class LapEveryStep(transformers.TrainerCallback):
-    """Tells the stopwatch that a step is done.
+class TimeEveryStep(transformers.TrainerCallback):
+    """Records every step, with the loss that was logged last."""
 
-    Args:
-        laps: the stopwatch.
-    """
-
-    def __init__(self, laps: StepTimer) -> None:
-        self._laps = laps
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Counts a lap, with the loss that was logged last."""
         losses = [logs["loss"] for logs in state.log_history if "loss" in logs]
-        self._laps.lap(losses[-1] if losses else float("nan"))
+        self._timer.record_step(losses[-1] if losses else float("nan"))
 
 
 class OriginalTrainer(transformers.Trainer):
-    """transformers' Trainer as it is, on the recipe's rows in the recipe's order.
+    """transformers' Trainer as it is, on the recipe's rows in the recipe's order."""
 
-    Args:
-        work: what is trained.
-        laps: the stopwatch.
-    """
-
-    def __init__(self, work: ReviewsWork, laps: StepTimer) -> None:
+    def __init__(self, work: ReviewsWork, timer: StepTimer) -> None:
         self._work = work
         super().__init__(
             work.task.model,
@@ -143,7 +122,7 @@ class OriginalTrainer(transformers.Trainer):
             data_collator=build_collator(work.task),
             train_dataset=work.task.train,
             processing_class=work.task.tokenizer,
-            callbacks=[LapEveryStep(laps)],
+            callbacks=[TimeEveryStep(timer)],
         )
         self.remove_callback(transformers.PrinterCallback)
 
@@ -151,33 +130,28 @@ class OriginalTrainer(transformers.Trainer):
         return self._work.order
 
 
-def train_original(laps: StepTimer, *, processes: int) -> None:
-    """The original in this process. With several, every one of them must call it.
-
-    Args:
-        laps: the stopwatch.
-        processes: among how many the global batch is divided.
-    """
-    with reviews_work(shares=processes, steps=laps.total) as work:
-        laps.trained = trained_parameters(work.task.model)
-        OriginalTrainer(work, laps).train()
+def train_original(timer: StepTimer, *, processes: int) -> None:
+    """The original in this process. Every one of the ``processes`` that divide the global batch must call it."""
+    with reviews_work(shares=processes, steps=timer.total) as work:
+        timer.trained = trained_parameters(work.task.model)
+        OriginalTrainer(work, timer).train()
 
 
-def train_alone(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
+def train_alone(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
     """The original, in one process, with all cores."""
     torch.set_num_threads(trial.cores)
-    train_original(laps, processes=1)
+    train_original(timer, processes=1)
 
 
-def train_ours(trial: Trial, seat: ProcessInfo, laps: StepTimer) -> None:
+def train_ours(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
     """Ours, on replicas that share the cores."""
     torch.set_num_threads(trial.cores)
     replicas = trial.contender.shares
     strategy = ls.MirroredStrategy(split_cpu(replicas), seed=0)
-    with reviews_work(shares=replicas, steps=laps.total) as work:
-        laps.trained = trained_parameters(work.task.model)
+    with reviews_work(shares=replicas, steps=timer.total) as work:
+        timer.trained = trained_parameters(work.task.model)
         trainer = ReviewsTrainer(
-            work.config, work.task, args=work.arguments, strategy=strategy, callbacks=[LapEveryStep(laps)]
+            work.config, work.task, args=work.arguments, strategy=strategy, callbacks=[TimeEveryStep(timer)]
         )
         trainer.train()
     strategy.close()

@@ -19,7 +19,7 @@ from lockstep.parent_death import die_with
 def main() -> None:
     """Trains, and reports inside the last step; stays there until the harness has read its memory."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    die_with(job["lifeline"])
+    die_with(job["guard"])
     with socket.socket(socket.AF_UNIX) as harness:
         harness.connect(job["socket"])
 
@@ -27,8 +27,8 @@ def main() -> None:
             harness.sendall(json.dumps(asdict(record)).encode() + b"\n")
             harness.recv(1)  # says nothing; ends when the other end closes
 
-        laps = StepTimer(warm_up=job["warm_up"], steps=job["steps"], started_s=job["started_s"], report=report)
-        train_original(laps, processes=job["replicas"])
+        timer = StepTimer(warm_up=job["warm_up"], steps=job["steps"], started_s=job["started_s"], report=report)
+        train_original(timer, processes=job["replicas"])
 
 
 if __name__ == "__main__":

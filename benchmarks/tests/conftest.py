@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.conftest import _leaks_nothing, forks, fresh_devices, make_strategy, nothing_compiled, python, split_cpu  # noqa: F401 - fixtures
+from tests.scaling.conftest import made_up_machine
 
 from benchmarks.harness import Memory, Sample
 from benchmarks.loops import train_ddp
 from benchmarks.processes import SpawnedBody
 from benchmarks.results import Figures
 from benchmarks.trial import Conditions, Contender, Layout, Role
-from lockstep.scaling.machine import Machine
 
 
 class Make:
     """Values with the parts filled in that a test does not care about."""
 
     def contender(
-        self,
-        name: str,
-        *,
-        role: Role = "rival",
-        shares: int = 1,
-        processes: int = 1,
-        layout: Layout = "contiguous",
+        self, name: str, *, role: Role = "baseline", shares: int = 1, processes: int = 1, layout: Layout = "contiguous"
     ) -> Contender:
-        settings = f"settings of {name}"
         return Contender(
             name=name,
-            settings=settings,
+            settings=f"settings of {name}",
             launcher=SpawnedBody(body=train_ddp),
             shares=shares,
             processes=processes,
@@ -36,9 +31,6 @@ class Make:
             role=role,
             peer=name.partition("-")[0] if role == "peer" else "",
         )
-
-    def memory(self, peak_mb: float) -> Memory:
-        return Memory(peak_mb=peak_mb, rss_mb=peak_mb - 1, pss_mb=peak_mb - 2)
 
     def sample(self, name: str, *step_ms: float, round_: int = 0, exchange_ms: tuple[float, ...] = ()) -> Sample:
         return Sample(
@@ -51,46 +43,32 @@ class Make:
             first_step_s=3.0 + round_,
             loss=1.5,
             trained=1000,
-            memory=self.memory(100.0 + round_),
+            memory=Memory(peak_mb=100.0 + round_, rss_mb=99.0 + round_, pss_mb=98.0 + round_),
         )
 
     def figures(
         self,
         who: Contender,
         *,
-        ratio: float = 1.0,
+        ratio: float | None = 1.0,
         median_ms: float = 10.0,
         peak_mb: float = 100.0,
         first_step_s: float = 2.0,
         share: float | None = None,
         trained: int = 1000,
     ) -> Figures:
-        return Figures(
-            contender=who,
-            median_ms=median_ms,
-            p10_ms=median_ms - 1,
-            p90_ms=median_ms + 2,
-            cpu_ms=2 * median_ms,
-            ratio=ratio,
-            exchange_share=share,
+        """One round of one step."""
+        exchange_ms = () if share is None else (share * median_ms,)
+        sample = replace(
+            self.sample(who.name, median_ms, exchange_ms=exchange_ms),
+            memory=Memory(peak_mb=peak_mb, rss_mb=peak_mb - 1, pss_mb=peak_mb - 2),
             first_step_s=first_step_s,
-            memory=self.memory(peak_mb),
-            loss=1.5,
             trained=trained,
         )
+        return Figures(contender=who, samples=(sample,), ratio=ratio)
 
     def conditions(self) -> Conditions:
-        machine = Machine(
-            processor="A processor",
-            cores=2,
-            memory_gb=24.0,
-            system="Linux 6",
-            python="3.11.7",
-            torch="2.13.0",
-            transformers="5.0",
-            commit="abc",
-            load=0.25,
-        )
+        machine = replace(made_up_machine(), processor="A processor", cores=2)
         return Conditions(
             date="2026-01-31", machine=machine, command="python -m benchmarks", warm_up=3, steps=10, rounds=2
         )

@@ -38,7 +38,7 @@ from benchmarks.processes import SpawnedBody
 from benchmarks.trial import Contender, Trial
 from benchmarks.workloads import WORKLOADS
 
-def stuck(trial, seat, laps):
+def stuck(trial, process, timer):
     os.fork()
     open(os.environ["TOLD"], "a").write(f"{os.getpid()}\\n")
     signal.pause()

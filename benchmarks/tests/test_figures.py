@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.results import best_rival, figures_of, paired_ratio
+from benchmarks.results import best_baseline, figures_of, step_ratio
 from lockstep.errors import DataError
 from lockstep.scaling.runner import percentile
 
@@ -26,67 +26,61 @@ def test_a_ratio_pairs_the_rounds_so_that_a_slow_round_weighs_on_both(make):
     ours = [make.sample("a", 1, 1, 3), make.sample("a", 2, 2, 2, round_=1), make.sample("a", 5, 5, 5, round_=2)]
     theirs = [make.sample("b", 4, 4, 4), make.sample("b", 4, 4, 9, round_=1), make.sample("b", 8, 8, 8, round_=2)]
 
-    assert paired_ratio(ours, theirs) == 0.5
+    assert step_ratio(ours, theirs) == 0.5
 
 
 def test_a_ratio_uses_the_rounds_that_both_have(make):
     ours = [make.sample("a", 3)]
     theirs = [make.sample("b", 4), make.sample("b", 400, round_=1)]
 
-    assert paired_ratio(ours, theirs) == 0.75
+    assert step_ratio(ours, theirs) == 0.75
 
 
 def test_a_ratio_without_a_common_round_is_refused(make):
     with pytest.raises(DataError, match="without a common round"):
-        paired_ratio([make.sample("a", 3)], [make.sample("b", 4, round_=1)])
+        step_ratio([make.sample("a", 3)], [make.sample("b", 4, round_=1)])
 
 
-def test_the_best_rival_is_neither_ours_nor_a_check(make):
-    contenders = [
-        make.contender("ours", role="ours"),
-        make.contender("slow"),
-        make.contender("fast"),
-        make.contender("check", role="check"),
-    ]
-    samples = [
-        make.sample("ours", 1),
-        make.sample("slow", 4),
-        make.sample("fast", 3),
-        make.sample("check", 2),
-    ]
+def test_the_best_baseline_is_neither_ours_nor_a_check(make):
+    ours, slow, fast, check = (
+        make.figures(make.contender(name, role=role), median_ms=ms)
+        for name, role, ms in (("ours", "ours", 1), ("slow", "baseline", 4), ("fast", "baseline", 3), ("a", "check", 2))
+    )
 
-    assert best_rival(contenders, samples, "mlm") == contenders[2]
-    assert best_rival(contenders[:1], samples, "mlm") is None
+    assert best_baseline([ours, slow, fast, check]) is fast
+    assert best_baseline([ours]) is None
 
 
-def test_without_a_rival_the_best_peer_is_the_reference(make):
-    contenders = [make.contender("ours", role="ours"), make.contender("fabric-2", role="peer"), make.contender("a")]
-    samples = [make.sample("ours", 1), make.sample("fabric-2", 2), make.sample("a", 3)]
+def test_without_a_baseline_the_best_peer_is_the_reference(make):
+    ours, peer, baseline = (
+        make.figures(make.contender(name, role=role), median_ms=ms)
+        for name, role, ms in (("ours", "ours", 1), ("fabric-2", "peer", 2), ("a", "baseline", 3))
+    )
 
-    assert best_rival(contenders, samples, "mlm") == contenders[2]
-    assert best_rival(contenders[:2], samples, "mlm") == contenders[1]
+    assert best_baseline([ours, peer, baseline]) is baseline
+    assert best_baseline([ours, peer]) is peer
 
 
 def test_figures_pool_the_steps_and_take_the_median_of_what_a_round_has_once(make):
-    ours, rival = make.contender("ours", role="ours"), make.contender("rival")
+    ours, baseline = make.contender("ours", role="ours"), make.contender("baseline")
     samples = [
         make.sample("ours", 10, 20, 30, exchange_ms=(1, 2, 3)),
-        make.sample("rival", 40, 40, 40),
+        make.sample("baseline", 40, 40, 40),
         make.sample("ours", 40, 50, 60, round_=1, exchange_ms=(5, 10, 15)),
-        make.sample("rival", 100, 100, 100, round_=1),
+        make.sample("baseline", 100, 100, 100, round_=1),
     ]
 
-    first, second = figures_of([ours, rival], samples, "mlm")
+    first, second = figures_of([ours, baseline], samples, "mlm")
 
-    assert (first.median_ms, first.p10_ms, first.p90_ms) == (35.0, 15.0, 55.0)
+    assert (first.median_ms, first.percentile_ms(10), first.percentile_ms(90)) == (35.0, 15.0, 55.0)
     assert first.ratio == 0.5
     assert first.exchange_share == pytest.approx((0.1 + 0.2) / 2)
-    assert (first.first_step_s, first.cpu_ms) == (3.5, 50.0)
+    assert (first.first_step_s, first.over_rounds(lambda sample: sample.cpu_ms)) == (3.5, 50.0)
     assert (first.memory.peak_mb, first.memory.rss_mb, first.memory.pss_mb) == (100.5, 99.5, 98.5)
     assert (second.ratio, second.exchange_share) == (1.0, None)
 
 
-def test_without_a_rival_the_first_contender_is_the_reference(make):
+def test_without_a_baseline_the_first_contender_is_the_reference(make):
     contenders = [make.contender("a", role="ours"), make.contender("b", role="ours")]
     samples = [make.sample("a", 10), make.sample("b", 15)]
 

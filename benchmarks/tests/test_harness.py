@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.harness import plan_rounds, run_rounds, run_trial
-from benchmarks.suites.cpu import roster
+from benchmarks.harness import memory_of, plan_rounds, read_sizes, run_rounds, run_trial
+from benchmarks.suites.cpu import contenders_for
 from benchmarks.trial import Trial
 from benchmarks.workloads import WORKLOADS
 from lockstep.errors import ConfigError, ReplicaError
 
-NAMED = {contender.name: contender for contender in roster("linear")}
+NAMED = {contender.name: contender for contender in contenders_for("linear")}
 
 
 def trial(name: str, **changes: int) -> Trial:
@@ -43,7 +44,7 @@ def test_contenders_take_turns_and_do_the_same_work():
 
 
 @pytest.mark.workers
-def test_a_yardstick_trains_each_half_without_the_other():
+def test_a_reference_trains_each_half_without_the_other():
     sample = run_trial(trial("halves together", steps=1))
 
     assert sample.loss == pytest.approx((loss_of_half(0) + loss_of_half(1)) / 2, rel=1e-5)
@@ -80,13 +81,7 @@ def test_the_plan_is_in_turn_and_has_the_checks_once():
     trials = [trial("lockstep-2"), trial("single"), trial("lockstep-2 fit")]
     plan = [(index, planned.contender.name) for index, planned in plan_rounds(trials, 2)]
 
-    assert plan == [
-        (0, "lockstep-2"),
-        (0, "single"),
-        (0, "lockstep-2 fit"),
-        (1, "lockstep-2"),
-        (1, "single"),
-    ]
+    assert plan == [(0, "lockstep-2"), (0, "single"), (0, "lockstep-2 fit"), (1, "lockstep-2"), (1, "single")]
 
 
 @pytest.mark.parametrize("name", ["warm_up", "steps", "cores"])
@@ -103,3 +98,27 @@ def test_no_rounds_are_refused():
 @pytest.mark.parametrize(("name", "threads"), [("single", 2), ("ddp-2", 1), ("ddp-4", 1)])
 def test_the_cores_are_divided_among_the_processes(name: str, threads: int):
     assert trial(name).threads_per_process == threads
+
+
+def test_sizes_are_read_in_megabytes():
+    lines = [
+        "5575b357b000-7ffc48a53000 ---p 00000000 00:00 0   [rollup]",
+        "Rss:     2048 kB",
+        "Threads:\t3",
+        "Pss:  512 kB",
+    ]
+
+    assert read_sizes(lines) == {"Rss": 2.0, "Pss": 0.5}
+
+
+def test_our_own_memory_is_in_order():
+    memory = memory_of([os.getpid()])
+
+    assert 10 < memory.pss_mb <= memory.rss_mb <= memory.peak_mb * 1.01
+
+
+def test_the_memory_of_several_processes_is_added_up():
+    once, twice = memory_of([os.getpid()]), memory_of([os.getpid()] * 2)
+
+    assert twice.rss_mb == pytest.approx(2 * once.rss_mb, rel=0.05)
+    assert twice.peak_mb == pytest.approx(2 * once.peak_mb, rel=0.05)

@@ -93,3 +93,10 @@ def test_an_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]):
 
     assert ended.value.code == 2
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
+
+
+def test_an_unknown_contender_of_the_trainer_suite_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    assert main(["trainer", "--only", "ddp-2", "--output", str(tmp_path)]) == 1
+    assert "--only ddp-2 is unknown; choose from 'lockstep-1', 'lockstep-2', " in caplog.messages[-1]
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.records[-1].levelno == logging.ERROR

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import programs
 from benchmarks.harness import run_rounds, run_trial
 from benchmarks.programs import Program, record_of
 from benchmarks.trial import Contender, Role, Trial
@@ -26,9 +25,9 @@ job = take_job()
 if job.options.get("processes") and "RANK" not in os.environ:
     subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {{"RANK": "1"}})
 batches = load_batches(job)
-laps = start_timer(job, trained=11)
-for index in range(laps.total):
-    laps.lap(float(batches[index % len(batches)]["y"].mean()))
+timer = start_timer(job, trained=11)
+for index in range(timer.total):
+    timer.record_step(float(batches[index % len(batches)]["y"].mean()))
 """
 
 
@@ -67,14 +66,14 @@ def test_every_process_that_a_program_starts_is_measured(make_trial):
 
 
 @pytest.mark.workers
-def test_a_program_is_given_its_words_and_variables_and_the_package(make_trial):
+def test_a_program_is_given_its_arguments_and_variables_and_the_package(make_trial):
     said = "import lockstep; raise RuntimeError(sys.flags.dev_mode, os.environ['A'], lockstep.__file__)"
     text = WHOLE.replace("job = take_job()", said)
 
     with pytest.raises(
         ReplicaError, match=r"RuntimeError: \(True, 'b', '.*/lockstep-bench-\w+/lockstep/__init__.py'\)"
     ):
-        run_trial(make_trial(text, words=("-X", "dev"), variables={"A": "b"}))
+        run_trial(make_trial(text, arguments=("-X", "dev"), variables={"A": "b"}))
 
 
 @pytest.mark.workers
@@ -83,9 +82,9 @@ def test_a_program_is_given_its_words_and_variables_and_the_package(make_trial):
     [
         ("raise ValueError('no such layer')", "ValueError: no such layer"),
         ("print('halfway')", "halfway"),
-        ("", "it said nothing"),
+        ("", "it printed nothing"),
         (
-            WHOLE.replace("for index", "laps.__dict__.clear()\nfor index"),
+            WHOLE.replace("for index", "timer.__dict__.clear()\nfor index"),
             "AttributeError: 'StepTimer' object has no attribute 'total'",
         ),
     ],
@@ -112,19 +111,17 @@ def test_a_peer_that_fails_takes_no_further_part_and_the_others_go_on(make_trial
 @pytest.mark.workers
 def test_only_peers_are_forgiven(make_trial):
     with pytest.raises(ReplicaError, match="ValueError: broken"):
-        run_rounds([make_trial("raise ValueError('broken')", role="rival")], rounds=1, progress=lambda *_: None)
+        run_rounds([make_trial("raise ValueError('broken')", role="baseline")], rounds=1, progress=lambda *_: None)
 
 
 @pytest.mark.workers
-def test_a_program_that_hangs_is_ended_with_all_its_processes(make_trial, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(programs, "TRIAL_LIMIT_S", 6.0)
-    monkeypatch.setattr("benchmarks.trial.TRIAL_LIMIT_S", 6.0)
+def test_a_program_that_hangs_is_ended_with_all_its_processes(make_trial, tmp_path: Path):
     pids = tmp_path / "pids"
     hang = f"\nopen({str(pids)!r}, 'a').write(str(os.getpid()) + ' ')\nimport threading; threading.Event().wait()\n"
     text = WHOLE.replace("for index", hang.replace("{", "{{").replace("}", "}}") + "for index")
 
     with pytest.raises(ReplicaError, match="was not done after 6 s"):
-        run_trial(make_trial(text, processes=2, options={"processes": "2"}))
+        run_trial(replace(make_trial(text, processes=2, options={"processes": "2"}), limit_s=6.0))
 
     numbers = [int(pid) for pid in pids.read_text().split()]
     assert len(numbers) == 2

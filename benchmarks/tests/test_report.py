@@ -1,48 +1,144 @@
+"""The report of the suites: its tables as Markdown, its samples as JSON, and that it is written whole or not at all."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import report
-from benchmarks.report import write_report
-from benchmarks.suites.cpu import WorkloadResult, render, report_of
-from benchmarks.workloads import WORKLOADS
+from benchmarks.harness import Absence
+from benchmarks.report import Report, Section, report_of, write_report
+from benchmarks.results import Figures
+from benchmarks.suites import cpu, trainer, workers
 
 
 @pytest.fixture
-def results(make):
-    rival = make.figures(make.contender("single"), ratio=1.0)
-    rows = (make.figures(make.contender("ours-2", role="ours", shares=2), ratio=0.9), rival)
-    return [WorkloadResult(workload=WORKLOADS["mlm"], figures=rows)]
+def figures(make) -> list[Figures]:
+    ours, baseline = make.contender("ours-2", role="ours", shares=2), make.contender("single")
+    return [
+        make.figures(ours, ratio=0.8, median_ms=10.0, share=0.0212, peak_mb=1234.5),
+        make.figures(baseline, median_ms=12.5),
+    ]
 
 
-def test_both_files_are_named_by_date_and_cores(make, results, tmp_path: Path):
-    path = write_report(tmp_path / "new", report_of(make.conditions(), results, [make.sample("ours-2", 1, 2)]))
+@pytest.fixture
+def render(make):
+    def render(*sections: Section, samples: Sequence[object] = (), **changes: object) -> Report:
+        conditions = replace(make.conditions(), **changes)
+        return report_of("cpu", conditions, "CPU benchmark", sections, samples)  # type: ignore[arg-type]
+
+    return render
+
+
+def test_the_report_says_where_and_how(render, figures):
+    text = render(cpu.section_of("mobilenetv2", figures), peers=(("jax", "keras 3, jax 0.10"),)).text
+
+    for fact in (
+        "# CPU benchmark, 2026-01-31",
+        "A processor, 2 cores, 24 GB, Linux 6; load average before the run 0.25",
+        "Python 3.11.7, torch 2.13.0, transformers 5.0",
+        "- commit: abc",
+        "- command: `python -m benchmarks`",
+        "- jax: keras 3, jax 0.10",
+        "2 rounds",
+        "3 warm-up steps, 10 timed",
+        "- ours-2: settings of ours-2",
+    ):
+        assert fact in text
+
+
+def test_a_row_shows_every_figure(render, figures):
+    text = render(cpu.section_of("mobilenetv2", figures)).text
+
+    assert "| ours-2 | 10.0 | 10.0 | 10.0 | 0.800 | 20 | 2.1% | 2.00 | 1234 | 1234 | 1232 | 1.5000 | 1,000 |" in text
+    assert "| single | 12.5 | 12.5 | 12.5 | 1.000 | 25 |  | 2.00 | 100 | 99 | 98 | 1.5000 | 1,000 |" in text
+    assert "| step time, ours-2 / best baseline | at most 0.75 | 0.800 | 0.800 | 0.800 | NO |" in text
+    for column in ("step ms", "ratio", "CPU ms", "exchange + update", "first step s", "peak MB", "loss", "parameters"):
+        assert f"\n- {column}: " in text
+
+
+def test_a_workload_without_comparisons_has_no_table_of_them(render, figures):
+    assert "reached" not in render(cpu.section_of("linear", figures)).text
+
+
+def test_who_could_not_run_has_a_row_and_a_reason(render, figures):
+    absence = Absence(workload="mobilenetv2", contender="jax-2", reason="no environment")
+    text = render(cpu.section_of("mobilenetv2", figures, [absence])).text
+
+    rows = {line.split(" | ")[0]: line for line in text.splitlines()}
+    assert rows["| jax-2"].startswith("| jax-2 | not run |")
+    assert rows["| jax-2"].count("|") == rows["| ours-2"].count("|")
+    assert "- jax-2: not run: no environment" in text
+
+
+def test_another_number_of_parameters_is_pointed_out(make, render, figures):
+    other = make.figures(make.contender("tensorflow-2", role="peer"), trained=1002)
+
+    assert "Not the same model" not in render(cpu.section_of("mlm", figures)).text
+    warning = "**Not the same model**: ours-2 trains 1,000 parameters, tensorflow-2 1,002."
+    assert warning in render(cpu.section_of("mlm", [*figures, other])).text
+
+
+def test_two_hosts_show_what_the_link_takes_and_one_host_has_no_link(make, render):
+    ours = make.contender("workers-2", role="ours")
+    samples = [make.sample("workers-2", 10.0)]
+    two = workers.section_of("mlm", [ours], samples, link="1000 Mbit/s")
+    away = workers.section_of("mlm", [ours], samples, link="1000 Mbit/s", reason="it would not")
+    text = render(two, away, workers.section_of("mlm", [ours], samples, link="")).text
+
+    assert "## Two hosts, link 1000 Mbit/s: bert_tiny" in text
+    assert (
+        "| contender | step ms | p10 | p90 | link not slowed ms | for the link ms | sent MB | CPU ms "
+        "| exchange + update | first step s | peak MB | loss |" in text
+    )
+    assert "| workers-2 | 10.0 | 10.0 | 10.0 |  |  | 0.0 | 20 |  | 3.00 | 100 | 1.5000 |" in text
+    assert "| workers-2 | not run |" in text
+    assert "- workers-2: not run: it would not" in text
+    assert "## One host: bert_tiny" in text
+    assert "| contender | step ms | p10 | p90 | CPU ms |" in text
+
+
+def test_the_trainer_s_table_has_a_title_and_a_comparison(make, render):
+    figures = [
+        make.figures(make.contender("lockstep-2", role="ours"), median_ms=9.5, ratio=0.95),
+        make.figures(make.contender("trainer")),
+    ]
+    text = render(trainer.section_of(figures)).text
+
+    assert "## The recipe `reviews`: a BERT of two layers" in text
+    assert "| lockstep-2 | 9.5 | 9.5 | 9.5 | 0.950 | 19 | 2.00 | 100 | 1.5000 | 1,000 |" in text
+    assert "| step time, lockstep-2 / trainer | at most 0.90 | 0.950 | 0.950 | 0.950 | NO |" in text
+
+
+def test_both_files_are_named_by_date_and_cores(render, figures, tmp_path: Path):
+    written = render(cpu.section_of("mlm", figures))
+    path = write_report(tmp_path / "new", written)
 
     assert path == tmp_path / "new" / "2026-01-31-cpu-2.md"
-    assert path.read_text() == render(make.conditions(), results)
+    assert path.read_text() == written.text
     assert sorted(file.name for file in path.parent.iterdir()) == ["2026-01-31-cpu-2.json", "2026-01-31-cpu-2.md"]
 
 
-def test_the_json_holds_every_sample_and_the_verdicts(make, results, tmp_path: Path):
-    path = write_report(tmp_path, report_of(make.conditions(), results, [make.sample("ours-2", 1, 2)]))
+def test_the_json_holds_every_sample_and_the_verdicts(make, render, figures, tmp_path: Path):
+    path = write_report(tmp_path, render(cpu.section_of("mlm", figures), samples=[make.sample("ours-2", 1, 2)]))
     record = json.loads(path.with_suffix(".json").read_text())
 
     assert record["samples"][0]["step_ms"] == [1, 2]
     assert record["samples"][0]["memory"]["peak_mb"] == 100.0
     assert record["samples"][0]["trained"] == 1000
-    assert (record["efficiencies"], record["absences"]) == ([], [])
+    assert record["absences"] == []
     assert record["conditions"]["machine"]["commit"] == "abc"
-    assert [(target["workload"], target["value"], target["reached"]) for target in record["targets"]] == [
-        ("mlm", 0.9, True)
+    assert [(each["workload"], each["value"], each["verdict"]) for each in record["comparisons"]] == [
+        ("mlm", 0.8, "yes")
     ]
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(make, results, tmp_path: Path, monkeypatch):
-    write_report(tmp_path, report_of(make.conditions(), results, []))
+def test_a_report_that_cannot_be_written_leaves_the_old_one(render, figures, tmp_path: Path, monkeypatch):
+    write_report(tmp_path, render(cpu.section_of("mlm", figures)))
     before = contents(tmp_path)
 
     def full(self: Path, *args: object, **kwargs: object) -> int:
@@ -50,15 +146,15 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(make, results, tmp_p
 
     monkeypatch.setattr(report.Path, "write_text", full)
     with pytest.raises(OSError, match="no space left"):
-        write_report(tmp_path, report_of(replace(make.conditions(), command="another"), results, []))
+        write_report(tmp_path, render(cpu.section_of("mlm", figures), command="another"))
 
     assert contents(tmp_path) == before
 
 
-def test_a_sample_that_is_no_json_writes_nothing(make, results, tmp_path: Path):
-    report = report_of(make.conditions(), results, [replace(make.sample("a", 1), loss=object())])
+def test_a_sample_that_is_no_json_writes_nothing(make, render, figures, tmp_path: Path):
+    unwritable = render(cpu.section_of("mlm", figures), samples=[replace(make.sample("a", 1), loss=object())])
     with pytest.raises(TypeError, match="not JSON serializable"):
-        write_report(tmp_path / "new", report)
+        write_report(tmp_path / "new", unwritable)
 
     assert not (tmp_path / "new").exists()
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-import benchmarks.step_timer as laps_module
+import benchmarks.step_timer as timer_module
 from benchmarks.step_timer import StepRecord, StepTimer
 
 
@@ -16,12 +16,12 @@ def records() -> list[StepRecord]:
 
 
 def test_the_record_comes_with_the_last_lap_and_holds_the_timed_steps_only(records):
-    laps = StepTimer(warm_up=2, steps=3, started_s=time.monotonic(), report=records.append)
+    timer = StepTimer(warm_up=2, steps=3, started_s=time.monotonic(), report=records.append)
     for loss in range(4):
-        laps.lap(float(loss), exchange_s=loss / 10)
-    assert (laps.total, records) == (5, [])
+        timer.record_step(float(loss), exchange_s=loss / 10)
+    assert (timer.total, records) == (5, [])
 
-    laps.lap(4.0, exchange_s=0.4)
+    timer.record_step(4.0, exchange_s=0.4)
 
     (record,) = records
     assert len(record.step_s) == 3
@@ -32,43 +32,43 @@ def test_the_record_comes_with_the_last_lap_and_holds_the_timed_steps_only(recor
 
 def test_the_first_step_counts_from_the_start_of_the_trial(records):
     started_s = time.monotonic() - 100
-    laps = StepTimer(warm_up=1, steps=1, started_s=started_s, report=records.append)
-    laps.lap(0.0)
-    laps.lap(0.0)
+    timer = StepTimer(warm_up=1, steps=1, started_s=started_s, report=records.append)
+    timer.record_step(0.0)
+    timer.record_step(0.0)
 
     assert 100 <= records[0].first_step_s <= time.monotonic() - started_s
 
 
 def test_cpu_time_counts_the_timed_steps_only(records):
-    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
     _work(0.2)
-    laps.lap(0.0)
+    timer.record_step(0.0)
     _work(0.05)
-    laps.lap(0.0)
+    timer.record_step(0.0)
 
     assert 0.04 <= records[0].cpu_s < 0.2
 
 
 def test_steps_that_do_not_tell_the_exchange_apart_have_none(records):
-    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
-    laps.lap(0.0)
-    laps.lap(0.0)
+    timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    timer.record_step(0.0)
+    timer.record_step(0.0)
 
     assert records[0].exchange_s == ()
 
 
 def test_the_record_tells_how_many_parameters_are_trained(records):
-    laps = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
-    laps.trained = 7
-    laps.lap(0.0)
-    laps.lap(0.0)
+    timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+    timer.trained = 7
+    timer.record_step(0.0)
+    timer.record_step(0.0)
 
     assert records[0].trained == 7
 
 
 def test_the_stopwatch_needs_python_alone():
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'lockstep', 'numpy'} & sys.modules.keys())"
-    command = [sys.executable, "-I", "-S", "-c", code, laps_module.__file__]
+    command = [sys.executable, "-I", "-S", "-c", code, timer_module.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.stdout.strip(), done.stderr) == ("set()", "")

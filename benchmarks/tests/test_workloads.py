@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.programs import write_inputs
 from benchmarks.workloads import WORKLOADS, find_workload
 from lockstep.errors import ConfigError
 
@@ -38,6 +42,17 @@ def test_the_loss_is_a_sum_and_its_count():
     assert float(total) == pytest.approx(workload.count * torch.log(torch.tensor(2.0)).item())
 
 
-def test_an_unknown_workload_is_told_the_known_ones():
+def test_an_unknown_workload_is_refused():
     with pytest.raises(ConfigError, match="no workload is called 'gpt'; choose from mobilenetv2, mlm, linear"):
         find_workload("gpt")
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("mobilenetv2", {"x"}), ("mlm", {"input_ids", "masked_positions"})])
+def test_the_file_of_a_program_holds_each_different_batch_once(name: str, inputs: set[str], tmp_path: Path):
+    write_inputs(WORKLOADS[name], 6, tmp_path / "inputs.npz")
+
+    batches = WORKLOADS[name].make_batches(4)
+    with np.load(tmp_path / "inputs.npz") as stored:
+        assert set(stored.files) - {"attention_mask"} == {*inputs, "y"}
+        assert [len(stored[key]) for key in stored.files] == [4] * len(stored.files)
+        assert all(np.array_equal(stored["y"][index], y.numpy()) for index, (_, y) in enumerate(batches))

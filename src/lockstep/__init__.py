@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from lockstep import config, errors
     from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
     from lockstep.cluster.spec import ClusterSpec
-    from lockstep.collectives.options import CommunicationOptions
+    from lockstep.collectives.communicator import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduce import ReduceOp
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
     from lockstep.replicas.context import ReplicaContext, get_replica_context
-    from lockstep.strategies.base import Strategy, get_strategy
+    from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
     from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
     from lockstep.strategies.parallel import ParallelStrategy
-    from lockstep.strategies.scope import has_strategy, in_cross_replica_context
     from lockstep.train import History, Model, callbacks
     from lockstep.train.callbacks import (
         BackupAndRestore,
@@ -83,18 +82,17 @@ __all__ = [
 _WHERE = {
     "lockstep.checkpoint": ("Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"),
     "lockstep.cluster.spec": ("ClusterSpec",),
-    "lockstep.collectives.options": ("CommunicationOptions",),
+    "lockstep.collectives.communicator": ("CommunicationOptions",),
     "lockstep.collectives.per_replica": ("PerReplica",),
     "lockstep.collectives.reduce": ("ReduceOp",),
     "lockstep.data.dataset": ("InputContext",),
     "lockstep.data.sharding": ("has_rows",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
-    "lockstep.strategies.base": ("Strategy", "get_strategy"),
+    "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
     "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parallel": ("ParallelStrategy",),
-    "lockstep.strategies.scope": ("has_strategy", "in_cross_replica_context"),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
         "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",

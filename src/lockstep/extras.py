@@ -9,11 +9,7 @@ from lockstep.errors import MissingExtraError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Imports ``module`` and returns it.
-
-    Args:
-        module: dotted name, such as ``"torchmetrics"`` or ``"torch.utils.tensorboard"``.
-        extra: the extra of ``torch-lockstep`` that installs it, such as ``"train"``.
+    """Imports ``module``, a dotted name, which the extra of that name installs, and returns it.
 
     Raises:
         MissingExtraError: the module, or a package that it needs, is not installed.

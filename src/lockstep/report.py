@@ -1,6 +1,6 @@
-"""The curves of a run as a picture: one panel for the loss and one for each metric, training beside validation.
+"""Tables and curves of a run: text and Markdown tables, and a PNG with a panel for the loss and one for each metric.
 
-Drawn with matplotlib's object interface: no window, no pyplot state, no settings of the caller touched.
+Curves are drawn with matplotlib's object interface: no window, no pyplot state, no settings of the caller touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lockstep.train.logs import History
 
 
-# How the values of a column are written: heading and format. Whatever is not named here is a metric.
+# Columns that are no metrics, and are not drawn: heading and format.
 _COLUMNS: Mapping[str, tuple[str, str]] = {
     "epoch": ("epoch", "{:.0f}"),
     "seconds": ("seconds", "{:.1f}"),
@@ -31,10 +31,6 @@ _COLUMNS: Mapping[str, tuple[str, str]] = {
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Sets cells in columns under a rule; a column of numbers is aligned to the right.
 
-    Args:
-        headings: one a column.
-        rows: rows of as many cells as there are headings.
-
     Example:
         >>> print(text_table(["device", "cores"], [["cpu:0", "1"], ["cpu:1", "1"]]))
         device  cores
@@ -44,9 +40,12 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
-    right = [all(_is_number(cell) for cell in column[1:]) for column in columns]
-    lines = [list(headings), ["-" * width for width in widths], *rows]
-    return "\n".join(_line(cells, widths, right) for cells in lines)
+    aligned = [str.rjust if all(map(_is_number, column[1:])) else str.ljust for column in columns]
+    lines = [headings, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, cells, widths, strict=True)).rstrip()
+        for cells in lines
+    )
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -63,19 +62,23 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
 
 
-def epochs_table(history: Mapping[str, Sequence[float]]) -> str:
-    """The table of a run: a row an epoch, a column for everything that the history recorded.
+def _is_number(cell: str) -> bool:
+    text = cell.replace(",", "").removesuffix("%")
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
 
-    Args:
-        history: name -> one value an epoch, in the order in which the columns are wanted; a value may be missing at
-            the end of a list, where a run was cut short.
-    """
+
+def epochs_table(history: Mapping[str, Sequence[float]]) -> str:
+    """The table of a run: a row an epoch, a column for each name; a run that was cut short lacks values at the end."""
     epochs = max((len(values) for values in history.values()), default=0)
-    headings = ["epoch", *(_heading(name) for name in history)]
     rows = [
-        [str(epoch + 1), *(_cell(name, values, epoch) for name, values in history.items())] for epoch in range(epochs)
+        [str(epoch + 1), *(_format(name, v[epoch]) if epoch < len(v) else "-" for name, v in history.items())]
+        for epoch in range(epochs)
     ]
-    return text_table(headings, rows)
+    return text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in history)], rows)
 
 
 def history_columns(history: History) -> dict[str, list[float]]:
@@ -90,32 +93,7 @@ def history_columns(history: History) -> dict[str, list[float]]:
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Metrics in one line: ``loss 1.2630, accuracy 0.3530``."""
-    return ", ".join(f"{_heading(name)} {_format(name, value)}" for name, value in metrics.items())
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    aligned = (
-        cell.rjust(width) if is_right else cell.ljust(width)
-        for cell, width, is_right in zip(cells, widths, right, strict=True)
-    )
-    return "  ".join(aligned).rstrip()
-
-
-def _is_number(cell: str) -> bool:
-    text = cell.replace(",", "").removesuffix("%")
-    try:
-        float(text)
-    except ValueError:
-        return text in ("", "-")
-    return True
-
-
-def _heading(name: str) -> str:
-    return _COLUMNS[name][0] if name in _COLUMNS else name
-
-
-def _cell(name: str, values: Sequence[float], epoch: int) -> str:
-    return _format(name, values[epoch]) if epoch < len(values) else "-"
+    return ", ".join(f"{name} {_format(name, value)}" for name, value in metrics.items())
 
 
 def _format(name: str, value: float) -> str:
@@ -124,8 +102,6 @@ def _format(name: str, value: float) -> str:
 
 _TRAINING, _VALIDATION, _TEST = "#2f5d8a", "#d9822b", "#5c8a3c"
 _INK, _QUIET = "#30343b", "#d9dce1"
-# Recorded with the history, and no measure of how well the model does.
-_NOT_CURVES = frozenset({"epoch", "seconds", "ms_per_step", "examples_per_s", "lr"})
 
 
 def draw_curves(
@@ -135,75 +111,51 @@ def draw_curves(
     title: str,
     test: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draws loss and metrics over the epochs and writes them as a PNG.
-
-    The file is written aside and renamed, so that a reader never sees half a picture.
+    """Draws loss and metrics over the epochs as a PNG, written aside and renamed; returns its path.
 
     Args:
         history: name -> one value an epoch; ``val_NAME`` is drawn in the panel of ``NAME``, which may lack the other.
-        path: the file to write; its folder is made where it is missing.
+        path: the file; its folder is made if missing.
         title: a line above the panels.
         test: name -> the final test result, drawn as a mark at the last epoch.
 
-    Returns:
-        The path written.
-
     Raises:
-        ConfigError: the history holds no curve.
+        ConfigError: the history has no curve.
         MissingExtraError: matplotlib is not installed.
     """
-    names = list(dict.fromkeys(name.removeprefix("val_") for name in history if name not in _NOT_CURVES))
+    names = list(dict.fromkeys(name.removeprefix("val_") for name in history if name not in _COLUMNS))
     if not any(history.get(name) or history.get(f"val_{name}") for name in names):
         raise ConfigError(f"a history of {sorted(history)} holds no epoch to draw; expected 'loss'; train first")
     require("matplotlib", "plots")
-    figure = _figure(len(names), title)
-    for axes, name in zip(figure.axes, names, strict=True):
-        _panel(axes, name, history, (test or {}).get(name))
-    return _write(figure, Path(path))
-
-
-def _figure(panels: int, title: str) -> Any:
     figure = require("matplotlib.figure", "plots").Figure(
-        figsize=(4.4 * panels + 0.4, 3.6), dpi=160, facecolor="white", layout="constrained"
+        figsize=(4.4 * len(names) + 0.4, 3.6), dpi=160, facecolor="white", layout="constrained"
     )
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.05)
     figure.suptitle(title, x=0.012, ha="left", fontsize=11, color=_INK)
-    figure.subplots(1, panels)
-    return figure
+    figure.subplots(1, len(names))
+    for axes, name in zip(figure.axes, names, strict=True):
+        _panel(axes, name, history, (test or {}).get(name))
+    with atomic_file(Path(path)) as partial:
+        figure.savefig(partial, format="png")
+    return Path(path)
 
 
 def _panel(axes: Any, name: str, history: Mapping[str, Sequence[float]], test: float | None) -> None:
-    training, validation = history.get(name, ()), history.get(f"val_{name}", ())
-    epochs = max(len(training), len(validation))
-    if training:
-        _curve(axes, training, _TRAINING, "training")
-    if validation:
-        _curve(axes, validation, _VALIDATION, "validation")
+    """Curves over a light grid, no box, whole epochs on the axis."""
+    epochs = 0
+    for key, color, label in ((name, _TRAINING, "training"), (f"val_{name}", _VALIDATION, "validation")):
+        if values := history.get(key):
+            epochs = max(epochs, len(values))
+            style = {"linewidth": 1.8, "marker": "o", "markersize": 3.6, "zorder": 3}
+            axes.plot(range(1, len(values) + 1), values, color=color, label=label, **style)
     if test is not None:
         axes.plot([epochs], [test], marker="D", markersize=5.5, color=_TEST, label="test", linestyle="none", zorder=4)
-    _quiet(axes, name, epochs)
-
-
-def _curve(axes: Any, values: Sequence[float], color: str, label: str) -> None:
-    epochs = range(1, len(values) + 1)
-    axes.plot(epochs, values, color=color, label=label, linewidth=1.8, marker="o", markersize=3.6, zorder=3)
-
-
-def _quiet(axes: Any, name: str, epochs: int) -> None:
-    """A light grid, no box, whole epochs on the axis."""
-    ticker = require("matplotlib.ticker", "plots")
     axes.set_title(name, loc="left", fontsize=10, color=_INK)
     axes.set_xlabel("epoch", fontsize=9, color=_INK)
     axes.set_xlim(0.8, max(epochs, 2) + 0.2)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(require("matplotlib.ticker", "plots").MaxNLocator(nbins=8, integer=True))
     axes.grid(axis="y", color=_QUIET, linewidth=0.7)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_QUIET)
     axes.tick_params(colors=_INK, labelsize=8.5, length=0)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK)
-
-
-def _write(figure: Any, path: Path) -> Path:
-    with atomic_file(path) as partial:
-        figure.savefig(partial, format="png")
-    return path

@@ -9,7 +9,7 @@ from PIL import Image
 
 from lockstep.cli import main
 from lockstep.cli.data import images_summary
-from lockstep.recipes.images.dataset import BrokenImage, ImageSummary
+from lockstep.recipes.images.dataset import ImageSummary
 
 SUMMARY = ImageSummary(
     source="pets",
@@ -17,7 +17,7 @@ SUMMARY = ImageSummary(
     counts={"train": (10_000, 9_000), "valid": (1_250, 1_250), "test": (1_250, 1_250)},
     rule="the splits are those of the data",
     sizes={(500, 375): 20_000, (4, 4): 1, (1050, 702): 1},
-    broken=tuple(BrokenImage(path=Path(f"Cat/{n}.jpg"), reason="empty file") for n in range(12)),
+    broken={Path(f"Cat/{n}.jpg"): "empty file" for n in range(12)},
     ignored=("the folder 'extra' beside the parts",),
 )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from lockstep.cli.train import TrainingFlags
+from lockstep.cli.train import TrainMlm
 from lockstep.cli.training_flags import MeshFlags, mesh_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
+from lockstep.recipes.mlm.config import MlmConfig
 
 
 def test_without_a_degree_nothing_is_divided():
@@ -27,7 +26,7 @@ def test_without_a_degree_nothing_is_divided():
 )
 def test_the_fewest_workers_are_one_replica_where_data_is_open(flags: MeshFlags, workers: int):
     assert flags.fewest_workers == workers
-    assert flags.choose(workers).workers == workers
+    assert flags.choose(workers).size == workers
 
 
 def test_data_takes_what_the_others_leave():
@@ -51,7 +50,7 @@ def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
     ("flags", "workers", "said"),
     [
         (MeshFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
-        (MeshFlags(replicas=2, tensor=2), 8, "is a grid of 4 workers, and the job has 8; start 4"),
+        (MeshFlags(replicas=2, tensor=2), 8, "is a mesh of 4 workers, and the job has 8; start 4"),
         (MeshFlags(pipeline=2), 1, "does not divide the 1 workers"),
     ],
 )
@@ -74,9 +73,7 @@ def test_pipelines_that_cannot_run_are_refused(flags: MeshFlags, said: str):
 
 def test_devices_and_a_grid_do_not_go_together():
     with pytest.raises(ConfigError, match=r"--devices cpu:2 divides .*--pipeline 2 --tensor 2 gives .* leave one"):
-        TrainingFlags(
-            devices="cpu:2", output=Path(), check_exact=False, quiet=False, grid=MeshFlags(pipeline=2, tensor=2)
-        )
+        TrainMlm(devices="cpu:2", config=MlmConfig(), mesh=MeshFlags(pipeline=2, tensor=2))
 
 
 def test_the_table_has_a_row_for_each_replica():

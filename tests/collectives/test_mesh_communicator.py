@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.communicator import Communicator, ControlFlags, all_gather_object, run_on_chief
-from lockstep.collectives.mesh_communicator import MeshCommunicator
+from lockstep.collectives.communicator import (
+    Communicator,
+    ControlFlags,
+    MeshCommunicator,
+    all_gather_object,
+    run_on_chief,
+)
 from lockstep.parallel.mesh_layout import MeshLayout
 
 GRID = MeshLayout(data=2, pipeline=2)
@@ -67,7 +72,7 @@ def on_all(act: Callable[[MeshCommunicator], Any]) -> list[Any]:
     barrier = Barrier(4)
 
     def body(index: int) -> Any:
-        replica = GRID.place(index).replica
+        replica = GRID.coordinate(index).replica
         job = ThreadJob(index, table, barrier)
         return act(MeshCommunicator(job, replica=replica, leaders=GRID.leaders(GRID.pipeline - 1), chief=index == 0))
 

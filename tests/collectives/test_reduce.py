@@ -5,10 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.collectives.reduce import ReduceOp, gather_values, reduce_values, sum_tensors
+from lockstep.collectives.communicator import SingleWorkerCommunicator
+from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across, sum_tensors
 from lockstep.errors import ConfigError
 
 EMPTY = torch.zeros(0)
+
+
+def reduced(op: str, values: list[Any], axis: int | None) -> Any:
+    return reduce_across(SingleWorkerCommunicator(len(values)), ReduceOp.of(op), values, axis)
+
+
+def gathered(values: list[torch.Tensor], axis: int) -> torch.Tensor:
+    return gather_across(SingleWorkerCommunicator(len(values)), "gather", values, axis)
 
 
 @pytest.mark.parametrize("op", ["sum", "SUM", ReduceOp.SUM])
@@ -42,7 +51,7 @@ def test_an_unknown_operation_lists_the_known(op: Any):
     ],
 )
 def test_reductions(op: str, values: list[Any], axis: int | None, expected: Any):
-    result = reduce_values(op, values, axis)
+    result = reduced(op, values, axis)
 
     assert isinstance(result, torch.Tensor) == isinstance(expected, torch.Tensor)
     torch.testing.assert_close(result, expected)
@@ -60,7 +69,7 @@ def test_reductions(op: str, values: list[Any], axis: int | None, expected: Any)
 )
 def test_values_that_cannot_be_reduced(values: list[Any], axis: int | None, message: str):
     with pytest.raises(ConfigError, match=message):
-        reduce_values("sum", values, axis)
+        reduced("sum", values, axis)
 
 
 def test_a_sum_is_a_tensor_of_its_own():
@@ -76,10 +85,10 @@ def test_a_sum_is_added_in_replica_order():
 
 
 def test_gather_keeps_the_order_and_takes_empty_shards():
-    gathered = gather_values([torch.tensor([[1, 2]]), torch.zeros(0, 2, dtype=torch.long), torch.tensor([[3, 4]])], 0)
+    whole = gathered([torch.tensor([[1, 2]]), torch.zeros(0, 2, dtype=torch.long), torch.tensor([[3, 4]])], 0)
 
-    assert gathered.tolist() == [[1, 2], [3, 4]]
-    assert gather_values([torch.ones(2, 1), torch.zeros(2, 2)], -1).shape == (2, 3)
+    assert whole.tolist() == [[1, 2], [3, 4]]
+    assert gathered([torch.ones(2, 1), torch.zeros(2, 2)], -1).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +102,4 @@ def test_gather_keeps_the_order_and_takes_empty_shards():
 )
 def test_values_that_cannot_be_gathered(values: list[torch.Tensor], axis: int, message: str):
     with pytest.raises(ConfigError, match=message):
-        gather_values(values, axis)
+        gathered(values, axis)

@@ -12,7 +12,7 @@ import lockstep as ls
 from lockstep.cluster.local import find_local_rank
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.launch.resources import divide_host, visible_gpus
+from lockstep.launch.jobs import divide_host, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])

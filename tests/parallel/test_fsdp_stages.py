@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import pytest
 import torch
@@ -49,19 +49,23 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+def around(weights: StageWeights | None, *, backward: bool) -> AbstractContextManager[None]:
+    return nullcontext() if weights is None else weights.during(backward=backward)
+
+
 def make(
     mesh: DeviceMesh, schedule: str, *, tied: bool = False
-) -> tuple[list[Sees], list[Stage], Watches, StageWeights]:
+) -> tuple[list[Sees], list[Stage], Watches, StageWeights | None]:
     """Two stages of one worker with a layer each, and what the second does in the first one's turn."""
     layers = [Sees(), Sees()]
     if tied:
         layers[1].weight = layers[0].weight
-    model, turn = nn.Module(), ActiveStage()
+    model, active = nn.Module(), ActiveStage()
     model.layers = nn.ModuleList(layers)
     watch = Watches(layers[1])
-    turn.give(layers[1], 3, watch)
+    active.restrict(layers[1], 3, watch)
     stages = [
-        Stage(model, model, [layer], number=number, stages=4, turn=turn)
+        Stage(model, model, [layer], number=number, stages=4, active=active)
         for number, layer in zip((0, 3), layers, strict=True)
     ]
     borrowing = shard_stages(model, stages, choose_pipeline_config(schedule, 4, 2), mesh)  # type: ignore[arg-type]
@@ -71,10 +75,10 @@ def make(
 def test_a_part_is_whole_while_it_computes_for_its_own_stage_alone(mesh: DeviceMesh):
     layers, stages, watch, borrowing = make(mesh, "interleaved")
 
-    with borrowing.during(backward=True):
+    with around(borrowing, backward=True):
         value = torch.ones(2, 4)
         for stage in stages:
-            stage.take_turn()
+            stage.activate()
             for layer in layers[stage.number // 3 :]:
                 value = layer(value)
         value.sum().backward()
@@ -88,12 +92,12 @@ def test_a_part_is_whole_while_it_computes_for_its_own_stage_alone(mesh: DeviceM
 def test_all_parts_are_whole_during_a_pass_whose_backward_is_in_two(mesh: DeviceMesh, tied: bool):
     layers, stages, watch, borrowing = make(mesh, "zero_bubble_v", tied=tied)
 
-    with borrowing.during(backward=True):
-        stages[0].take_turn()
+    with around(borrowing, backward=True):
+        stages[0].activate()
         layers[1](layers[0](torch.ones(2, 4))).sum().backward()
         assert layers[0].weight.grad.tolist() == [[2.0] * 4] * 4
 
-    with borrowing.during(backward=False):
+    with around(borrowing, backward=False):
         assert not any(isinstance(each, DTensor) for layer in layers for each in layer.parameters())
     assert layers[0].whole == watch.whole == [True]
     assert all(isinstance(layer.weight, DTensor) for layer in layers)
@@ -104,11 +108,11 @@ def test_all_parts_are_whole_during_a_pass_whose_backward_is_in_two(mesh: Device
 def test_a_pass_that_fails_leaves_neither_weights_nor_gradients(mesh: DeviceMesh):
     layers, stages, _, borrowing = make(mesh, "zero_bubble")
 
-    stages[0].take_turn()
-    with suppress(KeyError), borrowing.during(backward=True):
+    stages[0].activate()
+    with suppress(KeyError), around(borrowing, backward=True):
         layers[0](torch.ones(2, 4)).sum().backward()
         raise KeyError
-    with borrowing.during(backward=True):
+    with around(borrowing, backward=True):
         assert layers[0].weight.grad is None
 
     assert isinstance(layers[0].weight, DTensor)

@@ -30,7 +30,7 @@ def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: 
             {"tensor": 3},
             "tensor=3 = 3 does not divide the 8 workers of the job; choose degrees whose product is 1, 2, ",
         ),
-        (8, {"data": 2, "tensor": 2}, "is a grid of 4 workers, and the job has 8; start 4, or leave data at -1"),
+        (8, {"data": 2, "tensor": 2}, "is a mesh of 4 workers, and the job has 8; start 4, or leave data at -1"),
         (2, {"pipeline": 4}, "pipeline=4 = 4 does not divide the 2 workers of the job; .* product is 1 or 2"),
         (4, {"data": -1, "tensor": -1}, "data=-1 and tensor=-1: only one degree can be what is left"),
         (4, {"tensor": 0}, "tensor=0 is no degree; give a number from 1, or -1"),
@@ -45,20 +45,20 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_would(workers: int,
 def test_tensor_ranks_are_neighbours_and_stages_are_far_apart():
     grid = MeshLayout(data=2, pipeline=2, tensor=2)
 
-    assert [grid.place(worker) for worker in (0, 1, 2, 4)] == [
+    assert [grid.coordinate(worker) for worker in (0, 1, 2, 4)] == [
         MeshCoordinate(stage=0, replica=0, tensor=0),
         MeshCoordinate(stage=0, replica=0, tensor=1),
         MeshCoordinate(stage=0, replica=1, tensor=0),
         MeshCoordinate(stage=1, replica=0, tensor=0),
     ]
-    assert [grid.worker(grid.place(worker)) for worker in range(8)] == list(range(8))
+    assert [grid.rank(grid.coordinate(worker)) for worker in range(8)] == list(range(8))
 
 
 def test_who_belongs_together():
     grid = MeshLayout(data=2, pipeline=2, tensor=2)
 
-    assert grid.peers(5) == (5, 7)
-    assert grid.members(1) == (2, 3, 6, 7)
+    assert grid.data_group(5) == (5, 7)
+    assert grid.replica_group(1) == (2, 3, 6, 7)
     assert grid.leaders(1) == (4, 6)
     assert MeshLayout(tensor=4).leaders(0) == (0,)
 

@@ -90,10 +90,15 @@ def test_which_stages_a_worker_holds(schedule: ScheduleName, stages: list[tuple[
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "each", "message"),
     [
-        ("1f1b", None, 2, "stages_per_worker=2 goes with schedule='1f1b', which has one stage on each worker; choose"),
-        ("interleaved", None, 1, "stages_per_worker=1 is what schedule='1f1b' has; choose that, or give"),
-        ("zero_bubble_v", None, 3, "stages_per_worker=3 goes with schedule='zero_bubble_v', which has two"),
-        ("zero_bubble", None, 0, "stages_per_worker=0 is no number of stages; give one from 1"),
+        (
+            "1f1b",
+            None,
+            2,
+            "stages_per_worker=2 goes with schedule='1f1b', which has 1 stages on each worker; leave",
+        ),
+        ("interleaved", None, 1, "stages_per_worker=1 goes with schedule='interleaved', which has 2 or more"),
+        ("zero_bubble_v", None, 3, "stages_per_worker=3 goes with schedule='zero_bubble_v', which has 2"),
+        ("zero_bubble", None, 0, "stages_per_worker=0 goes with schedule='zero_bubble', which has 1 or more"),
         ("interleaved", 5, None, "microbatches=5 cannot be taken in equal rounds by 2 workers, .* give 4 or 6"),
         ("zero_bubble", 7, None, "give 6 or 8"),
     ],

@@ -51,7 +51,7 @@ def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName)
     hidden: Any = WORDS
     stages = stages_of(module, schedule)
     for stage in stages:
-        stage.take_turn()
+        stage.activate()
         hidden = stage(hidden, attention_mask=MASK)
 
     spec = stages[-1].outputs

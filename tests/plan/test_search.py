@@ -9,17 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
-from lockstep.plan import (
-    DEVICE_KINDS,
-    KNOWN_SHAPES,
-    LINKS,
-    LOCKSTEP,
-    Choices,
-    Layout,
-    ModelShape,
-    device_kind,
-    plan,
-)
+from lockstep.plan import DEVICE_KINDS, KNOWN_SHAPES, LINKS, LOCKSTEP, Choices, Layout, ModelShape, device_kind, plan
 from lockstep.plan.layout import why_indivisible
 from lockstep.strategies.parallel import ParallelStrategy
 

@@ -12,8 +12,7 @@ import torch
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.strategies.base import get_strategy
-from lockstep.strategies.scope import has_strategy, in_cross_replica_context
+from lockstep.strategies.base import get_strategy, has_strategy, in_cross_replica_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ def hold(mb: int) -> torch.Tensor:
 @pytest.mark.parametrize("high_water_mark", [True, False], ids=["kernel", "sampled"])
 def test_the_peak_is_what_was_held_inside_although_it_is_gone(high_water_mark: bool, monkeypatch: pytest.MonkeyPatch):
     if not high_water_mark:
-        monkeypatch.setattr(memory, "_forget_high_water_mark", lambda: False)
+        monkeypatch.setattr(memory, "_reset_high_water_mark", lambda: False)
     give_back_freed_memory()  # what earlier tests left, which would be taken anew
     before = resident_mb()
     with ResidentPeak() as first:

@@ -11,8 +11,7 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
-from lockstep.replicas.device.memory import MB
-from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams, allocating_on, device_memory_of
+from lockstep.replicas.device.streams import MB, GpuReplica, GpuSlot, RunStreams, allocating_on, device_memory_of
 
 
 def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuSlot]:
@@ -68,7 +67,7 @@ def test_a_turn_issues_on_the_share_s_stream_and_the_others_see_a_mark_of_it():
         assert driver.current_stream(torch.device("cpu")).name == "caller"
 
         second.acquire()
-        second.wait_for([mark])
+        mark.wait()
         assert float((made + 1).sum()) == 9.0  # without the mark a fault
         end = second.record_event()
         second.release()
@@ -97,7 +96,8 @@ def test_a_run_stands_between_what_its_caller_queues_before_and_after():
             behind = streams.record_events()
             for turn in turns:
                 turn.acquire()
-                turn.wait_for(behind)
+                for event in behind:
+                    event.wait()
                 results.append(total * 2)
                 turn.release()
         assert float(total.sum() + results[3].sum()) == 36.0

@@ -133,10 +133,10 @@ def test_attention_is_torch_s(name: str, groups: int):
 def test_attention_weights_are_dropped_and_scaled():
     keys = 100_000
     # All scores are equal, so that the output is the mean of what dropout made of ones.
+    generator = replica_generator(0, 0)
     output = ops.attention(
-        torch.zeros(1, 1, 4), torch.zeros(1, keys, 4), torch.ones(1, keys, 1), None, 0.4,
-        is_causal=False, scale=None, enable_gqa=False, generator=replica_generator(0, 0),
-    )  # fmt: skip
+        generator, torch.zeros(1, 1, 4), torch.zeros(1, keys, 4), torch.ones(1, keys, 1), dropout_p=0.4
+    )
 
     assert float(output) == pytest.approx(1.0, abs=5 * math.sqrt(0.4 / 0.6 / keys))
     assert float(output) != 1.0

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from lockstep.config.devices import LogicalDevice, PhysicalDevice
 from lockstep.recipes.images.config import ImagesConfig
@@ -129,24 +128,26 @@ class Make:
             devices="cpu:4",
             hardware=Hardware(devices=self.devices(4), cores=4),
             date="2026-01-31",
-            machine=self.machine(),
+            machine=made_up_machine(),
             command="lockstep bench scaling images --devices cpu:4",
             rows=tuple(rows_of(configurations, samples)),
             samples=tuple(samples),
         )
 
-    def machine(self) -> Machine:
-        return Machine(
-            processor="A <processor>",
-            cores=4,
-            memory_gb=24.0,
-            system="Linux 6",
-            python="3.11.7",
-            torch="2.13.0",
-            transformers="5.0",
-            commit="abc",
-            load=0.25,
-        )
+
+def made_up_machine() -> Machine:
+    """A machine of no one's."""
+    return Machine(
+        processor="A <processor>",
+        cores=4,
+        memory_gb=24.0,
+        system="Linux 6",
+        python="3.11.7",
+        torch="2.13.0",
+        transformers="5.0",
+        commit="abc",
+        load=0.25,
+    )
 
 
 @pytest.fixture
@@ -158,6 +159,8 @@ def make() -> Make:
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """A folder of two classes of 20 small pictures each."""
+    from PIL import Image  # the benchmark's tests import this file on machines with torch alone
+
     generator = torch.Generator().manual_seed(0)
     for number in range(40):
         folder = tmp_path / "pictures" / ("odd" if number % 2 else "even")

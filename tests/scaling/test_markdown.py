@@ -21,15 +21,6 @@ def test_words_are_to_the_left_and_numbers_to_the_right(make):
     assert rules[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 
 
-def test_published_numbers_are_marked_as_another_machine_s(make):
-    text = render_markdown(make.result())
-    _, _, published = text.partition("## Published, on another machine")
-
-    assert "not measured here and not to be compared" in published
-    assert "| cats_vs_dogs | 146 | 39 | 29 | 3.74 | 5.03 |" in published
-    assert "1080" not in text.partition("## Published")[0]
-
-
 def test_a_terminal_gets_both_tables(make):
     text = terminal_tables(make.result())
 

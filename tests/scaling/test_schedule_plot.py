@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.parallel.pipeline_trace import Action, PipelineTrace, Slot
-from lockstep.scaling.schedule_plot import Scale, draw_timetable, draw_timetables
+from lockstep.scaling.schedule_plot import Scale, draw_trace, draw_traces
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,7 +36,7 @@ def boxes(text: str) -> dict[str, tuple[float, float]]:
 
 def test_a_box_is_as_wide_as_its_action_is_long_and_where_it_is_in_time():
     scale = Scale(length=8.0)
-    found = boxes(draw_timetable(TABLE, scale, title="<one>"))
+    found = boxes(draw_trace(TABLE, scale, title="<one>"))
 
     first, last = found["forward, microbatch 1, stage 0"], found["backward, microbatch 1, stage 0"]
     assert first[1] + 1 == pytest.approx(scale.unit, abs=0.01)
@@ -46,7 +46,7 @@ def test_a_box_is_as_wide_as_its_action_is_long_and_where_it_is_in_time():
 
 
 def test_the_title_and_the_numbers_are_text():
-    root = ElementTree.fromstring(draw_timetable(TABLE, Scale(length=8.0), title="<one>"))
+    root = ElementTree.fromstring(draw_trace(TABLE, Scale(length=8.0), title="<one>"))
 
     assert root.findtext(f"{SVG}title") == "<one>"
     written = [text.text for text in root.iter(f"{SVG}text")]
@@ -55,7 +55,7 @@ def test_the_title_and_the_numbers_are_text():
 
 
 def test_several_are_below_each_other_with_their_idle_share():
-    root = ElementTree.fromstring(draw_timetables({"a & b": TABLE, "c": TABLE}, Scale(length=8.0), title="two"))
+    root = ElementTree.fromstring(draw_traces({"a & b": TABLE, "c": TABLE}, Scale(length=8.0), title="two"))
 
     written = [str(text.text) for text in root.iter(f"{SVG}text")]
     assert [text for text in written if "idle" in text] == ["a & b, idle 50.0%", "c, idle 50.0%"]

@@ -15,7 +15,8 @@ from tests.stand_in.tracking import Memory, Propagation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.device.memory import MB, PoolUse
+from lockstep.replicas.device.driver import PoolUse
+from lockstep.replicas.device.streams import MB
 
 CALLER = "caller"
 

@@ -24,7 +24,7 @@ _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 
 
 class StandInGraph:
-    """See ``lockstep.replicas.device.cuda.DeviceGraph``.
+    """See ``lockstep.replicas.device.driver.DeviceGraph``.
 
     Args:
         generators: of the replicas, registered.

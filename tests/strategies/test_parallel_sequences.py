@@ -150,11 +150,11 @@ def test_norms_see_their_own_tokens_only(found: dict[Any, Any], name: str):
 def test_what_ranks_hold_alike_stays_alike(found: dict[Any, Any], name: str):
     grid, whole = found[name]["grid"], found[name]["whole"]
 
-    for worker in range(grid.workers):
-        place = grid.place(worker)
-        assert [whole[other] for other in range(grid.workers) if grid.place(other).stage == place.stage] == [
+    for worker in range(grid.size):
+        place = grid.coordinate(worker)
+        assert [whole[other] for other in range(grid.size) if grid.coordinate(other).stage == place.stage] == [
             whole[worker]
-        ] * (grid.workers // grid.pipeline)
+        ] * (grid.size // grid.pipeline)
 
 
 def test_dropout_on_the_same_layout_twice_gives_the_same_bits(found: dict[Any, Any]):

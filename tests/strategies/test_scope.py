@@ -9,9 +9,8 @@ import torch
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
-from lockstep.strategies.base import DefaultStrategy, get_strategy
+from lockstep.strategies.base import DefaultStrategy, get_strategy, has_strategy, in_cross_replica_context
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.scope import has_strategy, in_cross_replica_context
 
 if TYPE_CHECKING:
     from lockstep.config import DeviceRegistry

@@ -190,7 +190,7 @@ OTHER_TYPES: list[tuple[str, Any]] = [
     ("state.training.shared.loss.1", []),
     ("state.training.shared.callbacks.EarlyStopping", "text"),
     ("state.training.shared.callbacks.EarlyStopping.best", {}),
-    ("state.training.shared.callbacks.ModelCheckpoint.batches", "text"),
+    ("state.training.shared.callbacks.ModelCheckpoint.best", "text"),
     ("state.training.shared.callbacks.Count.count", "text"),
     ("state.training.replicas.1.accuracy.0.states.tp", []),
     ("state.training.replicas.1.accuracy.0.updates", "text"),

@@ -9,9 +9,8 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.device.async_scalars import AsyncScalars
-from lockstep.train.logs import RunningLoss
-from lockstep.train.loop import MOST_AHEAD, StepsInFlight, naming_step
+from lockstep.replicas.device.driver import AsyncScalars
+from lockstep.train.logs import MOST_AHEAD, RunningLoss, StepsInFlight, naming_step
 
 
 def test_steps_are_heard_of_in_order_and_two_late_at_the_most():

@@ -30,8 +30,8 @@ def test_the_seconds_are_ten_minutes_and_a_trial_gets_what_is_left():
     assert not budget.admits(90, 500)
     assert budget.admits_round([10.0, 20.0], 500)
     assert not budget.admits_round([40.0, 40.0], 500)  # 80 would fit, their quarter more would not
-    assert "of the 600 s for everything 85 were left, and it is thought to take 90" in budget.refusal(90, 500)
-    assert "thought to take 321" in budget.text(32, 321)
+    assert "of the 600 s for everything 85 were left, and it is expected to take 90" in budget.refusal(90, 500)
+    assert "expected to take 321" in budget.text(32, 321)
 
 
 @pytest.mark.parametrize("seconds", [0, 59, float("nan")])
@@ -57,7 +57,7 @@ def test_peers_come_after_everybody_s_own_loops(make: Any):
     entered = [(WORK[name], entrants(WORK[name], "cpu", PACE)) for name in ("mlm-bf16", "mobilenetv2-fp32")]
     roles = [(one.workload.name, one.entrant.contender.role) for one in in_turn(entered)]
 
-    assert roles.index(("mobilenetv2-fp32", "rival")) < roles.index(("mlm-bf16", "peer"))
+    assert roles.index(("mobilenetv2-fp32", "baseline")) < roles.index(("mlm-bf16", "peer"))
     assert [role for _, role in roles].count("peer") == 6
     assert [role for _, role in roles][-6:] == ["peer"] * 6
 

@@ -17,7 +17,7 @@ from tests.stand_in import stand_in_gpus
 import lockstep as ls
 from benchmarks.gpu.contenders import entrants
 from benchmarks.gpu.loops import (
-    DeviceStepTimer,
+    LapTimer,
     Pace,
     Setting,
     begin_process,
@@ -73,9 +73,9 @@ def trained(
     trial: Trial, body: Callable[..., None], precision: str = "fp32", device: str = "cpu", **how: Any
 ) -> StepRecord:
     records: list[StepRecord] = []
-    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
-    seat = ProcessInfo(rank=0, started_s=0.0, store="", lifeline="")
-    body(trial, seat, laps, setting=Setting(device=device, precision=precision, pace=PACE), **how)
+    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
+    process = ProcessInfo(rank=0, started_s=0.0, store="", guard="")
+    body(trial, process, timer, setting=Setting(device=device, precision=precision, pace=PACE), **how)
     (record,) = records
     assert len(record.step_s) == PACE.laps
     assert record.trained > 0
@@ -123,7 +123,7 @@ def test_on_a_gpu_s_stand_in_the_steps_are_recorded_whole_and_nothing_waits(
     """So a wait, or a step that cannot be recorded, would be the engine's on a real GPU, and not this program's."""
     with stand_in_gpus(shares) as (devices, driver):
         monkeypatch.setattr("benchmarks.gpu.loops.logical_devices", lambda *_: devices)
-        record = trained(trial(name, workload), train_ours, precision_of(WORK[workload]))
+        record = trained(trial(name, workload), train_ours, precision_of(workload))
 
     assert driver.waits == 0
     assert [graph.replays for graph in driver.graphs] == [PACE.steps - 3]
@@ -200,10 +200,10 @@ from benchmarks.gpu.loops import Setting
 said = {}
 for name in sys.argv[1:]:
     records = []
-    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
+    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
     body = getattr(peers, f"train_{name}")
     setting = Setting(device="cpu", precision="fp32", pace=PACE)
-    body(trial(name), ProcessInfo(rank=0, started_s=0.0, store="", lifeline=""), laps, setting=setting)
+    body(trial(name), ProcessInfo(rank=0, started_s=0.0, store="", guard=""), timer, setting=setting)
     said[name] = records[0].loss, records[0].trained, len(records[0].step_s)
 print("SAID", json.dumps(said))
 """
@@ -220,9 +220,9 @@ def test_the_peers_that_are_here_do_the_same_work(python: Callable[..., Any], tm
     said = json.loads(next(line for line in out.splitlines() if line.startswith("SAID")).removeprefix("SAID"))
 
     assert set(said) == set(here)
-    for name, (loss, parameters, laps) in said.items():
+    for name, (loss, parameters, blocks) in said.items():
         assert loss == pytest.approx(by_hand(), rel=1e-5), name
-        assert (parameters, laps) == (trained(trial("eager"), train_plain, compiled=False).trained, PACE.laps)
+        assert (parameters, blocks) == (trained(trial("eager"), train_plain, compiled=False).trained, PACE.laps)
 
 
 def test_a_peer_that_is_not_installed_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch):
@@ -285,11 +285,11 @@ def test_the_device_is_waited_for_between_laps_only(monkeypatch: pytest.MonkeyPa
     read: list[int] = []
     begun: list[int] = []
     monkeypatch.setattr("benchmarks.gpu.loops.wait_for", lambda device: waits.append(begun[-1]))
-    laps = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
-    clock = DeviceStepTimer(laps, PACE, torch.device("cpu"))
+    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
+    laps = LapTimer(timer, PACE, torch.device("cpu"))
     for step in range(1, PACE.steps + 1):
         begun.append(step)
-        clock.step(lambda: read.append(begun[-1]) or 0.0)
+        laps.step(lambda: read.append(begun[-1]) or 0.0)
 
     assert (waits, read) == ([2, 4, 6], [6])
 

@@ -1,4 +1,4 @@
-"""The floors: FLOPs against the formula by hand, bytes against sizes by hand, rates over which they are laid."""
+"""The roofline: FLOPs against the formula by hand, bytes against sizes by hand, rates over which they are laid."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import roofline as floors
+from benchmarks.gpu import roofline as roofline_module
 from benchmarks.gpu.loops import DeviceType
 from benchmarks.gpu.roofline import DeviceFacts, StepCost, count_flops, count_traffic, look_at_device
 from benchmarks.gpu.workloads import FULL, TINY, gpu_workloads
@@ -28,11 +28,11 @@ def test_bert_tiny_s_flops_are_those_of_the_formula():
 
 
 def test_mobilenet_s_flops_are_three_times_its_published_products_or_nearly():
-    """0.3 G multiply-adds a picture of 224 pixels forward; the first convolution needs no gradient of the pictures."""
-    few = replace(FULL, pictures=2)
-    a_picture = count_flops(gpu_workloads(few)["mobilenetv2-bf16"]) / few.pictures
+    """0.3 G multiply-adds a image of 224 pixels forward; the first convolution needs no gradient of the images."""
+    few = replace(FULL, images=2)
+    a_image = count_flops(gpu_workloads(few)["mobilenetv2-bf16"]) / few.images
 
-    assert a_picture == pytest.approx(3 * 2 * 0.3e9, rel=0.05)
+    assert a_image == pytest.approx(3 * 2 * 0.3e9, rel=0.05)
 
 
 def test_bytes_are_what_operators_read_and_write():
@@ -57,7 +57,7 @@ def test_a_fused_update_reads_and_writes_weights_and_state():
     assert count_traffic(optimizer.step) == pytest.approx(8 * 4000, rel=0.01)
 
 
-def test_a_floor_is_work_over_rate():
+def test_a_roofline_is_work_over_rate():
     facts = DeviceFacts(
         name="",
         memory_mb=0,
@@ -67,22 +67,22 @@ def test_a_floor_is_work_over_rate():
         copy_bytes_s=1e12,
         costs={"mlm-bf16": StepCost(flops=2e10, traffic_bytes=8e9)},
     )
-    floor = facts.floor("mlm-bf16", "bf16")
+    roofline = facts.roofline("mlm-bf16")
 
-    assert floor is not None
-    assert facts.floor("mlm-fp32", "fp32") is None  # whose cost is not known
-    assert (floor.compute_ms, floor.traffic_ms, floor.ms) == (5.0, 8.0, 8.0)
+    assert roofline is not None
+    assert facts.roofline("mlm-fp32") is None  # whose cost is not known
+    assert (roofline.compute_ms, roofline.traffic_ms, roofline.ms) == (5.0, 8.0, 8.0)
 
 
 def test_a_step_that_does_not_fit_is_named_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch):
-    usual = floors._traffic
+    usual = roofline_module._traffic
 
-    def full_for_pictures(workload: Workload, device: DeviceType) -> int:
+    def full_for_images(workload: Workload, device: DeviceType) -> int:
         if workload.name == "mobilenetv2-fp32":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return usual(workload, device)
 
-    monkeypatch.setattr(floors, "_traffic", full_for_pictures)
+    monkeypatch.setattr(roofline_module, "_traffic", full_for_images)
     facts = look_at_device("cpu", TINY)
 
     assert facts.trouble == "the eager step does not fit the device: mobilenetv2-fp32"

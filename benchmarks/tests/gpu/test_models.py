@@ -36,12 +36,12 @@ def test_the_mobilenet_is_transformers_own():
     theirs = transformers.MobileNetV2ForImageClassification(transformers.MobileNetV2Config(num_labels=2))
     ours = PlainMobileNetV2(2)
     ours.load_state_dict(theirs.state_dict())
-    pictures = torch.rand(4, 3, 64, 64)
+    images = torch.rand(4, 3, 64, 64)
 
     for module in (ours, theirs):
         module.train()
         module.dropout.p = 0.0
-    torch.testing.assert_close(ours(pictures), theirs(pictures).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours(images), theirs(images).logits, atol=1e-4, rtol=1e-4)
     for name, buffer in theirs.named_buffers():  # the momentum and the epsilon of its batch norms
         torch.testing.assert_close(ours.get_buffer(name), buffer)
 

@@ -10,11 +10,12 @@ import pytest
 from benchmarks.gpu.contenders import entrants
 from benchmarks.gpu.gpu_tests import SuiteOutcome
 from benchmarks.gpu.loops import Pace
-from benchmarks.gpu.report import GpuConditions, GpuResult, GpuTarget, render_gpu, result_of
+from benchmarks.gpu.report import GpuConditions, render_gpu, section_of
 from benchmarks.gpu.roofline import DeviceFacts, StepCost
 from benchmarks.gpu.suite import slug
 from benchmarks.gpu.workloads import FULL, gpu_workloads
 from benchmarks.harness import Absence, Sample
+from benchmarks.report import Section
 from benchmarks.trial import Contender
 
 PACE = Pace(warm_up=10, lap_steps=10, laps=3)
@@ -57,16 +58,10 @@ def samples(make: Any, recorded: dict[str, tuple[float, ...]]) -> list[Sample]:
     ]
 
 
-def result(make: Any, recorded: dict[str, tuple[float, ...]]) -> GpuResult:
+def section(make: Any, recorded: dict[str, tuple[float, ...]], facts: DeviceFacts = FACTS) -> Section:
     away = Absence(workload="mlm-bf16", contender="accelerate", reason="accelerate is not installed")
-    return result_of(
-        WORK["mlm-bf16"],
-        contenders(),
-        samples(make, recorded),
-        absences=[away, replace(away, workload="mlm-fp32")],
-        floor=FACTS.floor("mlm-bf16", "bf16"),
-        used_before_mb=FACTS.used_mb,
-    )
+    absences = [away, replace(away, workload="mlm-fp32")]
+    return section_of(WORK["mlm-bf16"], contenders(), samples(make, recorded), absences=absences, facts=facts)
 
 
 def conditions(make: Any, **changes: Any) -> GpuConditions:
@@ -86,8 +81,8 @@ def conditions(make: Any, **changes: Any) -> GpuConditions:
     )
 
 
-def test_each_target_has_its_limit_and_its_verdict(make: Any):
-    targets = {target.text: target for target in result(make, MADE_UP).targets}
+def test_each_comparison_has_its_limit_and_its_verdict(make: Any):
+    targets = {target.text: target for target in section(make, MADE_UP).comparisons}
     found = {text: (target.limit, target.value, target.verdict) for text, target in targets.items()}
 
     assert found == {
@@ -106,7 +101,7 @@ def test_without_torch_compile_the_best_loop_is_not_known(make: Any):
     recorded = {
         name: steps for name, steps in MADE_UP.items() if name not in ("compiled", "lockstep-4")
     }  # ours alone is compiled
-    verdicts = {target.text: target.verdict for target in result(make, recorded).targets}
+    verdicts = {target.text: target.verdict for target in section(make, recorded).comparisons}
 
     assert verdicts["lockstep-1 or lockstep-1 compiled / best loop"] == "not measured"
     assert verdicts["lockstep-4, a step"] == verdicts["lockstep-4 / ddp-4"] == "not measured"
@@ -115,7 +110,7 @@ def test_without_torch_compile_the_best_loop_is_not_known(make: Any):
 
 def test_other_models_than_bert_tiny_have_no_limits_of_its_own():
     own = [one.contender for one in entrants(WORK["mobilenetv2-fp32"], "cuda", PACE)]
-    texts = [target.text for target in result_of(WORK["mobilenetv2-fp32"], own, []).targets]
+    texts = [target.text for target in section_of(WORK["mobilenetv2-fp32"], own, [], facts=FACTS).comparisons]
 
     assert texts[:3] == [
         "lockstep-1 / best eager loop",
@@ -125,13 +120,8 @@ def test_other_models_than_bert_tiny_have_no_limits_of_its_own():
     assert not any("a step" in text or "best loop" in text for text in texts)
 
 
-def test_a_limit_is_reached_at_the_limit_unless_it_is_to_be_below():
-    assert GpuTarget(text="", limit=1.0, value=1.0).verdict == "yes"
-    assert GpuTarget(text="", limit=1.0, value=1.0, below=True).verdict == "NO"
-
-
 def test_the_table_shows_everything(make: Any):
-    text = render_gpu(conditions(make), [result(make, MADE_UP)])
+    text = render_gpu(conditions(make), [section(make, MADE_UP)])
 
     assert text.startswith("# GPU benchmark, 2026-01-31: A made-up GPU, of a test\n")
     assert "compute capability 9.0; 500 MB were taken before the run" in text
@@ -139,12 +129,12 @@ def test_the_table_shows_everything(make: Any):
     assert "tests that need a GPU: 20 passed, 1 failed, 1 skipped in 61 s" in text
     assert "**Tests that failed**:\n\n- tests.a::test_b" in text
     assert "600.0 GFLOP at 600.0 TFLOP/s are 1.00 ms; the eager step's 12.00 GB at 3000 GB/s are 4.00 ms." in text
-    assert "| mlm-bf16: lockstep-4 / lockstep-1, the same global batch | at most 1.15 | 1.164 | NO |" in text
-    assert "| mlm-bf16: lockstep-4, a step | below 20.00 ms | 7.100 ms | yes |" in text
-    assert "| mlm-bf16: lockstep-1 / accelerate | below 1.00 |  | not measured |" in text
-    # 6.1 ms against the 9.1 of the compiled loop, and against a floor of 4 ms; 5500 MB less the 500 of others
+    assert "| lockstep-4 / lockstep-1, the same global batch | at most 1.15 | 1.164 | 1.164 | 1.164 | NO |" in text
+    assert "| lockstep-4, a step | below 20.00 ms | 7.100 ms | 7.100 ms | 7.100 ms | yes |" in text
+    assert "| lockstep-1 / accelerate | below 1.00 |  |  |  | not measured |" in text
+    # 6.1 ms against the 9.1 of the compiled loop, and against a roofline of 4 ms; 5500 MB less the 500 of others
     assert "| lockstep-1 | 6.10 | 6.00 | 6.20 | 0.670 | 1.525 | 3.0 | 4000 | 5000 | 1.5000 | 1,000 | 1 |" in text
-    assert "- lockstep-1 said: graph: captured after 3 steps" in text
+    assert "- lockstep-1 logged: graph: captured after 3 steps" in text
     assert "| accelerate | not run |" in text
     assert "- accelerate: not run: accelerate is not installed" in text
     assert "budget 600 s; spent 432" in text
@@ -152,22 +142,20 @@ def test_the_table_shows_everything(make: Any):
 
 def test_rates_that_are_missing_are_said_and_the_rest_goes_on(make: Any):
     facts = replace(FACTS, matmul_flops={}, costs={}, trouble="no answer within 90 s")
-    without = replace(result(make, MADE_UP), floor=facts.floor("mlm-bf16", "bf16"))
-    text = render_gpu(conditions(make, facts=facts), [without])
+    text = render_gpu(conditions(make, facts=facts), [section(make, MADE_UP, facts)])
 
-    assert without.floor is None
     assert "- its rates: not measured; no answer within 90 s" in text
-    assert "The floor of a step" not in text
+    assert "The roofline of a step" not in text
     assert "| lockstep-1 | 6.10 |" in text
 
 
 def test_a_table_of_a_cpu_says_that_it_has_no_figure_of_a_gpu(make: Any):
     tried = conditions(make, device="cpu", suite=None)
 
-    text = render_gpu(tried, [result(make, MADE_UP)])
+    text = render_gpu(tried, [section(make, MADE_UP)])
 
     assert text.startswith("# The GPU benchmark's programs tried on a CPU, 2026-01-31: no figure of a GPU\n")
     assert "tests that need a GPU: not asked for" in text
-    assert "## Targets" not in text
+    assert "reached" not in text
     assert slug(tried) == "programs-tried-on-a-cpu"
     assert slug(conditions(make)) == "a-made-up-gpu-of-a-test"

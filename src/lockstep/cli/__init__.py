@@ -2,8 +2,7 @@
 
 entry_point  runs a command; errors become one line and an exit code. Begin reading here.
 app          the tree of commands
-flags        makes flags from the fields of a dataclass
-in_workers   starts a command again in worker processes
+flags        makes commands from dataclasses
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.flags import config_command
+from lockstep.cli.app import COMMANDS
+from lockstep.cli.flags import Nested, command
 from lockstep.extras import require
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.dataset import ImageSummary, summarize_images
@@ -21,50 +23,54 @@ from lockstep.recipes.images.pixels import Progress, format_bytes
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.train import read_text
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable
-from lockstep.recipes.reviews.task import class_names, read_table, split_table
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, read_table, split_reviews
+from lockstep.recipes.reviews.task import class_names
 from lockstep.recipes.text.corpus import TextSplits
 from lockstep.report import text_table
-
-LinesFlag = Annotated[int, typer.Option(min=0, help="Number of first lines of each split to show.")]
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")]
 
 _MAX_BROKEN_SHOWN = 10
 _PUBLISHED_SIZE = 224
 _REVIEW_WIDTH = 40  # characters; Chinese ones are two columns wide
 
 
-def data_app() -> typer.Typer:
-    """Returns the commands under ``lockstep data``."""
-    app = typer.Typer()
-    app.callback()(_data_help)
-    text_flags = config_command(MlmConfig, only=("data", "min_characters"))
-    app.command("mlm", epilog="Example: lockstep data mlm --data wikitext-2 --lines 3")(text_flags(mlm))
-    image_flags = config_command(ImagesConfig, only=("data", "test_fraction", "valid_fraction", "workers"))
-    app.command("images", epilog="Example: lockstep data images --data flower_photos")(image_flags(images))
-    review_flags = config_command(
-        ReviewsConfig,
-        only=("data", "encoding", "separator", "names", "repeated", "limit", "test_fraction", "valid_fraction", "seed"),
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep data`` and its commands."""
+    data = typer.Typer()
+    data.callback()(_data_help)
+    held_out = ("data", "test_fraction", "valid_fraction")
+    text = Nested(kind=MlmConfig, only=("data", "min_characters"))
+    data.command("mlm", epilog="Example: lockstep data mlm --data wikitext-2 --lines 3")(command(DataMlm, config=text))
+    images = Nested(kind=ImagesConfig, only=(*held_out, "workers"))
+    data.command("images", epilog="Example: lockstep data images --data flower_photos")(
+        command(DataImages, config=images)
     )
-    app.command("reviews", epilog="Example: lockstep data reviews --data hotel.csv --encoding gb18030")(
-        review_flags(reviews)
+    table = Nested(kind=ReviewsConfig, only=(*held_out, "encoding", "separator", "names", "repeated", "limit", "seed"))
+    data.command("reviews", epilog="Example: lockstep data reviews --data hotel.csv --encoding gb18030")(
+        command(DataReviews, config=table)
     )
-    app.command("digits", epilog="Example: lockstep data digits digits")(digits)
-    return app
+    data.command("digits", epilog="Example: lockstep data digits digits")(command(DataDigits))
+    app.add_typer(data, name="data", help=COMMANDS["data"], epilog="Example: lockstep data mlm")
 
 
 def _data_help() -> None:
     """Show the data of a recipe, or write the embedded digits."""
 
 
-def mlm(*, config: MlmConfig, lines: LinesFlag = 2) -> Callable[[], int]:
-    """Show the text of the recipe mlm: lines, words and characters of each split, and its first lines."""
+@dataclass(frozen=True, kw_only=True)
+class DataMlm:
+    """Show the text of the recipe mlm: lines, words and characters of each split, and its first lines.
 
-    def job() -> int:
-        print(text_summary(read_text(config), lines=lines))
+    Args:
+        lines: number of first lines of each split to show.
+    """
+
+    lines: Annotated[int, typer.Option(min=0)] = 2
+    config: MlmConfig
+
+    def __call__(self) -> int:
+        """Prints the text's summary."""
+        print(text_summary(read_text(self.config), lines=self.lines))
         return 0
-
-    return job
 
 
 def text_summary(text: TextSplits, *, lines: int) -> str:
@@ -86,28 +92,37 @@ def text_summary(text: TextSplits, *, lines: int) -> str:
     return "\n\n".join([f"text: {text.source}", table, "\n".join(first)]).rstrip()
 
 
-def images(*, config: ImagesConfig) -> Callable[[], int]:
+@dataclass(frozen=True, kw_only=True)
+class DataImages:
     """Show the images of the recipe images: classes, counts, sizes, and which of them are broken."""
 
-    def job() -> int:
+    config: ImagesConfig
+
+    def __call__(self) -> int:
+        """Prints the images' summary."""
         with decoding_bar(quiet=False) as progress:
-            summary = summarize_images(config, progress=progress)
+            summary = summarize_images(self.config, progress=progress)
         print(images_summary(summary))
         return 0
 
-    return job
 
+@dataclass(frozen=True, kw_only=True)
+class DataDigits:
+    """Write scikit-learn's digits as PNG files: DIR/train/0 ... 9 and DIR/test/0 ... 9.
 
-def digits(*, folder: FolderArgument) -> Callable[[], int]:
-    """Write scikit-learn's digits as PNG files: DIR/train/0 ... 9 and DIR/test/0 ... 9."""
+    Args:
+        folder: a new or an empty folder.
+    """
 
-    def job() -> int:
-        written = write_digits(folder.expanduser())
+    folder: Annotated[Path, typer.Argument(metavar="DIR")]
+
+    def __call__(self) -> int:
+        """Writes the digits."""
+        written = write_digits(self.folder.expanduser())
         counts = ", ".join(f"{split} {number:,}" for split, number in written.items())
-        print(f"digits written to {folder}: {counts}; train on them with: lockstep train images --data {folder}")
+        train = f"lockstep train images --data {self.folder}"
+        print(f"digits written to {self.folder}: {counts}; train on them with: {train}")
         return 0
-
-    return job
 
 
 @contextmanager
@@ -134,7 +149,8 @@ def images_summary(summary: ImageSummary) -> str:
     total = ["all", *(f"{sum(summary.counts[split]):,}" for split in splits)]
     blocks = [f"images: {summary.source}", text_table(["class", *splits], [*rows, total]), _image_facts(summary)]
     if summary.broken:
-        shown = [f"broken  {image.path} ({image.reason})" for image in summary.broken[:_MAX_BROKEN_SHOWN]]
+        broken = list(summary.broken.items())[:_MAX_BROKEN_SHOWN]
+        shown = [f"broken  {path} ({reason})" for path, reason in broken]
         more = len(summary.broken) - _MAX_BROKEN_SHOWN
         blocks.append("\n".join([*shown, *([f"broken  and {more:,} more"] if more > 0 else [])]))
     return "\n\n".join(blocks)
@@ -157,19 +173,26 @@ def _image_facts(summary: ImageSummary) -> str:
     return "\n".join(facts)
 
 
-def reviews(*, config: ReviewsConfig, lines: LinesFlag = 2) -> Callable[[], int]:
-    """Show the reviews of the recipe reviews: how many of each class, empty or repeated, and the first of them."""
+@dataclass(frozen=True, kw_only=True)
+class DataReviews:
+    """Show the reviews of the recipe reviews: how many of each class, empty or repeated, and the first of them.
 
-    def job() -> int:
-        table = read_table(config)
-        splits = split_table(config, table)
-        names = class_names(config, splits.labels)
+    Args:
+        lines: number of first reviews of each split to show.
+    """
+
+    lines: Annotated[int, typer.Option(min=0)] = 2
+    config: ReviewsConfig
+
+    def __call__(self) -> int:
+        """Prints the reviews' summary."""
+        table = read_table(self.config)
+        splits = split_reviews(table, self.config)
+        names = class_names(self.config, splits.labels)
         print(f"{reviews_overview(table, splits, names)}\n\n{reviews_table(splits)}")
-        if first := first_reviews(splits, lines):
+        if first := first_reviews(splits, self.lines):
             print(f"\n{first}")
         return 0
-
-    return job
 
 
 def reviews_overview(table: ReviewTable, splits: ReviewSplits, names: Sequence[str]) -> str:

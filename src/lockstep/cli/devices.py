@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import typer
 
 from lockstep import config
+from lockstep.cli.flags import DevicesFlag, command
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
-from lockstep.replicas.device.memory import MB
-from lockstep.replicas.device.streams import device_memory_of
+from lockstep.replicas.device.streams import MB, device_memory_of
 from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
 
-DEVICES_SPEC = (
-    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 names devices; "
-    "cpu or gpu takes all of that kind."
-)
-DevicesFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--devices", metavar="SPEC", help=f"{DEVICES_SPEC} Default: every GPU, or else the CPU.", show_default=False
-    ),
-]
+_LOGICAL = ("logical", "of", "share")
 
 
-def devices(*, devices: DevicesFlag = None) -> Callable[[], int]:
-    """Show the physical devices, and the logical devices that --devices makes of them."""
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep devices``."""
+    app.command("devices", epilog="Example: lockstep devices --devices cpu:4")(command(Devices))
 
-    def job() -> int:
-        chosen = take_devices(devices)
-        print(physical_table(config.list_physical_devices()))
-        print()
-        print(memory_table(chosen))
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Show the physical devices, and the logical devices that --devices makes of them.
+
+    Args:
+        devices: how to divide the devices.
+    """
+
+    devices: DevicesFlag = None
+
+    def __call__(self) -> int:
+        """Prints the tables."""
+        chosen = take_devices(self.devices)
+        print(f"{physical_table(config.list_physical_devices())}\n\n{memory_table(chosen)}")
         return 0
-
-    return job
 
 
 def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
-    """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default.
-
-    Raises:
-        ConfigError: the value cannot be parsed, or this machine has no such device or share.
-    """
+    """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default."""
     if spec is None:
         return config.resolve_devices(None)
     return config.apply_device_request(config.parse_device_request(spec))
@@ -92,9 +88,6 @@ def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
     return text_table([*_LOGICAL, "in use", "peak"], rows)
 
 
-_LOGICAL = ("logical", "of", "share")
-
-
 def _logical_row(device: config.LogicalDevice) -> list[str]:
     if device.memory_limit is not None:
         share = f"{device.memory_limit} MB"
@@ -109,21 +102,12 @@ def _mb(size: int) -> str:
 
 
 def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:
-    """Like ``take_devices``, but None means this worker's own devices among the workers of its host.
-
-    Raises:
-        ConfigError: the value cannot be parsed, or this machine has no such device or share.
-        ClusterError: the environment describes a malformed cluster.
-    """
+    """Like ``take_devices``, but None means this worker's own devices among the workers of its host."""
     return take_devices(spec) if spec is not None else resolve_devices(own_devices(cluster_from_environment()))
 
 
 def make_strategy(devices: Sequence[LogicalDevice], seed: int) -> Strategy:
-    """Makes the strategy for this process, or for the job of several workers that the environment declares.
-
-    Raises:
-        ClusterError: the environment describes a malformed cluster, or a worker did not join.
-    """
+    """Makes the strategy for this process, or for the job of several workers that the environment declares."""
     cluster = cluster_from_environment()
     if cluster is None or cluster.num_workers == 1:
         return MirroredStrategy(devices, seed=seed)

@@ -1,6 +1,10 @@
 """Runs one command. An error ends in one line on stderr and an exit code; a traceback appears only on request.
 
-Exit codes: 2 for wrong arguments, 1 for a failure while running, 130 for Ctrl-C.
+Exit codes: 2 for wrong arguments, 1 for a failure while running, 130 for Ctrl-C. A command that divides a model among
+workers but was started without any runs again in workers of its own:
+
+    lockstep train mlm --pipeline 2 --tensor 2        one process parses the arguments, and starts
+        worker 0 ... worker 3                         which run with the same arguments, as under lockstep run
 """
 
 from __future__ import annotations
@@ -11,14 +15,22 @@ import os
 import sys
 import traceback as tracebacks
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TextIO
+from dataclasses import dataclass
+from typing import Any
 
-from lockstep.cli.in_workers import InWorkers
-from lockstep.errors import ConfigError, DataError, LockstepError, MissingExtraError
+from lockstep.errors import ClusterError, ConfigError, DataError, LockstepError, MissingExtraError
 
 INTERRUPTED = 130
+# Imported once in the process that the workers are forked from; in each worker they would take seconds.
+_PRELOADED = (
+    "lockstep.cli.app",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torchmetrics",
+    "transformers.models.bert.modeling_bert",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +62,42 @@ def run_command(arguments: Sequence[str]) -> int | InWorkers:
     from lockstep.cli.app import parse
 
     with warnings.catch_warnings():
-        warnings.showwarning = print_warning
+        warnings.showwarning = print_warning  # type: ignore[assignment]
         job = parse([argument for argument in arguments if argument != "--traceback"])
         if job == INTERRUPTED:  # typer turns a Ctrl-C while it parses into a number
             raise KeyboardInterrupt
         return job if isinstance(job, int) else job()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InWorkers:
+    """Returned by a job that is to run again in ``workers`` processes.
+
+    They are in sessions of their own: Ctrl-C reaches only this process, which ends them.
+    """
+
+    workers: int
+
+    def run(self, command: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> int:
+        """Calls ``command(arguments)`` in all workers, showing the chief's output, and returns the exit code.
+
+        Raises:
+            LockstepError: what a worker raised first.
+            ClusterError: a worker failed with any other error, or was lost.
+        """
+        from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
+        from lockstep.launch.jobs import FunctionJob
+
+        job = FunctionJob(workers=self.workers, limits=Limits(), preloaded=_PRELOADED)
+        try:
+            return int(job.run(command, (tuple(arguments),), {}))
+        except ClusterError as error:
+            cause = error.__cause__
+            if isinstance(cause, SystemExit) and isinstance(cause.code, int):
+                return cause.code  # as after SIGTERM to a worker: all have saved
+            if isinstance(cause, LockstepError):
+                raise cause  # noqa: B904 - its own cause is the worker's traceback
+            raise
 
 
 def failure_line(error: BaseException) -> tuple[str, int]:
@@ -84,14 +127,7 @@ def report_failure(error: BaseException, *, traceback: bool) -> int:
     return exit_code
 
 
-def print_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def print_warning(message: Warning | str, *_: Any) -> None:
     """Replaces ``warnings.showwarning``: prints one line, without a place in our source."""
     print(f"lockstep: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 

@@ -1,15 +1,17 @@
-"""Flags made from a config: every field of a recipe's dataclass is a flag, and its documentation is the flag's help.
+"""Commands made from dataclasses: every field is a flag, and its entry in the docstring is the flag's help.
 
-So a setting is defined once: its type, default and explanation are those of the dataclass.
+So a setting is defined once: its type, default and explanation are those of the dataclass. The object is the job: the
+entry point calls it.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,147 +19,175 @@ import typer
 
 from lockstep.errors import ConfigError
 
-Result = TypeVar("Result")
+Job = TypeVar("Job")
 
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
+_MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no space for the help beside them
+AUTO = "auto"
+NO_FLAG = "no flag"
+BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
+"""Context settings of a command whose arguments after a program's name belong to the program."""
+_SPEC = (
+    "cpu:4 divides the CPU in four; gpu:4x2048 divides GPU 0 in four shares of 2048 MB; gpu:0,gpu:2 names devices; "
+    "cpu or gpu takes all of that kind. Default: "
+)
+DevicesFlag = Annotated[str | None, typer.Option(metavar="SPEC", help=f"{_SPEC}every GPU, or else the CPU.")]
+BenchDevicesFlag = Annotated[str | None, typer.Option(metavar="SPEC", help=f"{_SPEC}every GPU, or else cpu:2.")]
+FolderFlag = Annotated[Path, typer.Option(metavar="DIR")]
 
 
-_MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no room for the help beside them
-_NO_GROUPS: Mapping[str, str] = {}
-
-
-def config_command(
-    config: type[Any],
-    *,
-    name: str = "config",
-    groups: Mapping[str, str] = _NO_GROUPS,
-    only: Collection[str] | None = None,
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorates ``function(config, ...)``: the command gets one flag for every field of ``config``, after its own.
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """A dataclass whose fields are flags of the command too.
 
     Args:
-        config: a dataclass whose docstring has an ``Args:`` section with an entry for every field.
-        name: the parameter of the function that takes the config.
-        groups: first field of a group of flags -> title of the group in the help.
+        kind: the dataclass.
         only: fields that get a flag; None: all. The others keep their defaults.
+        without: fields that get no flag, and keep their defaults.
+        given: values of fields that get no flag.
+        defaults: other defaults of some flags.
+        groups: first field of a group of flags -> title of the group in the help.
+        auto: a number that may also be "auto": then its default is used, and the command's ``auto`` is True.
     """
 
-    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        settings = [p for p in config_parameters(config, groups=groups) if only is None or p.name in only]
-        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != name]
-        names = {parameter.name for parameter in settings}
+    kind: type[Any]
+    only: Collection[str] | None = None
+    without: Collection[str] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    auto: str | None = None
 
-        def command(**flags: Any) -> Result:
-            chosen = config(**{flag: value for flag, value in flags.items() if flag in names})
-            rest = {flag: value for flag, value in flags.items() if flag not in names}
-            return function(**{name: chosen}, **rest)
+    def parameters(self) -> list[inspect.Parameter]:
+        """A parameter for each flag."""
+        chosen = [
+            p.replace(default=self.defaults.get(p.name, p.default))
+            for p in flags_of(self.kind, groups=self.groups)
+            if p.name not in (*self.given, *self.without) and (self.only is None or p.name in self.only)
+        ]
+        return [_number_or_auto(p) if p.name == self.auto else p for p in chosen]
 
-        return with_parameters(command, [*own, *settings], help_text=function.__doc__)
-
-    return decorate
-
-
-def with_parameters(
-    command: Callable[..., Result], parameters: Sequence[inspect.Parameter], *, help_text: str | None
-) -> Callable[..., Result]:
-    """Gives ``command`` the parameters and the help that typer shows."""
-    command.__doc__ = help_text
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    def make(self, flags: Mapping[str, Any]) -> tuple[Any, bool]:
+        """The object, and whether a flag was "auto"."""
+        values = {p.name: flags[p.name] for p in self.parameters()}
+        auto = self.auto is not None and values[self.auto] == AUTO
+        if self.auto is not None:
+            number = values.pop(self.auto)
+            values |= {} if auto else {self.auto: _number(self.auto, number)}
+        return self.kind(**values, **self.given), auto
 
 
-def config_parameters(config: type[Any], *, groups: Mapping[str, str] = _NO_GROUPS) -> list[inspect.Parameter]:
-    """Returns one keyword parameter for every field of a dataclass, annotated as typer expects it."""
-    types, documented = get_type_hints(config), field_docs(config)
+def command(job: type[Job], given: Mapping[str, Any] | None = None, **nested: Nested) -> Callable[..., Job]:
+    """Returns a typer command that makes an object of a dataclass from the flags.
+
+    Args:
+        job: a dataclass whose docstring has an ``Args:`` section with an entry for every field, and before it the help.
+        given: values of fields that get no flag.
+        nested: fields that are dataclasses; their flags come after the others.
+    """
+    own = [parameter for parameter in flags_of(job) if parameter.name not in nested]
+
+    def make(**flags: Any) -> Job:
+        values = {parameter.name: flags[parameter.name] for parameter in own}
+        for name, each in nested.items():
+            values[name], auto = each.make(flags)
+            values |= {"auto": True} if auto else {}
+        return job(**values, **(given or {}))
+
+    parameters = [*own, *(parameter for each in nested.values() for parameter in each.parameters())]
+    make.__doc__ = (inspect.getdoc(job) or "").partition("\n\nArgs:\n")[0]
+    make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    make.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return make
+
+
+def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> list[inspect.Parameter]:
+    """Returns one keyword parameter for every field of a dataclass, annotated as typer expects it.
+
+    A field may be ``Annotated`` with ``typer.Option`` or ``typer.Argument`` for what does not follow from its type, or
+    with ``NO_FLAG``. Fields that are dataclasses are no flags.
+    """
+    types, documented = get_type_hints(config, include_extras=True), field_docs(config)
     parameters, group = [], None
-    for field in fields(config):
-        group = groups.get(field.name, group)
-        option = _option(field, types[field.name], documented.get(field.name, ""), group)
+    for each in fields(config):
+        group = (groups or {}).get(each.name, group)
+        kind, *given = get_args(types[each.name]) if get_origin(types[each.name]) is Annotated else [types[each.name]]
+        if NO_FLAG in given or is_dataclass(kind) or kind is Any:
+            continue
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        option = copy.copy(given[0]) if given else typer.Option()
+        _complete(option, each, kind, documented.get(each.name, ""), group)
         parameters.append(
             inspect.Parameter(
-                field.name,
+                each.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=_default(field),
-                annotation=Annotated[types[field.name], option],
+                default=inspect.Parameter.empty if default is MISSING else default,
+                annotation=Annotated[kind, option],
             )
         )
     return parameters
 
 
-def _option(field: Field[Any], kind: Any, documented: str, group: str | None) -> Any:
-    text = f"{documented[:1].upper()}{documented[1:]}"
-    flag = f"--{field.name.replace('_', '-')}"
-    settings: dict[str, Any] = {
-        "rich_help_panel": group,
-        "show_default": field.default is not None and field.default is not False,
-    }
-    if kind is bool and field.default is False:
-        return typer.Option(flag, help=text, **settings)  # without a --no-... that would change nothing
+def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: str | None) -> None:
+    """Fills in what follows from the field: help, choices, and whether the default is shown."""
+    option.help = option.help or f"{documented[:1].upper()}{documented[1:]}"
+    option.rich_help_panel = group
+    option.show_default = each.default is not None and each.default is not False
+    if kind is bool and each.default is False and not option.param_decls:
+        option.param_decls = (flag_name(each.name),)  # without a --no-... that would change nothing
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if len("|".join(choices)) > _MAX_CHOICES_WIDTH:
-        return typer.Option(flag, help=f"{text} One of {', '.join(choices)}.", metavar="NAME", **settings)
-    return typer.Option(help=text, **settings)
+        option.help, option.metavar = f"{option.help} One of {', '.join(choices)}.", "NAME"
+
+
+def flag_name(field_name: str) -> str:
+    """``--batch-size`` of ``batch_size``."""
+    return f"--{field_name.replace('_', '-')}"
 
 
 def field_docs(config: type[Any]) -> Mapping[str, str]:
-    """Returns name -> text of the entries in the ``Args:`` section of a class's docstring."""
-    _, _, section = (inspect.getdoc(config) or "").partition("\nArgs:\n")
+    """Returns name -> text of the entries in the ``Args:`` sections of a class and its bases."""
     entries: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        if line and not line.startswith("    "):
-            break
-        entry = _ENTRY.match(line.removeprefix("    "))
-        if entry:
-            name = entry[1]
-            entries[name] = entry[2]
-        elif name and line.strip():
-            entries[name] += f" {line.strip()}"
+    for base in reversed([each for each in config.__mro__ if is_dataclass(each)]):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")
+        name = ""
+        for line in section.splitlines():
+            if line and not line.startswith("    "):
+                break
+            entry = _ENTRY.match(line.removeprefix("    "))
+            if entry:
+                name = entry[1]
+                entries[name] = entry[2]
+            elif name and line.strip():
+                entries[name] += f" {line.strip()}"
     return entries
 
 
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+def _number_or_auto(number: inspect.Parameter) -> inspect.Parameter:
+    option = number.annotation.__metadata__[0]
+    text = f"{option.help.rstrip('.')}; {AUTO} finds the largest that fits."
+    flag = typer.Option(metavar=f"NUMBER|{AUTO}", help=text, rich_help_panel=option.rich_help_panel)
+    return number.replace(annotation=Annotated[str, flag], default=str(number.default))
+
+
+def _number(name: str, given: str) -> int:
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"{name}={given!r} was given, expected an integer or {AUTO}") from None
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a folder can be written to or made.
-
-    Raises:
-        ConfigError: a file is in its place, or permissions forbid it.
-    """
+    """Raises ConfigError if a folder can be neither written to nor made."""
     present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    needs = f"--output needs the folder {str(folder)!r}, but {str(present)!r}"
     if not present.is_dir():
-        raise ConfigError(
-            f"--output needs the folder {str(folder)!r}, but {str(present)!r} is a file, expected a folder;"
-            " give another name or move it away"
-        )
+        raise ConfigError(f"{needs} is a file, expected a folder; give another name or move it away")
     if not os.access(present, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"--output needs the folder {str(folder)!r}, but {str(present)!r} cannot be written to;"
-            " give another name or change its permissions"
-        )
+        raise ConfigError(f"{needs} cannot be written to; give another name or change its permissions")
 
 
 def check_file(file: Path) -> None:
-    """Checks that no folder is in the place of a file.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raises ConfigError if a folder is in the place of a file."""
     if file.is_dir():
         raise ConfigError(f"--output has a folder {str(file)!r}, expected a file; move it away")
-
-
-def check_output(output: Path) -> None:
-    """Checks that a training can write its results to ``output``, without writing anything.
-
-    Raises:
-        ConfigError: a file is in the place of a folder, a folder in the place of a file, or permissions forbid it.
-    """
-    for folder in (output, output / "logs", output / "model"):
-        check_folder(folder)
-    check_file(output / "curves.png")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.flags import config_command
+from lockstep.cli.flags import Nested, command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.plan.cost import Prediction
 from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
@@ -24,13 +23,19 @@ from lockstep.report import text_table
 if TYPE_CHECKING:
     from lockstep.plan.measure import Measured
 
-EXAMPLE = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
 _SEQUENCES_PER_DEVICE = 8
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep plan``."""
+    groups = {"devices": "Devices and training", "replicas": "Fixed choices"}
+    example = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
+    app.command("plan", epilog=example)(command(PlanCommand, request=Nested(kind=PlanRequest, groups=groups)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The flags of ``lockstep plan``.
+    """What is planned, and for which devices.
 
     Args:
         devices: number of devices.
@@ -67,7 +72,7 @@ class PlanRequest:
         for name in ("devices", "per_host", "batch", "sequence"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {value} was given, expected at least 1")
+                raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
     def choices(self) -> Choices:
         """What is fixed, and what else Lockstep can do."""
@@ -83,50 +88,40 @@ class PlanRequest:
         )
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="The recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; "
-        "or sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.",
-    ),
-]
-TopFlag = Annotated[int, typer.Option(help="How many layouts to show, the best of each (data, pipeline, tensor).")]
-MeasureFlag = Annotated[
-    bool, typer.Option("--measure", help="Use figures of this machine, measured in a second or two, for every device.")
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-InfeasibleFlag = Annotated[bool, typer.Option("--infeasible", help="List the degrees without a layout, and why.")]
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.
 
+    Args:
+        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
+            sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
+        top: how many layouts to show, the best of each (data, pipeline, tensor).
+        measure: use figures of this machine, measured in a second or two, for every device.
+        json: print JSON.
+        infeasible: list the degrees without a layout, and why.
+    """
 
-@config_command(PlanRequest, groups={"devices": "Devices and training", "data": "Fixed choices"})
-def plan(
-    model: ModelArgument,
-    *,
-    config: PlanRequest,
-    top: TopFlag = 5,
-    measured: MeasureFlag = False,
-    json: JsonFlag = False,
-    infeasible: InfeasibleFlag = False,
-) -> Callable[[], int]:
-    """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory."""
+    model: Annotated[str, typer.Argument(metavar="MODEL")]
+    top: int = 5
+    measure: bool = False
+    json: bool = False
+    infeasible: bool = False
+    request: PlanRequest
 
-    def job() -> int:
-        if top < 1:
-            raise ConfigError(f"--top {top} was given, expected at least 1")
-        found = find_plan(_shape(model, config.sequence), config, measured=measured)
-        print(json_format.dumps(as_dict(found, top=top), indent=2) if json else as_text(found, top, infeasible))
+    def __call__(self) -> int:
+        """Prints the plan."""
+        if self.top < 1:
+            raise ConfigError(f"--top {self.top} was given, expected at least 1")
+        found = find_plan(_shape(self.model, self.request.sequence), self.request, measured=self.measure)
+        if self.json:
+            print(json_format.dumps(as_dict(found, top=self.top), indent=2))
+        else:
+            print(as_text(found, self.top, self.infeasible))
         return 0
-
-    return job
 
 
 def find_plan(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
-    """Makes the plan for the flags.
-
-    Raises:
-        ConfigError: no kind of device was given, a name is unknown, or nothing fits.
-    """
+    """Makes the plan for the flags; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
     here = _measure(request) if measured else None
     if here is None and request.kind is None:
         raise ConfigError(

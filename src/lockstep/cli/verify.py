@@ -3,74 +3,66 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lockstep.atomic_files import atomic_write
-from lockstep.cli.devices import DEVICES_SPEC
+from lockstep.cli.flags import BEFORE_A_PROGRAM, command
 from lockstep.errors import ConfigError
 from lockstep.verify.config import Program, VerifyConfig
 from lockstep.verify.report import render, to_json
 from lockstep.verify.report import verify as run_verification
 
-EXAMPLE = "Example: lockstep verify --devices cpu:4 train.py --batch-size 32"
 _RECIPES = ("mlm", "images")
 
-ProgramArgument = Annotated[
-    str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A Python file, or the name of a recipe: mlm or images.")
-]
-ArgumentsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The program's own arguments.")
-]
-StepsFlag = Annotated[int, typer.Option(help="Number of optimizer updates to compare.")]
-DevicesFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--devices",
-        metavar="SPEC",
-        help=f"How to divide the devices before the program starts. {DEVICES_SPEC} Default: as the program does.",
-        show_default=False,
-    ),
-]
-JsonFlag = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.", show_default=False)
-]
-TimeoutFlag = Annotated[float, typer.Option("--timeout-s", help="Time limit of each run, in seconds.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", help="Print only the report, not what is running.")]
+
+def add_to(app: typer.Typer) -> None:
+    """Adds ``lockstep verify``."""
+    example = "Example: lockstep verify --devices cpu:4 train.py --batch-size 32"
+    app.command("verify", epilog=example, context_settings=BEFORE_A_PROGRAM)(command(Verify))
 
 
-def verify(
-    *,
-    program: ProgramArgument,
-    arguments: ArgumentsArgument = None,
-    steps: StepsFlag = 3,
-    devices: DevicesFlag = None,
-    json: JsonFlag = None,
-    timeout_s: TimeoutFlag = 300.0,
-    quiet: QuietFlag = False,
-) -> Callable[[], int]:
+@dataclass(frozen=True, kw_only=True)
+class Verify:
     """Run the first steps of a program on N replicas and on one, compare all numbers, and say why they differ.
 
     The program's own arguments come after its name. Exit code: 0 if equal within rounding, or different by dropout
     alone; 1 if different; 2 if the arguments or the program are wrong.
+
+    Args:
+        program: a Python file, or the name of a recipe: mlm or images.
+        arguments: the program's own arguments.
+        steps: number of optimizer updates to compare.
+        devices: how to divide the devices before the program starts, as in lockstep devices. Default: as the program
+            does.
+        json: also write the report as JSON.
+        timeout_s: time limit of each run, in seconds.
+        quiet: print only the report, not what is running.
     """
 
-    def job() -> int:
-        config = VerifyConfig(
-            program=find_program(program, tuple(arguments or ())), steps=steps, devices=devices, timeout_s=timeout_s
-        )
-        if json is not None and json.expanduser().is_dir():
-            raise ConfigError(f"--json {str(json)!r} is a folder, expected a file; give it a name")
-        report = run_verification(config, progress=None if quiet else _print_progress)
-        print(render(report))
-        if json is not None:
-            atomic_write(json.expanduser(), to_json(report))
-        return 0 if report.sound else 1
+    program: Annotated[str, typer.Argument(metavar="SCRIPT_OR_RECIPE")]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS")] = None
+    steps: int = 3
+    devices: Annotated[str | None, typer.Option(metavar="SPEC")] = None
+    json: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+    timeout_s: float = 300.0
+    quiet: bool = False
 
-    return job
+    def __call__(self) -> int:
+        """Verifies, and prints the report."""
+        program = find_program(self.program, tuple(self.arguments or ()))
+        config = VerifyConfig(program=program, steps=self.steps, devices=self.devices, timeout_s=self.timeout_s)
+        file = None if self.json is None else self.json.expanduser()
+        if file is not None and file.is_dir():
+            raise ConfigError(f"--json {str(self.json)!r} is a folder, expected a file; give it a name")
+        report = run_verification(config, progress=None if self.quiet else _print_progress)
+        print(render(report))
+        if file is not None:
+            atomic_write(file, to_json(report))
+        return 0 if report.sound else 1
 
 
 def find_program(name: str, arguments: tuple[str, ...]) -> Program:

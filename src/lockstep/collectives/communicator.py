@@ -1,12 +1,13 @@
-"""The collectives between the workers of a job: sums, gathers and broadcasts over all of them.
+"""The collectives between the workers of a job: sums, gathers and broadcasts.
 
     worker 0                    worker 1
     its replicas: local sum     its replicas: local sum
              `--- all_reduce, all_gather, broadcast ---'     every worker makes the same calls, in one order
 
-``Communicator`` is abstract. ``SingleWorkerCommunicator`` is a process by itself; ``collectives.distributed`` uses
-``torch.distributed``. Calls are made outside replicas, or by the one replica that runs the ``combine`` of a barrier.
-Objects travel as ``torch.save`` writes them and are read with ``weights_only``: received data cannot run code.
+``Communicator`` is abstract. ``SingleWorkerCommunicator`` is for a process by itself, ``collectives.distributed`` for
+several, and ``MeshCommunicator`` for processes that hold a replica of the model together. Calls are made outside
+replicas, or by the one replica that runs the ``combine`` of a barrier. Objects are sent as ``torch.save`` writes them
+and are read with ``weights_only``: received data cannot run code.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from lockstep.errors import ClusterError
+from lockstep.errors import ClusterError, ConfigError
 
 R = TypeVar("R")
 
 
 class ControlFlags(enum.IntFlag):
-    """What all workers shall do together as soon as one of them asks for it."""
+    """Actions that all workers take together as soon as one of them asks."""
 
     LOGS = 1
     """Merge the metrics of this batch: some callback shows them."""
@@ -48,7 +50,9 @@ class Communicator(ABC):
         replicas: the number of local replicas of each worker, in worker order.
         names: the names of the workers in messages, such as "worker 1 (hostb:20001)".
         single: whether no other process takes part; by default, whether there is one worker.
-        chief: whether this is the chief; by default, whether ``index`` is 0.
+        chief: whether this worker prints, logs and publishes checkpoints; by default, whether ``index`` is 0.
+        leaders: per worker, the number in ``processes`` of the process whose values count; by default, the worker's.
+        layout: how the processes of a worker divide the model among them; empty if they do not.
     """
 
     def __init__(
@@ -59,76 +63,26 @@ class Communicator(ABC):
         *,
         single: bool | None = None,
         chief: bool | None = None,
+        leaders: Sequence[int] | None = None,
+        layout: str = "",
     ) -> None:
-        self._single = len(replicas) == 1 if single is None else single
-        self._chief = index == 0 if chief is None else chief
-        self._index = index
-        self._replicas = tuple(replicas)
-        self._names = tuple(names)
+        self.index = index
+        self.replicas, self.names = tuple(replicas), tuple(names)
+        self.size, self.num_replicas = len(self.replicas), sum(self.replicas)
+        self.first_replica = sum(self.replicas[:index])  # this worker's first among those of all workers
+        self.is_single = self.size == 1 if single is None else single
+        self.is_chief = index == 0 if chief is None else chief
+        self.leaders = tuple(range(self.size) if leaders is None else leaders)
+        self.layout = layout
         self._own_flags = self._agreed_flags = ControlFlags(0)
-
-    @property
-    def index(self) -> int:
-        """The number of this worker, from 0."""
-        return self._index
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return len(self._replicas)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether no other process takes part, so that nothing has to be sent."""
-        return self._single
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is the worker that prints, logs and publishes checkpoints."""
-        return self._chief
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The number of local replicas of each worker, in worker order."""
-        return self._replicas
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the workers in messages."""
-        return self._names
-
-    @property
-    def chief_name(self) -> str:
-        """The name of the chief in messages."""
-        return self._names[0]
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas of all workers."""
-        return sum(self._replicas)
-
-    @property
-    def first_replica(self) -> int:
-        """The number of this worker's first replica among those of all workers."""
-        return sum(self._replicas[: self._index])
 
     @property
     def processes(self) -> Communicator:
         """The communicator of all processes; another than this one where a worker is several processes."""
         return self
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """Per worker, the number in ``processes`` of the process whose values count."""
-        return tuple(range(self.size))
-
-    @property
-    def layout(self) -> str:
-        """How the processes of a worker divide the model among them; empty if they do not."""
-        return ""
-
     def set_flags(self, flags: ControlFlags) -> None:
-        """Asks for something; the next collective of any kind tells all workers."""
+        """Asks for actions; the next collective of any kind tells all workers."""
         self._own_flags |= flags
 
     @property
@@ -141,7 +95,6 @@ class Communicator(ABC):
         self._agreed_flags &= ~flags
 
     def _receive_flags(self, received: ControlFlags, *, sent: ControlFlags) -> None:
-        """Takes over the flags of all workers after a collective, and drops those that this worker has sent."""
         self._agreed_flags |= received
         self._own_flags &= ~sent  # only these: a signal handler may have set others since
 
@@ -150,7 +103,7 @@ class Communicator(ABC):
         """Gathers some numbers of every worker, in worker order. Every worker must call it.
 
         Args:
-            name: the purpose of the call; equal on all workers.
+            name: the purpose of the call; equal on all workers, as for all collectives.
             numbers: at most 16, the same count on every worker; sent in double precision.
 
         Raises:
@@ -170,19 +123,14 @@ class Communicator(ABC):
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sums tensors elementwise over all workers, with the same bits on all of them. Every worker must call it.
 
-        Args:
-            name: the purpose of the call.
-            tensors: dense, on any device, with the same shapes and dtypes on every worker. They are not modified.
+        The tensors are dense, on any device, with the same shapes and dtypes everywhere. They are not modified.
         """
 
     @abstractmethod
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         """Gathers a tensor of every worker, in worker order, on this worker's device. Every worker must call it.
 
-        Args:
-            name: the purpose of the call.
-            tensor: of the same dtype on every worker, with shapes that differ in dimension ``axis`` only.
-            axis: the dimension whose length may differ.
+        The tensors have one dtype, and shapes that differ in dimension ``axis`` only.
         """
 
     @abstractmethod
@@ -191,15 +139,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def add_digest(self, digest: int) -> None:
-        """Has the next collective compare a digest of something that must be equal on all workers.
-
-        Args:
-            digest: at most 64 bits. Several digests are combined, in the order of the calls.
-        """
+        """Has the next collective compare 64 bits that must be equal on all workers; several are combined in order."""
 
     @abstractmethod
     def set_status(self, text: str) -> None:
-        """Notes what this worker does, for the other workers' messages if it is lost."""
+        """Says what this worker does, for the other workers' messages if it is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -207,11 +151,7 @@ class Communicator(ABC):
 
 
 class SingleWorkerCommunicator(Communicator):
-    """The communicator of a process by itself: each collective returns what it was given.
-
-    Args:
-        replicas: the number of local replicas.
-    """
+    """The communicator of a process by itself: each collective returns its argument."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(0, (replicas,), ("worker 0",))
@@ -242,10 +182,7 @@ class SingleWorkerCommunicator(Communicator):
 def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]:
     """Gathers a value of every worker, in worker order, with tensors on the CPU. Every worker must call it.
 
-    Args:
-        workers: the communicator.
-        name: the purpose of the call.
-        value: tensors, numbers, strings and None in lists, tuples and dicts.
+    A value is made of tensors, numbers, strings and None in lists, tuples and dicts.
     """
     if workers.is_single:
         return [value]
@@ -258,40 +195,31 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
-    """Runs ``act`` on the chief while the others wait. Every worker must call it.
-
-    Returns:
-        The result of ``act`` on the chief; None on the others.
+    """Runs ``act`` on the chief while the others wait; None on the others. Every worker must call it.
 
     Raises:
         Exception: on the chief, what ``act`` raised.
         ClusterError: on the others, that the chief failed, and with what.
     """
     result, failed = None, None
-    if workers.is_chief:
-        try:
-            result = act()
-        except Exception as error:  # noqa: BLE001  raised below, once the others know of it
-            failed = error
+    try:
+        result = act() if workers.is_chief else None
+    except Exception as error:  # noqa: BLE001  raised below, once the others know of it
+        failed = error
     report = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
     message = workers.broadcast_bytes(name, report).decode()
     if failed is not None:
         raise failed
     if message:
-        raise ClusterError(f"{workers.chief_name}, the chief, failed in {name!r} with {message}")
+        raise ClusterError(f"{workers.names[0]}, the chief, failed in {name!r} with {message}")
     return result
 
 
 def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> None:
-    """Checks that every worker has the same ``lines``. Every worker must call it; all raise the same error.
-
-    Args:
-        workers: the communicator.
-        what: what the lines describe, for the message, such as "the model".
-        lines: strings without line breaks.
+    """Checks that every worker has the same ``lines`` about ``what``, such as "the model". Every worker must call it.
 
     Raises:
-        ClusterError: a worker has other lines than the chief; the message has the first difference.
+        ClusterError: a worker has other lines than the chief; all raise it, with the first difference.
     """
     if workers.is_single:
         return
@@ -311,13 +239,145 @@ _PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Pat
 
 
 def call_site() -> str:
-    """The user's line that called a collective, such as "train.py:30 in step", for messages.
-
-    It is the nearest line outside this package and torch; empty in a thread that runs no line of the user's program.
-    """
+    """The user's line that called a collective: the nearest outside this package and torch; empty if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     if frame.f_code.co_filename == threading.__file__:
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+T = TypeVar("T")
+
+
+class MeshCommunicator(Communicator):
+    """Shows each replica of a model that several processes hold together as one worker.
+
+    All processes take part in each collective, but only the leaders' values count. So a sum over workers counts each
+    replica once, and a process that does not know a value, such as a pipeline stage that never sees the loss, learns
+    it.
+
+    Args:
+        job: the communicator of all processes.
+        replica: the replica that this process is part of.
+        leaders: per replica, the process whose values count.
+        chief: whether this process is the chief of the job.
+        layout: how the processes of a replica divide the model.
+        ends_with: called before the job is closed.
+    """
+
+    def __init__(
+        self,
+        job: Communicator,
+        *,
+        replica: int,
+        leaders: Sequence[int],
+        chief: bool,
+        layout: str = "",
+        ends_with: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        names = [f"replica {number}, of {job.names[leader]}," for number, leader in enumerate(leaders)]
+        super().__init__(
+            replica, (1,) * len(leaders), names, single=job.size == 1, chief=chief, leaders=leaders, layout=layout
+        )
+        self._job, self._ends_with = job, tuple(ends_with)
+        self.is_leader = job.index in self.leaders
+
+    @property
+    def processes(self) -> Communicator:
+        return self._job
+
+    def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
+        return self._of_leaders(lambda: self._job.all_gather_numbers(name, numbers))
+
+    def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
+        return self._of_leaders(lambda: self._job.all_gather_bytes(name, payload if self.is_leader else b""))
+
+    def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
+        return self._job.broadcast_bytes(name, payload)
+
+    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]
+        return self._job.all_reduce(name, own)
+
+    def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        gathered = self._job.all_gather(name, tensor if self.is_leader else tensor.narrow(axis, 0, 0), axis)
+        return [gathered[leader] for leader in self.leaders]
+
+    def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._job.broadcast(name, tensors)
+
+    def add_digest(self, digest: int) -> None:
+        self._job.add_digest(digest)
+
+    def set_status(self, text: str) -> None:
+        self._job.set_status(text)
+
+    def close(self) -> None:
+        for end in self._ends_with:
+            end()
+        self._job.close()
+
+    def _of_leaders(self, gather: Callable[[], list[T]]) -> list[T]:
+        """Gathers from all processes, with the flags that this one has set, and returns the leaders' values."""
+        sent = self._own_flags
+        self._job.set_flags(sent)
+        gathered = gather()
+        agreed = self._job.agreed_flags
+        self._job.clear_flags(agreed)
+        self._receive_flags(agreed, sent=sent)
+        return [gathered[leader] for leader in self.leaders]
+
+
+Compression = Literal["bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """The settings of the communication between workers; equal on all of them.
+
+    Args:
+        bucket_mb: size of the largest gradient bucket, in MB (2**20 bytes). The last buckets of a step are smaller,
+            since nothing is computed while they are sent.
+        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding. Gradients of other
+            dtypes, and all of them with None, are sent as they are.
+        lost_after_s: seconds without a heartbeat after which a worker counts as lost.
+        timeout_s: seconds that a worker or replica waits in a collective for one that is alive and does not come.
+
+    Raises:
+        ConfigError: a number that is not above 0, or an unknown compression.
+
+    Example:
+        >>> import lockstep as ls
+        >>> options = ls.CommunicationOptions(compression="bf16", lost_after_s=60)
+    """
+
+    bucket_mb: float = 25.0
+    compression: Compression | None = None
+    lost_after_s: float = 15.0
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ConfigError(f"bucket_mb={self.bucket_mb!r} is no size; give a number of MB above 0, such as 25")
+        if self.compression not in (None, "bf16"):
+            raise ConfigError(f'compression={self.compression!r} is unknown; choose "bf16" or None')
+        check_waiting_time("lost_after_s", self.lost_after_s)
+        check_waiting_time("timeout_s", self.timeout_s)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket in bytes."""
+        return int(self.bucket_mb * 2**20)
+
+    @property
+    def travel_as(self) -> torch.dtype | None:
+        """The dtype in which float32 gradients are sent; None is their own."""
+        return torch.bfloat16 if self.compression == "bf16" else None
+
+
+def check_waiting_time(name: str, seconds: float) -> None:
+    """Raises a ConfigError unless a waiting time is above 0."""
+    if not seconds > 0:
+        raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

@@ -1,11 +1,8 @@
 """The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
-    all_gather_numbers       one record of every worker to all: is it the same call, with the same data?
-    all_reduce, all_gather   such a record first, then the tensors
-    new_group                a process group without records, for sums that run while the program goes on
-
-A record costs one message to every worker and back. Sums have the same bits on all workers and in every run of the same
-layout: the order in which gloo's ring adds does not depend on who comes first.
+Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang.
+``new_group`` makes a process group without records, for sums that run beside the program. Sums have the same bits on
+all workers and in every run of the same layout: the order in which gloo's ring adds does not depend on timing.
 """
 
 from __future__ import annotations
@@ -36,18 +33,10 @@ _DIGEST_FACTOR = 0x100000001B3
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """What one worker sends before each collective: a record of fixed size.
+    """A record of fixed size that every worker sends before each collective, to find calls or data that differ.
 
-    With the records of all, each worker finds calls or data that differ before any values move.
-
-    Args:
-        name: the call; equal on all workers.
-        where: the line of the program that made it, for messages.
-        sequence: the number of collectives before this one.
-        numbers: values for all workers.
-        length: the length of the payload that follows, in bytes.
-        flags: bits of ``ControlFlags``.
-        digest: 64 bits of what must be equal on all workers.
+    Its name and digest must be equal on all workers; ``where`` is the line of the program that made the call, for
+    messages, ``sequence`` the number of collectives before it, and ``length`` the bytes of the payload that follows.
     """
 
     name: str
@@ -59,11 +48,7 @@ class CallRecord:
     digest: int = 0
 
     def pack(self) -> bytes:
-        """The record as ``RECORD_BYTES`` bytes. A text that is too long loses its end.
-
-        Raises:
-            ConfigError: more than ``MOST_NUMBERS`` numbers.
-        """
+        """The record as ``RECORD_BYTES`` bytes. A text that is too long is cut off."""
         if len(self.numbers) > MOST_NUMBERS:
             raise ConfigError(f"a collective carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
         text = f"{self.name}{_SEPARATOR}{self.where}".encode()[:TEXT_BYTES]
@@ -72,30 +57,14 @@ class CallRecord:
 
     @classmethod
     def unpack(cls, data: bytes) -> CallRecord:
-        """The record that was packed."""
         sequence, digest, length, flags, count, _, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
-        return cls(
-            name=name,
-            where=where,
-            sequence=sequence,
-            numbers=tuple(numbers[:count]),
-            length=length,
-            flags=flags,
-            digest=digest,
-        )
+        own = tuple(numbers[:count])
+        return cls(name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest)
 
 
 def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
-    """Checks that all workers are at the same call, with the same data.
-
-    Args:
-        records: one per worker, in worker order.
-        workers: the names of the workers in messages.
-
-    Raises:
-        CollectiveError: they are not; the message says which worker is where.
-    """
+    """Raises a CollectiveError that says which worker is where, unless all are at the same call with the same data."""
     calls = {(record.name, record.sequence, len(record.numbers)) for record in records}
     if len(calls) > 1:
         places = "; ".join(f"{worker} is at {_place(record)}" for worker, record in zip(workers, records, strict=True))
@@ -115,15 +84,15 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
 
 
 class DistributedCommunicator(Communicator):
-    """This worker among the workers of a job. Calls are made one at a time, in program order.
+    """The communicator of a job that all workers have joined, or of some of them. Calls are made one at a time.
 
     Args:
-        membership: the job, which all workers have joined.
-        replicas: the number of local replicas of each worker, in worker order.
+        membership: the job.
+        replicas: see ``Communicator``.
         nccl: whether tensors on GPUs are summed with NCCL.
         timeout_s: how many seconds a collective waits for a worker that is alive and does not come.
-        members: the numbers of the workers that take part, ascending, this one among them; None for all.
-        team: a name for these members, no worker being in two teams of one name.
+        members: the ranks of the workers that take part, ascending, this one among them; None for all.
+        team: a name for these members; no worker is in two groups of one name.
     """
 
     def __init__(
@@ -140,7 +109,7 @@ class DistributedCommunicator(Communicator):
         names = [membership.names[member] for member in self._members]
         super().__init__(self._members.index(membership.spec.index), replicas, names)
         self._owns_membership = members is None
-        self._prefix = f"{team} {self._members[0]}/" if team else ""  # the first member tells teams of one name apart
+        self._prefix = f"{team} {self._members[0]}/" if team else ""  # groups of one name have different first members
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s
@@ -156,12 +125,10 @@ class DistributedCommunicator(Communicator):
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
-            lengths = [record.length for record in self._exchange_records(name, length=len(payload))]
-            padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-            if payload:
-                padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            gathered = self._gather(padded, name)
-        return [bytes(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
+            records = self._exchange_records(name, length=len(payload))
+            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+            gathered = self._gather_padded(own, records, name)
+        return [each[: record.length].numpy().tobytes() for each, record in zip(gathered, records, strict=True)]
 
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._one_call:
@@ -172,16 +139,11 @@ class DistributedCommunicator(Communicator):
         axis %= tensor.ndim
         rest = [str(length) for dim, length in enumerate(tensor.shape) if dim != axis]
         call = f"{name} of {tensor.dtype} ({', '.join(rest)}) and axis {axis}"
+        flat = as_bytes(tensor)
         with self._one_call:
-            lengths = [int(record.numbers[0]) for record in self._exchange_records(call, (tensor.shape[axis],))]
-            flat = as_bytes(tensor)
-            # An empty tensor does not tell how long a row is, so a worker that has one asks the others.
-            longest = flat.numel() // max(1, tensor.shape[axis]) * max(lengths) if flat.numel() else 0
-            longest = max(1, *(int(each) for each in self._gather(torch.tensor([longest]), name)))
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: flat.numel()] = flat
-            gathered = self._gather(padded, name)
-        shapes = [(*tensor.shape[:axis], length, *tensor.shape[axis + 1 :]) for length in lengths]
+            records = self._exchange_records(call, (tensor.shape[axis],), length=flat.numel())
+            gathered = self._gather_padded(flat, records, name)
+        shapes = [(*tensor.shape[:axis], int(each.numbers[0]), *tensor.shape[axis + 1 :]) for each in records]
         return [
             from_bytes(each, tensor.dtype, shape).to(tensor.device)
             for each, shape in zip(gathered, shapes, strict=True)
@@ -198,7 +160,7 @@ class DistributedCommunicator(Communicator):
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
-        """A process group of its own, for sums that run beside everything else. Every worker must call it."""
+        """A process group for sums that run beside all other collectives. Every worker must call it."""
         self.all_gather_numbers(f"stream {name}")
         return self._group(name, self._nccl_device(device))
 
@@ -209,7 +171,6 @@ class DistributedCommunicator(Communicator):
         self.membership.set_status(text)
 
     def close(self) -> None:
-        """Ends the connections. The communicator of all workers also leaves the job. Idempotent."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -220,14 +181,9 @@ class DistributedCommunicator(Communicator):
         self.membership.check()
         flags = self._own_flags
         mine = CallRecord(
-            name=name,
-            where=call_site(),
-            sequence=self._sequence,
-            numbers=tuple(map(float, numbers)),
-            length=length,
-            flags=int(flags),
-            digest=self._digest,
-        )
+            name=name, where=call_site(), sequence=self._sequence, numbers=tuple(map(float, numbers)), length=length,
+            flags=int(flags), digest=self._digest,
+        )  # fmt: skip
         self.set_status(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
@@ -236,6 +192,12 @@ class DistributedCommunicator(Communicator):
         self._digest = 0
         self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
         return records
+
+    def _gather_padded(self, flat: torch.Tensor, records: Sequence[CallRecord], name: str) -> list[torch.Tensor]:
+        """Gathers uint8 tensors of the lengths in the records, each padded to the longest."""
+        padded = torch.zeros(max(1, *(record.length for record in records)), dtype=torch.uint8)
+        padded[: flat.numel()] = flat
+        return self._gather(padded, name)
 
     def _gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         into = [torch.empty_like(tensor) for _ in self.replicas]
@@ -254,7 +216,7 @@ class DistributedCommunicator(Communicator):
         return torch.view_as_complex(back) if tensor.is_complex() else back
 
     def _nccl_device(self, device: torch.device) -> torch.device | None:
-        """``device`` if NCCL sums its tensors; None if they go through host memory."""
+        """``device`` if NCCL sums its tensors; None if they are copied to host memory."""
         return device if self._nccl and device.type == "cuda" else None
 
     def _group(self, name: str, gpu: torch.device | None = None) -> ProcessGroup:
@@ -266,7 +228,7 @@ class DistributedCommunicator(Communicator):
 
 
 def described(tensors: Sequence[torch.Tensor]) -> str:
-    """The dtypes and shapes of tensors, in short: they are part of a call's name, so all workers must agree on them."""
+    """The dtypes and shapes of tensors, in short: as part of a call's name, so that all workers must agree on them."""
     if len(tensors) == 1:
         return f"{tensors[0].dtype} {tuple(tensors[0].shape)}".replace("torch.", "")
     numbers = sum(tensor.numel() for tensor in tensors)
@@ -306,7 +268,5 @@ def _place(record: CallRecord) -> str:
 
 def _odd_one(values: Sequence[int]) -> int | None:
     """The index of the first value that differs from the most frequent one; None if all are equal."""
-    if len(set(values)) == 1:
-        return None
     usual = max(values, key=lambda value: (values.count(value), value == values[0]))
-    return next(index for index, value in enumerate(values) if value != usual)
+    return next((index for index, value in enumerate(values) if value != usual), None)

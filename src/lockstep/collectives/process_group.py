@@ -1,11 +1,11 @@
 """Process groups of ``torch.distributed`` between workers, whose waits end when a worker is lost.
 
-Every purpose has a group of its own: no message of one can be taken for another's, and the user's own process groups
-are left alone. A wait checks the membership four times a second.
+Every purpose has a group of its own, so that messages cannot be confused, and the user's process groups are left alone.
+A wait checks the membership four times a second.
 
-NCCL waits for other workers in a kernel, which blocks its stream and which no host can interrupt. So the members of an
-NCCL group connect when it is made, and the membership aborts its kernels when a worker has been lost. torch's own
-watchdog ends a process whose NCCL hangs; its timeout is longer than ours, so it is the last resort.
+NCCL waits for other workers in a kernel, which blocks its stream and which the host cannot interrupt. So the members of
+an NCCL group connect when it is made, and the membership aborts its kernels when a worker is lost. The last resort is
+torch's own watchdog, which ends a process whose NCCL hangs; its timeout is longer than ours.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
 SHARE_UNANSWERED = 0.35
-"""The share of ``lost_after_s`` for which a connection may be without an answer. The rest is for finding out whether a
-worker or the network between two workers was lost."""
+"""The share of ``lost_after_s`` for which a connection may stay without an acknowledgement. The rest of the time is for
+finding out whether a worker or the network between two workers was lost."""
 CHECK_EVERY = timedelta(milliseconds=250)
 EXTRA_TIMEOUT = timedelta(seconds=5)
 """How much longer torch's timeouts are than ours: we know which worker is missing."""
@@ -43,14 +43,14 @@ _OPEN_FILES = Path("/proc/self/fd")
 
 
 class ProcessGroup:
-    """Workers joined for one purpose. Operations start at once, and ``wait`` completes them.
+    """A process group for one purpose. Operations start at once, and ``wait`` completes them.
 
     Args:
         membership: the job.
-        name: equal on all members, and of no other group that any of them is in.
+        name: equal on all members, and different from that of any other group of theirs.
         gpu: this worker's GPU, for NCCL; None for gloo, in host memory.
-        timeout_s: how many seconds a wait takes at most while all workers are alive.
-        members: the numbers of the workers that join, ascending; None for all.
+        timeout_s: the longest wait while all workers are alive.
+        members: the ranks of the members, ascending; None for all workers.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class ProcessGroup:
         self._nccl = gpu is not None
         self._in_flight = 0
         self._aborted = False
+        timeout = timedelta(seconds=timeout_s) + EXTRA_TIMEOUT
+
+        def connect() -> Any:
+            if gpu is not None:
+                return connect_nccl(store, rank, size, timeout=timeout, gpu=gpu)
+            backend, connections = connect_gloo(membership, store, rank, size, timeout=timeout)
+            connections.forget()
+            return backend
+
         # In another thread: with a worker that has stopped since it joined, this would block for ``timeout_s``.
-        self._backend: Any = membership.run_with_watchdog(
-            lambda: (
-                _connect_gloo(store, rank, size, timeout_s, membership)
-                if gpu is None
-                else connect_nccl(store, rank, size, timeout_s=timeout_s, gpu=gpu)
-            ),
-            "the making of a process group",
-        )
-        # The destructor of a group waits for an operation in flight, for hours if a member has died. So nothing may
-        # run it before ``close``, not even the end of the interpreter.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+        self._backend: Any = membership.run_with_watchdog(connect, "the making of a process group")
+        keep_alive(self._backend)
         if self._nccl:
             membership.subscribe(partial(_abort, ref(self)))
 
@@ -98,7 +98,7 @@ class ProcessGroup:
         return self._started(self._backend.broadcast([tensor], dist.BroadcastOptions()))
 
     def wait(self, work: dist.Work, waiting_in: str) -> None:
-        """Waits until ``work`` is done. To be called once for each operation.
+        """Waits until ``work`` is done. Must be called once for each operation.
 
         Raises:
             ClusterError: another worker was lost or has failed.
@@ -108,17 +108,15 @@ class ProcessGroup:
         while not self._is_done(work, waiting_in):
             self._membership.check()
             if time.monotonic() > limit:
-                where = (
-                    self._membership.describe_other_statuses()
-                    or "all of them wait in it, and the network between them is cut"
-                )
+                statuses = self._membership.describe_other_statuses()
+                where = statuses or "all of them wait in it, and the network between them is cut"
                 raise CollectiveError(
                     f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive: {where}; "
                     "every worker must make the same calls in the same order; if one only needs longer, raise "
                     "timeout_s of CommunicationOptions"
                 )
         if self._aborted:
-            self._membership.check()  # the result is not complete
+            self._membership.check()  # the result is incomplete
         self._in_flight -= 1
 
     def close(self) -> None:
@@ -126,11 +124,11 @@ class ProcessGroup:
         if self._backend is None or self._in_flight or self._aborted:
             return
         if not self._nccl or ends_in_time(self._backend.shutdown):
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
+            release(self._backend)
         self._backend = None
 
     def abort(self) -> None:
-        """Ends the kernels that wait for other workers on this GPU. In a gloo group ``wait`` sees a loss by itself."""
+        """Ends the NCCL kernels that wait for other workers. In a gloo group ``wait`` notices a loss by itself."""
         if self._nccl and self._backend is not None:
             self._aborted = True
             abort([self._backend])
@@ -161,23 +159,37 @@ def _abort(group: ref[ProcessGroup], _: BaseException) -> None:
         here.abort()
 
 
-def _connect_gloo(store: Store, rank: int, size: int, timeout_s: float, membership: Membership) -> Any:
-    timeout = timedelta(seconds=timeout_s) + EXTRA_TIMEOUT
-    group = gloo_group(store, rank, size, address=membership.address, timeout=timeout)
-    GroupConnections(store, rank, size, membership.lost_after_s * SHARE_UNANSWERED).forget()
-    return group
+def connect_gloo(
+    membership: Membership, store: Store, rank: int, size: int, *, timeout: timedelta
+) -> tuple[Any, GroupConnections]:
+    """A gloo backend and its connections, which break when the network between two workers is lost."""
+    backend = gloo_group(store, rank, size, address=membership.address, timeout=timeout)
+    return backend, GroupConnections(store, rank, size, membership.lost_after_s * SHARE_UNANSWERED)
 
 
-def connect_nccl(store: Store, rank: int, size: int, *, timeout_s: float, gpu: torch.device) -> Any:
-    """An NCCL group whose members have all connected. It may hang; call it with a watchdog."""
+def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, gpu: torch.device) -> Any:
+    """An NCCL backend whose members have all connected. It may hang; call it with a watchdog."""
     torch.cuda.set_device(gpu)  # of the calling thread
-    group = nccl_group(store, rank, size, timeout=timedelta(seconds=timeout_s) + EXTRA_TIMEOUT)
-    group.eager_connect_single_device(gpu)
-    return group
+    backend = nccl_group(store, rank, size, timeout=timeout)
+    backend.eager_connect_single_device(gpu)
+    return backend
+
+
+def keep_alive(backend: Any) -> None:
+    """Keeps a backend from being deleted before ``release``, even at the end of the interpreter.
+
+    Its destructor waits for an operation in flight, for hours if a member has died.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def release(backend: Any) -> None:
+    """Ends ``keep_alive``."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
 
 
 def is_done(work: dist.Work, within: timedelta) -> bool:
-    """Whether an operation completes within that time. What the calling thread queues afterwards runs behind it."""
+    """Whether an operation completes within that time. The calling thread's later work is queued behind it."""
     until = time.monotonic() + within.total_seconds()
     while not work.is_completed():
         if time.monotonic() > until:
@@ -199,7 +211,7 @@ def abort(backends: Sequence[Any]) -> None:
 
 
 def ends_in_time(end: Callable[[], None]) -> bool:
-    """Calls ``end``, which ends idle groups; False if it does not return within seconds: others have not ended."""
+    """Calls ``end``, which ends idle groups; False if it does not return in time, because others have not ended."""
     thread = threading.Thread(target=end, name="lockstep-end", daemon=True)
     thread.start()
     thread.join(_END_LIMIT_S)
@@ -210,18 +222,12 @@ class GroupConnections:
     """The TCP connections of a gloo group that has just been made. Linux only; elsewhere it is empty.
 
     Where two workers cannot reach each other but both reach the chief, both still send heartbeats, and gloo would wait
-    for hours. The kernel knows better: what it sent is never acknowledged. So these connections break after ``seconds``
-    without an acknowledgement, which a slow link always gives; and ``shut_down`` ends every wait in them at once.
+    for hours. But the kernel gets no acknowledgement of what it sent, which even a slow link gives. So these
+    connections break after ``seconds`` without one; and ``shut_down`` ends every wait in them at once.
 
-    gloo does not show its sockets. But each member listens at an address of its own, which it has written into the
-    store: a connection that this worker accepted is at its own address, and one that it opened leads to another's. No
-    other socket of the process is touched.
-
-    Args:
-        store: the store of the group.
-        rank: this worker's rank in the group.
-        size: the number of members.
-        seconds: how long a connection may be without an acknowledgement.
+    gloo does not expose its sockets. But each member publishes the address on which it listens in the store: a
+    connection that this worker accepted is at its own address, and one that it opened leads to another's. No other
+    socket of the process is touched.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -238,7 +244,7 @@ class GroupConnections:
                 each.close()
 
     def shut_down(self) -> None:
-        """Breaks all of them now."""
+        """Breaks all of them at once."""
         for each in self._sockets:
             with suppress(OSError):  # broken already
                 each.shutdown(socket.SHUT_RDWR)
@@ -250,30 +256,28 @@ class GroupConnections:
 
 
 def _published(store: Store, rank: int) -> bytes:
-    """What a member has written into the store about itself, its address included."""
+    """What a member has published in the store, its address included."""
     key = f"0/{rank}"  # of gloo's first device; a group has one
     return bytes(store.get(key)) if store.check([key]) else b""
 
 
 def _connects(each: socket.socket, own: bytes, others: list[bytes]) -> bool:
-    """Whether a socket connects this worker with another member of the group."""
     try:
-        here, there = each.getsockname(), each.getpeername()
+        here, there = (_sockaddr(each.family, address) for address in (each.getsockname(), each.getpeername()))
     except OSError:  # it listens, or is closed already
         return False
-    remote = _sockaddr(each.family, there)
-    return _sockaddr(each.family, here) in own or any(remote in published for published in others)
+    return here in own or any(there in published for published in others)
 
 
 def _sockaddr(family: int, address: tuple[str, int]) -> bytes:
-    """An address as the kernel writes it, a ``sockaddr`` up to the end of the host's number."""
+    """An address as a kernel's ``sockaddr``, up to the end of the IP address."""
     host, port = address[:2]
     head = struct.pack("=H", family) + struct.pack("!H", port)
     return head + (b"" if family == socket.AF_INET else bytes(4)) + socket.inet_pton(family, host.partition("%")[0])
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """A duplicate of each TCP socket that the process has open, less those that another thread closes meanwhile."""
+    """A duplicate of each open TCP socket of the process, less those that another thread closes meanwhile."""
     for path in list(_OPEN_FILES.iterdir()):
         with suppress(OSError):
             if not str(path.readlink()).startswith("socket:"):

@@ -4,13 +4,10 @@
     replica 1 --- meet(all_reduce) ---+-- the last to arrive combines the values -- all go on with the result
     replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
 
-The barrier knows what every replica is doing, so it reports a meeting that cannot take place as soon as that is so,
-not after a timeout. How values are combined is up to the caller. On GPUs it also keeps the order of work: each replica
-arrives with an event behind its work, the combination is queued behind all these events, and what the replicas queue
-next runs behind the combination.
-
-A replica holds an issue slot while it computes and gives it up while it waits at the barrier. With as many slots as
-replicas all issue work in parallel; with one they take turns between collectives. The numbers are the same.
+The barrier knows what every replica is doing, so it reports a meeting that cannot take place at once, not after a
+timeout. On GPUs each replica records an event behind its work, the combination is queued behind all these events, and
+what the replicas queue next runs behind the combination. A replica gives its issue slot up while it waits at the
+barrier: with as many slots as replicas all issue work in parallel, with one they take turns. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -21,71 +18,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lockstep.errors import CollectiveError
 
+if TYPE_CHECKING:
+    from lockstep.replicas.device.driver import StreamEvent
+    from lockstep.replicas.device.streams import GpuSlot, RunStreams
+
 SIGNALS_SEEN_EVERY_S = 0.2
 """Python can miss a Ctrl-C that comes just before a wait begins, and would see it only when the wait ends."""
-
-
-class DeviceEvent(Protocol):
-    """A point in the work that has been queued on a device."""
-
-    def wait(self) -> None:
-        """Makes what the calling thread queues from now on run behind this point. The host does not wait."""
-
-
-class IssueSlot(Protocol):
-    """One replica's permission to issue work. Only that replica's thread calls it."""
-
-    def acquire(self) -> None:
-        """Waits for the slot."""
-
-    def release(self) -> None:
-        """Gives the slot up."""
-
-    def check(self) -> None:
-        """Checks the replica before others use its results.
-
-        Raises:
-            DeviceMemoryError: it has taken more memory than the limit of its device.
-        """
-
-    def record_event(self) -> DeviceEvent | None:
-        """An event behind what the replica has queued; None if nobody has to wait for that."""
-
-    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
-        """Makes what the replica queues from now on run behind ``events``."""
-
-    def with_default_rng(self) -> AbstractContextManager[None]:
-        """A block of work for all replicas, which draws no random numbers of this one."""
-
-    def naming_device(self) -> AbstractContextManager[None]:
-        """A block in which an out-of-memory error names the logical device.
-
-        Raises:
-            DeviceMemoryError: in place of torch's own error.
-        """
-
-
-class CombineStreams(Protocol):
-    """The streams on which values of all replicas are combined."""
-
-    def after(self, events: Sequence[DeviceEvent]) -> AbstractContextManager[None]:
-        """A block in which the calling thread queues work on these streams, behind ``events``."""
-
-    def record_events(self) -> Sequence[DeviceEvent]:
-        """Events behind what has been queued on these streams."""
+IssueSlot: TypeAlias = "IssueGate | GpuSlot"
+"""A replica's permission to issue work. Only that replica's thread uses it."""
 
 
 class IssueGate:
-    """A first-come, first-served gate, and the slot of replicas on a CPU.
+    """A first-come, first-served gate for ``width`` replicas, and the issue slot of replicas on a CPU.
 
     It is made anew for every run, so that an aborted run cannot leave it closed.
-
-    Args:
-        width: the number of slots; at least 1.
     """
 
     def __init__(self, width: int) -> None:
@@ -120,23 +70,18 @@ class IssueGate:
                 self._free += 1
 
     def check(self) -> None:
-        """A CPU has no memory limit."""
+        """Checks what the replica has done before others use its results. On a CPU there is nothing to check."""
 
-    def record_event(self) -> DeviceEvent | None:
-        """None: a CPU has finished when a call returns."""
+    def record_event(self) -> StreamEvent | None:
+        """An event behind what the replica has queued. None: a CPU has finished when a call returns."""
         return None
 
-    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
-        """For a replica on a CPU beside others on GPUs, which reads what they computed."""
-        for event in events:
-            event.wait()
-
     def with_default_rng(self) -> AbstractContextManager[None]:
-        """Nothing to do: the replica's function mode ignores such work."""
+        """A block of work for all replicas, which draws no random numbers of this one's device."""
         return nullcontext()
 
     def naming_device(self) -> AbstractContextManager[None]:
-        """Nothing to do: the host's memory has no limit per device."""
+        """A block in which an out-of-memory error names the logical device."""
         return nullcontext()
 
     def _withdraw(self, gate: threading.Lock) -> None:
@@ -151,14 +96,8 @@ class ReplicaStopped(BaseException):
     """Unwinds a replica whose run has ended elsewhere. Not an ``Exception``, so that user code does not swallow it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A collective that a replica has entered.
-
-    Args:
-        name: equal on all replicas.
-        where: the user's line, for messages.
-    """
+class Call(NamedTuple):
+    """A collective that a replica has entered: its name, equal on all replicas, and the user's line, for messages."""
 
     name: str
     where: str
@@ -168,22 +107,25 @@ class Call:
 class _Meeting:
     calls: dict[int, Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
-    events: list[DeviceEvent] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     done: bool = False
     result: Any = None
-    result_events: Sequence[DeviceEvent] = ()
+    result_events: Sequence[StreamEvent] = ()
 
 
 class ReplicaBarrier:
-    """The meeting point of the replicas of one run.
+    """The barrier of the replicas of one run.
 
     Args:
         replicas: the names of the replicas in messages, such as "replica 1 (cpu:1)", in replica order.
         timeout_s: how many seconds a replica waits in one collective before it reports who is missing.
-        streams: where GPUs combine values; None without GPUs.
+        streams: the streams on which GPUs combine values; None without GPUs.
+
+    Attributes:
+        cause: the first error of this run, which is the one to report; None if there is none.
     """
 
-    def __init__(self, replicas: Sequence[str], timeout_s: float, streams: CombineStreams | None = None) -> None:
+    def __init__(self, replicas: Sequence[str], timeout_s: float, streams: RunStreams | None = None) -> None:
         self._replicas = tuple(replicas)
         self._timeout_s = timeout_s
         self._streams = streams
@@ -192,16 +134,10 @@ class ReplicaBarrier:
         self._changed = threading.Condition(self._lock)
         self._meeting = _Meeting()
         self._left: dict[int, str] = {}
-        self._cause: BaseException | None = None
-
-    @property
-    def cause(self) -> BaseException | None:
-        """The first error of this run, which is the one to report; None if there is none."""
-        return self._cause
+        self.cause: BaseException | None = None
 
     @property
     def missing(self) -> list[str]:
-        """The replicas that have neither returned nor failed."""
         with self._lock:
             return [name for replica, name in enumerate(self._replicas) if replica not in self._left]
 
@@ -224,7 +160,8 @@ class ReplicaBarrier:
             meeting.values[replica] = value
             if event is not None:
                 meeting.events.append(event)
-            self._check(meeting)
+            if self._left or len({call.name for call in meeting.calls.values()}) > 1:
+                raise self._end(self._explain(meeting))
             complete = len(meeting.calls) == len(self._replicas)
         if complete:
             result = self._complete(meeting, combine)
@@ -234,7 +171,8 @@ class ReplicaBarrier:
                 result = self._wait(meeting)
             finally:
                 slot.acquire()
-        slot.wait_for(meeting.result_events)
+        for event in meeting.result_events:
+            event.wait()
         return result
 
     def leave(self, replica: int, error: BaseException | None = None) -> None:
@@ -243,16 +181,12 @@ class ReplicaBarrier:
             self._left[replica] = "has returned" if error is None else f"failed with {type(error).__name__}"
             if error is not None and not isinstance(error, ReplicaStopped):
                 self._end(error)
-            elif self._cause is None and self._meeting.calls:
+            elif self.cause is None and self._meeting.calls:
                 self._end(self._explain(self._meeting))
             self._changed.notify_all()
 
     def stop_if_ended(self) -> None:
-        """Stops a replica that has waited elsewhere, if the run has ended meanwhile.
-
-        Raises:
-            ReplicaStopped: the run has ended because of another replica.
-        """
+        """Raises ReplicaStopped in a replica that has waited elsewhere, if the run has ended meanwhile."""
         with self._lock:
             self._stop_if_ended()
 
@@ -264,7 +198,7 @@ class ReplicaBarrier:
     def wait_until_settled(self) -> None:
         """Waits until every replica has returned or failed, or the run has an error. For the owner of the run."""
         with self._lock:
-            while self._cause is None and len(self._left) < len(self._replicas):
+            while self.cause is None and len(self._left) < len(self._replicas):
                 self._changed.wait(SIGNALS_SEEN_EVERY_S)
 
     def wait_until_left(self, timeout_s: float | None) -> bool:
@@ -299,33 +233,27 @@ class ReplicaBarrier:
             while not meeting.done:
                 self._stop_if_ended()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    error = self._explain(meeting, f"nobody else came within {self._timeout_s:g} s: ")
-                    self._end(error)
-                    raise error
+                    raise self._end(self._explain(meeting, f"nobody else came within {self._timeout_s:g} s: "))
             return meeting.result
 
-    def _check(self, meeting: _Meeting) -> None:
-        if self._left or len({call.name for call in meeting.calls.values()}) > 1:
-            error = self._explain(meeting)
-            self._end(error)
-            raise error
-
     def _stop_if_ended(self) -> None:
-        if self._cause is not None:
+        if self.cause is not None:
             raise ReplicaStopped
 
-    def _end(self, cause: BaseException) -> None:
-        if self._cause is None:
-            self._cause = cause
+    def _end(self, cause: BaseException) -> BaseException:
+        if self.cause is None:
+            self.cause = cause
         self._changed.notify_all()
+        return cause
 
     def _explain(self, meeting: _Meeting, reason: str = "") -> CollectiveError:
         states = []
         for replica, name in enumerate(self._replicas):
             call = meeting.calls.get(replica)
-            place = f" at {call.where}" if call and call.where else ""
-            state = f"waits in {call.name}{place}" if call else self._left.get(replica, "is still running")
-            states.append(f"{name} {state}")
+            if call is None:
+                states.append(f"{name} {self._left.get(replica, 'is still running')}")
+            else:
+                states.append(f"{name} waits in {call.name}{f' at {call.where}' if call.where else ''}")
         return CollectiveError(
             f"the replicas did not meet at the same collective: {reason}{'; '.join(states)}. "
             "Every replica must call the same collectives in the same order"

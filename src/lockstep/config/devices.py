@@ -91,16 +91,10 @@ def discover_physical_devices() -> tuple[PhysicalDevice, ...]:
 
 
 def parse_kind(kind: str) -> DeviceKind:
-    """``"CPU"`` or ``"GPU"``, from any case.
-
-    Raises:
-        ConfigError: another kind.
-    """
-    name = kind.upper() if isinstance(kind, str) else kind
-    if name == "CPU":
-        return "CPU"
-    if name == "GPU":
-        return "GPU"
+    """``"CPU"`` or ``"GPU"``, from any case; raises ConfigError for another kind."""
+    kinds: dict[str, DeviceKind] = {"CPU": "CPU", "GPU": "GPU"}
+    if isinstance(kind, str) and kind.upper() in kinds:
+        return kinds[kind.upper()]
     raise ConfigError(f"unknown device kind {kind!r}; choose 'CPU' or 'GPU', or None for both")
 
 
@@ -115,8 +109,7 @@ _WHOLE = (LogicalDeviceConfiguration(),)
 class DeviceRegistry:
     """The physical devices, how each is divided, and which of them are in use. Thread-safe.
 
-    Args:
-        physical_devices: the devices; None looks for this machine's at the first question.
+    They are given, or looked for on this machine at the first question.
     """
 
     def __init__(self, physical_devices: Sequence[PhysicalDevice] | None = None) -> None:
@@ -139,11 +132,7 @@ class DeviceRegistry:
             return tuple(device for each in kinds for device in self._number(each))
 
     def configuration(self, physical: PhysicalDevice) -> tuple[LogicalDeviceConfiguration, ...] | None:
-        """The shares that ``physical`` was divided into; None if it was not divided.
-
-        Raises:
-            ConfigError: an unknown device.
-        """
+        """The shares that ``physical`` was divided into; None if it was not divided."""
         with self._lock:
             self._check_known(physical)
             return self._configurations.get(physical)
@@ -211,33 +200,25 @@ def check_shares(
     """The shares as a tuple, after checking that ``physical`` can be divided into them.
 
     Raises:
-        ConfigError: no shares, something else than shares, a missing limit on a GPU, a limit on a CPU, or limits that
-            add up to more than the device has.
+        ConfigError: no shares, or limits that the device cannot have or give.
     """
     if not isinstance(shares, Iterable) or not (checked := tuple(shares)):
         raise ConfigError(f"{physical.name} was given no shares; give a list of LogicalDeviceConfiguration")
     for share in checked:
         if not isinstance(share, LogicalDeviceConfiguration):
             raise ConfigError(f"{physical.name} was given the share {share!r}; give LogicalDeviceConfiguration objects")
-    if physical.kind == "CPU":
-        _check_cpu_limits(physical, checked)
-    else:
-        _check_gpu_limits(physical, checked)
+    _check_limits(physical, checked)
     return checked
 
 
-def _check_cpu_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
-    for share in shares:
-        if share.memory_limit is not None:
-            raise ConfigError(
-                f"a share of {physical.name} was given memory_limit={share.memory_limit}; a CPU's shares have none: "
-                "write LogicalDeviceConfiguration()"
-            )
-
-
-def _check_gpu_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
+def _check_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
     limits = [share.memory_limit for share in shares if share.memory_limit is not None]
-    if len(limits) < len(shares):
+    if physical.kind == "CPU" and limits:
+        raise ConfigError(
+            f"a share of {physical.name} was given memory_limit={limits[0]}; a CPU's shares have none: "
+            "write LogicalDeviceConfiguration()"
+        )
+    if physical.kind == "GPU" and len(limits) < len(shares):
         raise ConfigError(
             f"a share of {physical.name} was given no memory_limit; a GPU's shares need one: "
             "write LogicalDeviceConfiguration(memory_limit=2048)"

@@ -87,13 +87,7 @@ def _shown(device: DeviceName) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRequest:
-    """Which devices to divide, and then which to take.
-
-    Args:
-        splits: the shares of each physical device to divide, by its name.
-        devices: the names of the logical devices to take; None takes all of ``kind``.
-        kind: the kind to take all of if ``devices`` is None.
-    """
+    """Which devices to divide (name -> shares), and then which to take: the named ones, or all of ``kind``."""
 
     splits: Mapping[str, tuple[LogicalDeviceConfiguration, ...]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
@@ -101,11 +95,7 @@ class DeviceRequest:
 
 
 def parse_device_request(text: str) -> DeviceRequest:
-    """Reads the command line's notation for devices, such as ``cpu:4``. Pure.
-
-    Raises:
-        ConfigError: an unknown form, a split inside a list, a limit on the CPU, or a limit without shares.
-    """
+    """Reads the command line's notation for devices, such as ``cpu:4``; raises ConfigError for another form. Pure."""
     items = [item.strip() for item in text.split(",")]
     if len(items) > 1:
         return DeviceRequest(devices=tuple(_parse_name(text, item) for item in items))
@@ -124,12 +114,7 @@ def parse_device_request(text: str) -> DeviceRequest:
 
 
 def apply_request(registry: DeviceRegistry, request: DeviceRequest) -> tuple[LogicalDevice, ...]:
-    """Divides the devices of ``registry`` as asked, and returns the logical devices to take.
-
-    Raises:
-        ConfigError: a device that the machine does not have, or shares that it cannot give.
-        UsageError: another division of a device in use.
-    """
+    """Divides the devices of ``registry`` as asked, and returns the logical devices to take."""
     for name, shares in request.splits.items():
         known = {device.name: device for device in registry.physical_devices()}
         if name not in known:

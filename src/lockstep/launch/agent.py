@@ -25,7 +25,7 @@ from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
 from lockstep.launch.guards import handle_sigterm_once, hide_main
 from lockstep.launch.output import OutputForwarder
-from lockstep.launch.run_paths import GUARD_VARIABLE, WorkerPaths
+from lockstep.launch.worker import GUARD_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
 _POLL_S = 0.02
@@ -41,17 +41,11 @@ There is no failure when launchers came or went.
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long the agent waits.
+    """How long the agent waits."""
 
-    Args:
-        timeout_s: seconds that the workers may take; None for no limit.
-        stop_s: seconds that they get to save after SIGTERM before they are killed.
-        interrupt_s: seconds that they get after Ctrl-C.
-    """
-
-    timeout_s: float | None = None
-    stop_s: float = 30.0
-    interrupt_s: float = 3.0
+    timeout_s: float | None = None  # seconds that the workers may take; None for no limit
+    stop_s: float = 30.0  # seconds that they get to save after SIGTERM before they are killed
+    interrupt_s: float = 3.0  # seconds that they get after Ctrl-C
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "stop_s", "interrupt_s"):
@@ -82,8 +76,11 @@ class WorkerSetup(LogsSpecs):
         self._guard: ParentDeathGuard | None = None
 
     @property
+    def workers(self) -> int:
+        return len(self._resources)
+
+    @property
     def root_log_dir(self) -> str:
-        """The folder of the run."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -104,11 +101,7 @@ class WorkerSetup(LogsSpecs):
 
 
 class ExitMonitor:
-    """Notes when processes end, within a millisecond, in a thread of its own. Its maker calls ``close``.
-
-    Args:
-        pids: the processes, by local rank.
-    """
+    """Notes when processes end, within a millisecond, in a thread of its own. Its maker calls ``close``."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._ended_ns: dict[int, int] = {}
@@ -128,7 +121,6 @@ class ExitMonitor:
         return dict(self._ended_ns)
 
     def close(self) -> None:
-        """Ends the thread."""
         os.close(self._wake_write)
         self._thread.join()
         os.close(self._wake_read)
@@ -148,15 +140,7 @@ class ExitMonitor:
 
 
 class Agent(LocalElasticAgent):
-    """One run of the workers of this host.
-
-    Args:
-        spec: what to start, how often, and how the launchers meet.
-        setup: the workers' pipes, resources and folder.
-        start_method: the start method of multiprocessing, for functions.
-        limits: how long to wait.
-        on_restart: called before workers are restarted.
-    """
+    """One run of the workers of this host."""
 
     def __init__(
         self, spec: WorkerSpec, setup: WorkerSetup, *, start_method: str, limits: Limits, on_restart: OnRestart

@@ -23,26 +23,15 @@ _DUMP_LONGEST_S = 2.0  # eight workers on two cores take one second to write the
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """What a worker writes down about the error that ends it.
+    """What a worker writes down about the error that ends it."""
 
-    Args:
-        at_ns: when it was raised, by ``time.monotonic_ns``, which all processes of a host share.
-        error: the type and the message: "ValueError: no such file".
-        traceback: the whole traceback as Python prints it.
-    """
-
-    at_ns: int
-    error: str
-    traceback: str
+    at_ns: int  # when it was raised, by ``time.monotonic_ns``, which all processes of a host share
+    error: str  # the type and the message: "ValueError: no such file"
+    traceback: str  # the whole traceback as Python prints it
 
     @classmethod
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
-        """The record of an error that was raised just now.
-
-        Args:
-            error: what was raised.
-            hide: source files whose frames at the start of the traceback are left out.
-        """
+        """The record of an error that was raised just now, without frames of the files in ``hide`` at its start."""
         at_ns = time.monotonic_ns()
         shown = without_frames(error.__traceback__, hide)
         message = " ".join(str(error).split())
@@ -69,21 +58,13 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """The failure of one worker.
+    """The failure of one worker."""
 
-    Args:
-        worker: its rank among the workers of all hosts.
-        attempt: how often the workers had been restarted.
-        exit_code: as ``subprocess`` gives it: negative for a signal; None if it had not ended.
-        at_ns: when it failed: the time in its record, else when it ended.
-        record: what it wrote down; None if it was killed or ended without an error.
-    """
-
-    worker: int
-    attempt: int
-    exit_code: int | None
-    at_ns: int
-    record: FailureRecord | None = None
+    worker: int  # its rank among the workers of all hosts
+    attempt: int  # how often the workers had been restarted
+    exit_code: int | None  # as ``subprocess`` gives it: negative for a signal; None if it had not ended
+    at_ns: int  # when it failed: the time in its record, else when it ended
+    record: FailureRecord | None = None  # what it wrote down; None if it was killed or ended without an error
 
     @property
     def what(self) -> str:
@@ -117,12 +98,8 @@ def first_failure(
 ) -> WorkerFailure | None:
     """The failure that came before all others on a host; the others are usually its consequences. Pure.
 
-    Args:
-        exit_codes: of every worker, by local rank; None for one that still runs.
-        ended_ns: when workers ended that were not ended by the launcher.
-        records: what workers wrote down.
-        first_worker: the rank of this host's first worker.
-        attempt: how often the workers had been restarted.
+    All mappings are by local rank. ``exit_codes`` has None for a worker that still runs, ``ended_ns`` only those that
+    were not ended by the launcher; ``first_worker`` is the rank of this host's first worker.
     """
     failures = []
     for local, code in exit_codes.items():
@@ -147,9 +124,7 @@ def without_frames(traceback: TracebackType | None, files: Collection[str]) -> T
 def dump_stacks_near(deadline: float | None, path: Path) -> Iterator[None]:
     """While inside: shortly before the deadline, writes what all threads of this process are doing to ``path``.
 
-    Args:
-        deadline: on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
-        path: the file.
+    The deadline is on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
     """
     if deadline is None:
         yield

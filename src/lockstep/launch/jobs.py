@@ -20,15 +20,23 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
+from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.failures import WorkerFailure, read_stacks
 from lockstep.launch.guards import remove_empty_compiler_folder, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder, StatusCallback, make_sink
 from lockstep.launch.rendezvous import FixedRendezvous, Hosts, OneHost
-from lockstep.launch.resources import divide_host, visible_gpus
-from lockstep.launch.run_paths import WorkerPaths, semaphore_prefix
-from lockstep.launch.worker import MODULE, SCRIPT, FunctionCall, deserialize, run_function, serialize_call
+from lockstep.launch.worker import (
+    MODULE,
+    SCRIPT,
+    FunctionCall,
+    WorkerPaths,
+    deserialize,
+    run_function,
+    semaphore_prefix,
+    serialize_call,
+)
 
 _START_METHOD = "forkserver"
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
@@ -41,23 +49,59 @@ Resources = Sequence[Mapping[str, str]]
 """Environment variables of each worker of this host for its cores and GPUs."""
 
 
+def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...]:
+    """The names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them; torch sees ``present``."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(str(number) for number in range(present))
+    return tuple(name.strip() for name in named.split(",") if name.strip())[:present]
+
+
+def divide_host(
+    environment: Mapping[str, str], *, workers: int, cores: int, gpus: Sequence[str], gpus_per_worker: int | None
+) -> tuple[dict[str, str], ...]:
+    """The environment variables that give every worker of a host its resources, in worker order.
+
+    OMP_NUM_THREADS: all cores divided by the workers, unless the user has set it. CUDA_VISIBLE_DEVICES: neighbouring
+    GPUs, each GPU for one worker only. A worker sees its own GPUs as 0, 1, ..., so LOCAL_RANK is 0, as with torchrun's
+    --virtual-local-rank: a program that takes GPU LOCAL_RANK takes one of its own.
+
+    ``gpus_per_worker``: 0 for none; None divides all of them. Raises ConfigError if there are too few GPUs.
+    """
+    threads = {} if environment.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    if not gpus and not gpus_per_worker:
+        return tuple(dict(threads) for _ in range(workers))
+    each = _gpus_each(len(gpus), workers, gpus_per_worker)
+    shares = [gpus[worker * each : (worker + 1) * each] for worker in range(workers)]
+    own = {"LOCAL_RANK": "0", OWN_GPUS: "1"} if each else {}
+    return tuple({**threads, "CUDA_VISIBLE_DEVICES": ",".join(share), **own} for share in shares)
+
+
+def _gpus_each(gpus: int, workers: int, gpus_per_worker: int | None) -> int:
+    there = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+    if gpus_per_worker is None and workers > gpus:
+        raise ConfigError(
+            f"{workers} workers were given but there {there}, expected one GPU for each worker because NCCL takes one "
+            f"worker per GPU; start {gpus} workers, or give 0 GPUs per worker to train on the CPU"
+        )
+    each = gpus // workers if gpus_per_worker is None else gpus_per_worker
+    if each < 0 or each * workers > gpus:
+        raise ConfigError(
+            f"{each} GPUs were given for each of {workers} workers but there {there}; start fewer workers or give each "
+            "fewer GPUs"
+        )
+    return each
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """How the workers of this host ended.
+    """How the workers of this host ended."""
 
-    Args:
-        num_workers: the number of workers on all hosts.
-        values: what functions returned, by worker.
-        failure: the first failure of the last attempt; None if none failed.
-        received: the signal that ended the launcher; None if none did.
-        exit_codes: of all workers of this host, by local rank.
-    """
-
-    num_workers: int
-    values: Mapping[int, Any]
-    failure: WorkerFailure | None
-    received: signal.Signals | None
-    exit_codes: Mapping[int, int | None]
+    num_workers: int  # the number of workers on all hosts
+    values: Mapping[int, Any]  # what functions returned, by worker
+    failure: WorkerFailure | None  # the first failure of the last attempt; None if none failed
+    received: signal.Signals | None  # the signal that ended the launcher; None if none did
+    exit_codes: Mapping[int, int | None]  # of all workers of this host, by local rank
 
     @property
     def exit_code(self) -> int:
@@ -101,30 +145,8 @@ def run_agent(spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restar
             agent.kill()
             rendezvous.shutdown()
     return AgentResult(
-        num_workers=agent.num_workers,
-        values=values,
-        failure=failure,
-        received=received,
-        exit_codes=agent.exit_codes,
+        num_workers=agent.num_workers, values=values, failure=failure, received=received, exit_codes=agent.exit_codes
     )
-
-
-def _divide_this_host(workers: int | None, gpus_per_worker: int | None) -> tuple[dict[str, str], ...]:
-    gpus = visible_gpus(os.environ, torch.cuda.device_count())
-    return divide_host(
-        os.environ,
-        workers=workers or len(gpus) or 1,
-        cores=len(os.sched_getaffinity(0)),
-        gpus=gpus,
-        gpus_per_worker=gpus_per_worker,
-    )
-
-
-def _check_counts(workers: int | None, max_restarts: int) -> None:
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers={workers} was given, expected at least 1; say how many processes to start")
-    if max_restarts < 0:
-        raise ConfigError(f"max_restarts={max_restarts} was given, expected 0 or more")
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
@@ -135,31 +157,63 @@ class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multipr
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionJob:
-    """How a function is to be run.
+class Job:
+    """Workers of this host; its subclasses say what they run."""
 
-    Args:
-        workers: the number of processes.
-        gpus_per_worker: how many GPUs each sees; None divides all of them.
-        max_restarts: how often all are restarted after one has failed.
-        limits: how long to wait.
-        log_dir: the folder of the log files; None keeps none.
-        preloaded: modules that no worker has to import, besides torch and this package.
-    """
-
-    workers: int
-    gpus_per_worker: int | None = None
-    max_restarts: int = 0
+    workers: int | None = None  # the number of processes; None for one per GPU, or one if there is no GPU
+    gpus_per_worker: int | None = None  # how many GPUs each sees; None divides all of them
+    max_restarts: int = 0  # how often all are restarted after one has failed
     limits: Limits
-    log_dir: Path | None = None
-    preloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_counts(self.workers, self.max_restarts)
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers={self.workers} was given, expected at least 1; say how many processes to start")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts} was given, expected 0 or more")
+
+    def divide_this_host(self) -> Resources:
+        gpus = visible_gpus(os.environ, torch.cuda.device_count())
+        return divide_host(
+            os.environ,
+            workers=self.workers or len(gpus) or 1,
+            cores=len(os.sched_getaffinity(0)),
+            gpus=gpus,
+            gpus_per_worker=self.gpus_per_worker,
+        )
+
+    def start(
+        self,
+        entrypoint: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        rendezvous: RendezvousHandler,
+        setup: WorkerSetup,
+        *,
+        poll_s: float,
+        on_restart: OnRestart,
+    ) -> AgentResult:
+        """Starts the workers and waits until all have ended."""
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=setup.workers,
+            entrypoint=entrypoint,
+            args=args,
+            rdzv_handler=rendezvous,
+            max_restarts=self.max_restarts,
+            monitor_interval=poll_s,
+        )
+        return run_agent(spec, setup, limits=self.limits, on_restart=on_restart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob(Job):
+    """How a function is to be run."""
+
+    log_dir: Path | None = None  # the folder of the log files; None keeps none
+    preloaded: tuple[str, ...] = ()  # modules that no worker has to import, besides torch and this package
 
     def run(self, fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """See ``lockstep.launch``."""
-        resources = _divide_this_host(self.workers, self.gpus_per_worker)
+        resources = self.divide_this_host()
         with remove_empty_compiler_folder(), tempfile.TemporaryDirectory(prefix="lockstep-") as name:
             call = FunctionCall(
                 payload=serialize_call(fn, args, kwargs),
@@ -171,7 +225,7 @@ class FunctionJob:
             try:
                 result = self._run(call, resources)
             except ClusterError as error:
-                self._add_stacks(error, call.folder)
+                self._add_stacks(error, call.folder, len(resources))
                 raise
             if (failure := result.failure) is not None:
                 cause = _load_error(failure, WorkerPaths(call.folder, failure.worker, failure.attempt).error)
@@ -181,26 +235,19 @@ class FunctionJob:
         return deserialize(result.values[0])
 
     def _run(self, call: FunctionCall, resources: Resources) -> AgentResult:
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=self.workers,
-            entrypoint=run_function,
-            args=(call,),
-            rdzv_handler=OneHost().meet(lambda line: None),
-            max_restarts=self.max_restarts,
-            monitor_interval=_FUNCTION_POLL_S,
-        )
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         multiprocessing.get_context(_START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
+        rendezvous = OneHost().meet(lambda line: None)
         with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=make_sink("chief"))) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
-            return run_agent(spec, setup, limits=self.limits, on_restart=lambda failure, restarts: None)
+            poll_s, on_restart = _FUNCTION_POLL_S, lambda failure, restarts: None
+            return self.start(run_function, (call,), rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
 
-    def _add_stacks(self, error: ClusterError, folder: Path) -> None:
+    def _add_stacks(self, error: ClusterError, folder: Path, workers: int) -> None:
         """Notes where each worker of the last attempt stood when its time was up."""
         for attempt in range(self.max_restarts, -1, -1):
-            paths = {worker: WorkerPaths(folder, worker, attempt).stacks for worker in range(self.workers)}
+            paths = {worker: WorkerPaths(folder, worker, attempt).stacks for worker in range(workers)}
             if stacks := read_stacks(paths):
                 error.add_note(stacks)
                 return
@@ -234,17 +281,11 @@ def _load_error(failure: WorkerFailure, path: Path) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What every worker runs.
+    """What every worker runs."""
 
-    Args:
-        target: the path of a Python file, or the name of a module.
-        is_module: whether it is a module.
-        arguments: the program's own arguments.
-    """
-
-    target: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
+    target: str  # the path of a Python file, or the name of a module
+    is_module: bool = False  # whether it is a module
+    arguments: tuple[str, ...] = ()  # the program's own arguments
 
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.target).is_file():
@@ -267,57 +308,27 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left to say when all workers of this host have ended.
+    """What is left to say when all workers of this host have ended."""
 
-    Args:
-        exit_code: for this process: 0, or that of the first worker that failed, as a shell shows it.
-        interrupted: whether Ctrl-C ended them.
-        line: which worker failed first, and where its log is; None if none did.
-        last_output: that worker's traceback or its last lines of output; empty if it has been shown already.
-        worker: that worker's rank.
-    """
-
-    exit_code: int
-    interrupted: bool = False
-    line: str | None = None
-    last_output: str = ""
-    worker: int = 0
+    exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
+    interrupted: bool = False  # whether Ctrl-C ended them
+    line: str | None = None  # which worker failed first, and where its log is; None if none did
+    last_output: str = ""  # that worker's traceback or its last lines of output; empty if it has been shown already
+    worker: int = 0  # that worker's rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramJob:
-    """How a program is to be run.
-
-    Args:
-        program: what to run.
-        hosts: the hosts of the job, and how their launchers meet.
-        workers: the number of processes on this host; None for one per GPU, or one if there is no GPU.
-        gpus_per_worker: how many GPUs each sees; None divides all of them.
-        max_restarts: how often all are restarted after one has failed.
-        limits: how long to wait.
-        logs: the folder in which each run makes one of its own.
-        output: whose output is shown.
-    """
+class ProgramJob(Job):
+    """How a program is to be run."""
 
     program: Program
-    hosts: Hosts
-    workers: int | None = None
-    gpus_per_worker: int | None = None
-    max_restarts: int = 0
-    limits: Limits
-    logs: Path
-    output: Literal["chief", "all", "none"] = "chief"
-
-    def __post_init__(self) -> None:
-        _check_counts(self.workers, self.max_restarts)
+    hosts: Hosts  # the hosts of the job, and how their launchers meet
+    logs: Path  # the folder in which each run makes one of its own
+    output: Literal["chief", "all", "none"] = "chief"  # whose output is shown
 
     def run(self, on_status: StatusCallback) -> Outcome:
-        """Starts the workers and waits until all have ended; none outlives the call.
-
-        Args:
-            on_status: takes a line when something happens that a person would want to know.
-        """
-        resources = _divide_this_host(self.workers, self.gpus_per_worker)
+        """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
+        resources = self.divide_this_host()
         rendezvous = self.hosts.meet(on_status)
         folder = self.logs / rendezvous.get_run_id()
         folder.mkdir(parents=True, exist_ok=True)
@@ -334,19 +345,11 @@ class ProgramJob:
                 done = f"{restarts} of {self.max_restarts}"
                 on_status(f"worker {failure.worker} {failure.what}; starting all again ({done})")
 
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=len(resources),
-            entrypoint=sys.executable,
-            args=self.program.command(folder),
-            rdzv_handler=rendezvous,
-            max_restarts=self.max_restarts,
-            monitor_interval=_PROGRAM_POLL_S,
-        )
         with closing(OutputForwarder(folder, logs=folder, sink=make_sink(self.output))) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
+            command, poll_s = self.program.command(folder), _PROGRAM_POLL_S
             try:
-                return run_agent(spec, setup, limits=self.limits, on_restart=on_restart)
+                return self.start(sys.executable, command, rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
             finally:
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):

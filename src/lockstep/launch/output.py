@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
-from lockstep.launch.run_paths import WorkerPaths
+from lockstep.launch.worker import WorkerPaths
 
 StatusCallback = Callable[[str], None]
 """Takes one line about what happens, for the person who waits."""
@@ -149,10 +149,7 @@ class _Source:
 class OutputForwarder:
     """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended.
 
-    Args:
-        folder: where named pipes are made.
-        logs: the folder of the log files; None keeps none.
-        sink: shows the output.
+    Named pipes are made in ``folder``, log files in ``logs``; None keeps none. ``sink`` shows the output.
     """
 
     def __init__(self, folder: Path, *, logs: Path | None, sink: OutputSink) -> None:
@@ -167,15 +164,9 @@ class OutputForwarder:
         self._thread.start()
 
     def open(self, worker: int, attempt: int, *, named: bool) -> dict[Stream, str]:
-        """Makes the pipes of a worker and begins to read them.
+        """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing.
 
-        Args:
-            worker: its rank among the workers of all hosts.
-            attempt: how often the workers were restarted.
-            named: whether the worker opens them by their paths; otherwise this process opens them and hands them over.
-
-        Returns:
-            The paths of its two pipes, to open for writing.
+        ``named``: the worker opens them by their paths; otherwise this process opens them and hands them over.
         """
         files = WorkerPaths(self._folder, worker, attempt)
         log = None

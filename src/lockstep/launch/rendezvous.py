@@ -26,14 +26,7 @@ from lockstep.cluster.spec import join_address, parse_address
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.output import StatusCallback
 from lockstep.membership.rendezvous import Deadline, this_process
-from lockstep.membership.store import (
-    NotHereError,
-    PortTakenError,
-    StoreBrokenError,
-    find_store,
-    listen,
-    serve_store,
-)
+from lockstep.membership.store import NotHereError, PortTakenError, StoreBrokenError, find_store, listen, serve_store
 
 _LOOPBACK = "127.0.0.1"
 _PREFIX = "lockstep/launch"
@@ -65,19 +58,12 @@ class OneHost(Hosts):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedHosts(Hosts):
-    """One launcher on each host of a list; the first one's store listens on its own address in the list.
+    """One launcher on each host of a list; the first one's store listens on its own address in the list."""
 
-    Args:
-        hosts: their addresses, "host:port".
-        index: this launcher's place in the list.
-        job: what all launchers of the job have in common and others do not.
-        timeout_s: how many seconds to wait for the others.
-    """
-
-    hosts: tuple[str, ...]
-    index: int
-    job: str
-    timeout_s: float = 600.0
+    hosts: tuple[str, ...]  # their addresses, "host:port"
+    index: int  # this launcher's place in the list
+    job: str  # what all launchers of the job have in common and others do not
+    timeout_s: float = 600.0  # how many seconds to wait for the others
 
     def __post_init__(self) -> None:
         for host in self.hosts:
@@ -104,21 +90,13 @@ class FixedHosts(Hosts):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticHosts(Hosts):
-    """Launchers that come and go between a least and a greatest number, by torch's dynamic rendezvous.
+    """Launchers that come and go between a least and a greatest number, by torch's dynamic rendezvous."""
 
-    Args:
-        address: "host:port" of the store. The launcher whose machine has that address serves it.
-        least: how many must have come.
-        most: how many are let in.
-        job: what all launchers of the job have in common and others do not.
-        timeout_s: how many seconds to wait for the others.
-    """
-
-    address: str
-    least: int
-    most: int
-    job: str
-    timeout_s: float = 600.0
+    address: str  # "host:port" of the store. The launcher whose machine has that address serves it.
+    least: int  # how many must have come
+    most: int  # how many are let in
+    job: str  # what all launchers of the job have in common and others do not
+    timeout_s: float = 600.0  # how many seconds to wait for the others
 
     def __post_init__(self) -> None:
         parse_address(self.address)
@@ -142,17 +120,11 @@ class ElasticHosts(Hosts):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherStore:
-    """The store of the launchers of this job.
+    """The store of the launchers of this job."""
 
-    Args:
-        store: the client, or the server itself.
-        job_id: the random id of this run of the job.
-        own_host: this machine's address as the others reach it.
-    """
-
-    store: Store
-    job_id: str
-    own_host: str
+    store: Store  # the client, or the server itself
+    job_id: str  # the random id of this run of the job
+    own_host: str  # this machine's address as the others reach it
 
     @classmethod
     def serve(cls, listener: socket.socket, job: str) -> LauncherStore:
@@ -166,11 +138,7 @@ class LauncherStore:
 
     @classmethod
     def find(cls, host: str, port: int, job: str, deadline: Deadline) -> LauncherStore:
-        """Waits for the store to be served and reaches it.
-
-        Raises:
-            ClusterError: it was not served in time, or it belongs to another job.
-        """
+        """Waits for the store to be served; raises ClusterError if it is late or belongs to another job."""
         while True:
             try:
                 return cls._reach(host, port, job)
@@ -181,10 +149,8 @@ class LauncherStore:
     def serve_or_find(cls, host: str, port: int, job: str, deadline: Deadline) -> LauncherStore:
         """Serves the store once the address is this machine's and free; reaches it when another launcher serves it.
 
-        A machine may know its own name or address only after a while, as a Kubernetes pod does.
-
-        Raises:
-            ClusterError: it was not served in time, cannot be served, or belongs to another job.
+        A machine may know its own name or address only after a while, as a Kubernetes pod does. Raises ClusterError if
+        the store is late, cannot be served, or belongs to another job.
         """
         while True:
             try:
@@ -198,12 +164,7 @@ class LauncherStore:
 
     @classmethod
     def _reach(cls, host: str, port: int, job: str) -> LauncherStore:
-        """Reaches the store if it is served now.
-
-        Raises:
-            StoreBrokenError: it is not.
-            ClusterError: it belongs to another job.
-        """
+        """Reaches the store; StoreBrokenError if it is not served now, ClusterError if it belongs to another job."""
         address = find_store(host, port)
         try:
             store = address.connect()
@@ -214,11 +175,7 @@ class LauncherStore:
         return cls(store=store, job_id=job_id, own_host=address.own_host)
 
     def register(self, index: int, address: str) -> None:
-        """Says that the launcher of host ``index`` is here.
-
-        Raises:
-            ClusterError: another launcher has said so.
-        """
+        """Says that the launcher of host ``index`` is here; raises ClusterError if another launcher has said so."""
         registered = self._hosts.compare_set(f"host/{index}", "", this_process()).decode()
         if registered != this_process():
             raise ClusterError(
@@ -227,11 +184,7 @@ class LauncherStore:
             )
 
     def wait_for_all(self, hosts: Sequence[str], deadline: Deadline) -> None:
-        """Waits until the launchers of all hosts are here.
-
-        Raises:
-            ClusterError: some were not in time; it names them.
-        """
+        """Waits until the launchers of all hosts are here; raises ClusterError with the names of late ones."""
         while missing := [index for index in range(len(hosts)) if not self._hosts.check([f"host/{index}"])]:
             _wait_for(", ".join(f"the launcher of host {index} ({hosts[index]})" for index in missing), deadline)
 
@@ -246,11 +199,7 @@ def _new_job_id() -> str:
 
 
 def _check_job(store: Store, job: str, where: str) -> str:
-    """The id of the job that the store belongs to.
-
-    Raises:
-        ClusterError: it belongs to another job, or is no launcher's.
-    """
+    """The id of the job that the store belongs to; raises ClusterError if that is another job, or no launcher's."""
     try:
         store.wait(["job"], _JOB_TIMEOUT)
         theirs, job_id = json.loads(store.get("job"))
@@ -278,15 +227,9 @@ def _wait_for(missing: str, deadline: Deadline) -> None:
 class FixedRendezvous(RendezvousHandler):
     """The handler for launchers whose number and order are known: it only tells where the workers' store is.
 
-    The launcher of the first host serves that store, a new one for every attempt: restarted workers would otherwise
-    read what those before them had written.
-
-    Args:
-        store: the launchers' store.
-        host: the address of the first host, where the workers' store listens.
-        job_id: the prefix of all keys; launchers of another job never read them.
-        index: this launcher's place in the list.
-        hosts: the number of launchers.
+    The launcher of the first host serves that store at ``host``, a new one for every attempt: restarted workers would
+    otherwise read what those before them had written. ``job_id`` is the prefix of all keys; launchers of another job
+    never read them.
     """
 
     def __init__(self, store: Store, *, host: str, job_id: str, index: int = 0, hosts: int = 1) -> None:
@@ -344,13 +287,10 @@ class FixedRendezvous(RendezvousHandler):
         return 0
 
     def finish(self) -> None:
-        """Ends normally when the workers of all hosts have ended.
+        """Ends normally when the workers of all hosts have ended; raises ClusterError if another launcher gave up.
 
-        The launcher that serves the store waits a moment until the others have called this too. For those, a store that
-        has ended is no longer an error.
-
-        Raises:
-            ClusterError: another launcher gave up.
+        The launcher that serves the store waits a moment until the others have called this too. For those, a store
+        that has ended is no longer an error.
         """
         if self._hosts == 1:
             return
@@ -365,11 +305,8 @@ class FixedRendezvous(RendezvousHandler):
     def give_up(self, cause: str, release: Callable[[], None]) -> None:
         """Tells the other launchers why this one's workers will not go on; the first cause is kept.
 
-        The launcher that serves the store waits a moment until the others have read it.
-
-        Args:
-            cause: which worker failed, and how.
-            release: lets launchers go on that wait for this one's workers to finish.
+        The launcher that serves the store waits a moment until the others have read it. ``release`` lets launchers go
+        on that wait for this one's workers to finish.
         """
         if self._hosts == 1:
             return

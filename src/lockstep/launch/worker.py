@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import hashlib
 import inspect
 import multiprocessing
 import os
@@ -24,8 +25,47 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.launch.failures import FailureRecord, dump_stacks_near, without_frames
-from lockstep.launch.run_paths import GUARD_VARIABLE, WorkerPaths, semaphore_prefix
 from lockstep.parent_death import die_with
+
+GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
+"""The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
+
+
+@dataclass(frozen=True)
+class WorkerPaths:
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
+
+    folder: Path
+    worker: int  # the worker's rank among the workers of all hosts
+    attempt: int  # how often the workers had been restarted
+
+    @property
+    def log(self) -> Path:
+        return self.file("log")
+
+    @property
+    def failure(self) -> Path:
+        """The ``FailureRecord`` that the worker writes."""
+        return self.file("failure.json")
+
+    @property
+    def error(self) -> Path:
+        return self.file("failure.pickle")
+
+    @property
+    def stacks(self) -> Path:
+        """What the worker's threads were doing when its time was up."""
+        return self.file("stacks.txt")
+
+    def file(self, suffix: str) -> Path:
+        stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
+        return self.folder / f"{stem}.{suffix}"
+
+
+def semaphore_prefix(folder: Path) -> str:
+    """The beginning of the names of multiprocessing's semaphores in the workers of a run, and in no other process."""
+    return f"/lockstep-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+
 
 MODULE, SCRIPT = "module", "script"
 _EXIT_LIMIT_S = 3.0  # for the interpreter after a program has failed; torch's groups wait for half an hour
@@ -42,28 +82,20 @@ _AGENT_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """What every worker of ``ls.launch`` is given.
+    """What every worker of ``ls.launch`` is given."""
 
-    Args:
-        payload: the serialized function, arguments and keyword arguments.
-        environment: the launcher's environment; the process that a worker was forked from may have an older one.
-        resource_variables: the names of the variables for a worker's cores and GPUs.
-        folder: where workers write down how they failed, and where their pipes are.
-        deadline: when their time is up, on the clock of ``time.monotonic``; None for no limit.
-    """
-
-    payload: bytes
+    payload: bytes  # the serialized function, arguments and keyword arguments
+    # the launcher's environment; the process that a worker was forked from may have an older one
     environment: Mapping[str, str]
-    resource_variables: frozenset[str]
-    folder: Path
-    deadline: float | None = None
+    resource_variables: frozenset[str]  # the names of the variables for a worker's cores and GPUs
+    folder: Path  # where workers write down how they failed, and where their pipes are
+    deadline: float | None = None  # when their time is up, on the clock of ``time.monotonic``; None for no limit
 
 
 def run_function(call: FunctionCall) -> bytes | None:
     """Runs the function in this process, which the agent has given its variables. The target of the process.
 
-    Returns:
-        The chief's serialized result; None on the others.
+    Returns the chief's serialized result; None on the others.
     """
     os.setsid()  # Ctrl-C in the launcher's terminal reaches only the launcher, which passes it on
     die_with(os.environ[GUARD_VARIABLE])

@@ -37,7 +37,7 @@ from lockstep._torch_compat import (
     tree_flatten,
 )
 from lockstep.collectives.communicator import Communicator, call_site
-from lockstep.collectives.tensor_like import read_tensors
+from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.user import EngineHook, has_waiting
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated

@@ -13,9 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
-from lockstep.collectives.tensor_like import TensorLike, read_tensors
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, own_context

@@ -1,11 +1,16 @@
-"""A part of a model on the worker's device: what torch has divided is there already, the rest is moved here."""
+"""Deferred initialisation: a worker's part of a model that was made on the meta device gets its initial values.
+
+Each tensor is initialised whole, by the model's functions and from a seed of its name, and this worker keeps its shard;
+so the values do not depend on how the model is divided.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep._torch_compat import TorchDispatchMode
 from lockstep.errors import ConfigError
-from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
+from lockstep.replicas.rng.mode import default_generator_as
 
 _OVERWRITING = frozenset(
     f"aten::{name}"
@@ -23,12 +28,7 @@ _OVERWRITING = frozenset(
 
 
 class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what runs in it from writing into any tensor of a model but one, and notes what it writes, or would.
-
-    Args:
-        tensors: those of the model, by name; each has its own storage.
-        only: the name of the one that may be written; None for none.
-    """
+    """Prevents writes into all ``tensors`` of a model but ``only`` one, and records which would be written."""
 
     def __init__(self, tensors: Mapping[str, Tensor], only: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,11 +39,10 @@ class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of all tensors that are written, in part at least."""
         return frozenset(self._adjusted | self._overwritten.keys())
 
     def overwritten(self, name: str) -> int:
-        """How many numbers of a tensor are written whatever they were, before any is made from what it was."""
+        """How many elements of a tensor are overwritten before any is computed from its old values."""
         return self._overwritten.get(name, 0)
 
     def __torch_dispatch__(
@@ -54,7 +53,7 @@ class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, target in named:
             self._note(func, name, target)
         if any(name != self._only for name, _ in named):
-            return targets[0]  # as what writes in place does
+            return targets[0]  # as an in-place operator does
         return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, name: str, target: Tensor) -> None:
@@ -65,25 +64,22 @@ class InitTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator of torch writes into."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors({**given, **kwargs}.get(argument.name))
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    return [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
+            value = {**given, **kwargs}.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            yield from (each for each in values if isinstance(each, Tensor))
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number for what a tensor shares with its views, and with nothing else while it is there."""
+    """An id that a tensor shares with its views, and with no other while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @runtime_checkable
 class Initialises(Protocol):
-    """A model of transformers, or one that does as these do: it initialises each of its modules."""
+    """A model that initialises each of its modules, as those of transformers do."""
 
     config: Any
 
@@ -91,17 +87,9 @@ class Initialises(Protocol):
         """Writes the initial values of a module's own tensors."""
 
 
-@runtime_checkable
-class Resets(Protocol):
-    """A module of torch, or one that does as these do."""
-
-    def reset_parameters(self) -> None:
-        """Writes the initial values of the module's own tensors."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A module's way of initialising, and what it writes."""
+    """A function that initialises a module, and the trace of its writes."""
 
     module: str
     run: Callable[[], None]
@@ -114,21 +102,17 @@ class _Call:
 
 
 class DeferredInit:
-    """The initial values of a whole model.
+    """The initial values of a whole model, some of whose tensors are on the meta device.
 
-    A tensor that has several names is initialised as the first of them says. What the model's constructors did beyond
-    transformers' ``_init_weights`` and torch's ``reset_parameters`` is not repeated.
-
-    Args:
-        module: whole, some of its tensors on the meta device. It is left as it is.
-        seed: what the numbers are drawn from, beside the names.
+    A tensor that has several names is initialised by the first of them. Only transformers' ``_init_weights`` and
+    torch's ``reset_parameters`` are run, not what a model's constructors did besides. The model is left as it is.
 
     Raises:
-        ConfigError: a tensor whose initial values nothing in the model tells.
+        ConfigError: a tensor that no function of the model initialises.
     """
 
     def __init__(self, module: nn.Module, seed: str) -> None:
-        self._module, self._seed = _twin(module, {}), seed
+        self._module, self._seed = _shallow_copy(module, {}), seed
         self._aliases: dict[str, list[str]] = {}
         first: dict[int, str] = {}
         for name, tensor in _named(self._module):
@@ -141,20 +125,18 @@ class DeferredInit:
         self._runs = {name: self._chosen(name, calls) for name, blank in self._blanks.items() if blank.is_meta}
 
     def bytes_of(self, name: str) -> int:
-        """How much memory ``make`` takes for a parameter or buffer."""
+        """The memory that ``make`` takes for a parameter or buffer."""
         blank = self._blanks[self._firsts[name]]
         return blank.numel() * blank.element_size()
 
     def make(self, name: str, memory: Tensor | None = None) -> Tensor:
-        """The initial values of a parameter or buffer, whole, on the CPU; the same whenever it is called.
+        """The initial values of a parameter or buffer, whole, on the CPU; equal in every call.
 
-        Args:
-            name: any of its names in the whole model.
-            memory: [bytes or more] uint8, in which it is made; None is new memory. Made in the same memory one after
-                another, tensors leave no holes among those that stay.
+        They are made in ``memory``, [bytes or more] uint8, if it is given: made in the same memory one after another,
+        tensors leave no holes among those that are kept.
 
         Raises:
-            ConfigError: they are made from other tensors of the model.
+            ConfigError: they are computed from other tensors of the model.
         """
         name = self._firsts[name]
         blank = self._blanks[name]
@@ -171,7 +153,7 @@ class DeferredInit:
 
     @contextmanager
     def _placed(self, name: str, whole: Tensor) -> Iterator[Tensor]:
-        """Has the model hold ``whole`` in place of the tensor without memory."""
+        """A block in which the model holds ``whole`` in place of the tensor on the meta device."""
         blank = self._blanks[name]
         if isinstance(blank, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=blank.requires_grad)
@@ -184,26 +166,26 @@ class DeferredInit:
                 _put(self._module, alias, blank)
 
     def _calls(self) -> Iterator[_Call]:
-        """All ways of initialising, in the order in which they come when a model is made, inner modules first."""
+        """All initialising functions, in the order in which they run when a model is made, inner modules first."""
         modules = dict(reversed(list(self._module.named_modules())))
         models = [name for name, part in modules.items() if isinstance(part, Initialises)]
         for name, part in modules.items():
             if isinstance(part, nn.MultiheadAttention):
-                yield self._seen(name, part._reset_parameters)
-            elif isinstance(part, Resets):
-                yield self._seen(name, part.reset_parameters)
+                yield self._traced(name, part._reset_parameters)
+            elif callable(reset := getattr(part, "reset_parameters", None)):
+                yield self._traced(name, reset)
         for name in modules:
             above = max((model for model in models if _is_in(name, model)), key=len, default=None)
             if above is not None:
-                yield self._seen(name, _initialise(modules[above], modules[name]))
+                yield self._traced(name, partial(modules[above]._init_weights, modules[name]))
 
-    def _seen(self, name: str, run: Callable[[], None]) -> _Call:
+    def _traced(self, name: str, run: Callable[[], None]) -> _Call:
         with InitTracer(self._blanks) as writes:
             _run(name, run)
         return _Call(module=name, run=run, writes=writes)
 
     def _chosen(self, name: str, calls: Sequence[_Call]) -> list[_Call]:
-        """Of the calls that write a tensor, the last that does not ask what was there, and those after it."""
+        """Of the calls that write a tensor, the last that overwrites all of it, and those after it."""
         own = [call for call in calls if call.reaches(name)]
         size = self._blanks[name].numel()
         whole = [number for number, call in enumerate(own) if call.writes.overwritten(name) >= size]
@@ -216,14 +198,14 @@ class DeferredInit:
         return own[whole[-1] :] if size else []
 
 
-def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """The same modules anew around the same tensors, so that either can be changed without the other."""
+def _shallow_copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """New modules around the same tensors, so that either can be changed without the other."""
     if id(module) not in known:
-        known[id(module)] = twin = object.__new__(type(module))
-        twin.__dict__ = dict(module.__dict__)
-        twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+        known[id(module)] = copied = object.__new__(type(module))
+        copied.__dict__ = dict(module.__dict__)
+        copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
         children = module._modules.items()
-        twin._modules = {name: child if child is None else _twin(child, known) for name, child in children}
+        copied._modules = {name: child if child is None else _shallow_copy(child, known) for name, child in children}
     return known[id(module)]
 
 
@@ -243,46 +225,22 @@ def _is_in(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def _initialise(model: Any, part: nn.Module) -> Callable[[], None]:
-    def run() -> None:
-        model._init_weights(part)
-
-    return run
-
-
 def _run(module: str, run: Callable[[], None]) -> None:
     try:
         run()
-    except (NotImplementedError, RuntimeError) as error:  # what torch raises for numbers that are not there
+    except (NotImplementedError, RuntimeError) as error:  # raised by torch where values are needed
         raise ConfigError(
             f"the first values of {module or 'the model'} cannot be made on the meta device ({error}); make the model "
             'outside torch.device("meta")'
         ) from error
 
 
-@contextmanager
-def _drawing_from(number: int) -> Iterator[None]:
-    """Has torch's default generator begin with a number, and stand where it stood afterwards."""
-    with DEFAULT_GENERATOR_LOCK:
-        before = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(number)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
+def _drawing_from(number: int) -> AbstractContextManager[None]:
+    return default_generator_as(torch.Generator().manual_seed(number))
 
 
 def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
-    """What of a tensor this worker holds. Nothing is sent.
-
-    Args:
-        whole: the tensor, of any device and dtype.
-        like: the worker's own, which may be a DTensor, and without memory.
-        order: the column that stands in each place, where the model's columns were put in another order.
-
-    Returns:
-        A plain tensor; where a share is all, it may be ``whole`` itself.
-    """
+    """This worker's plain shard of ``whole``, placed as its own tensor ``like``, with columns in ``order``."""
     if not isinstance(like, DTensor):
         return whole if order is None else whole[..., order]
     if order is None:
@@ -297,18 +255,11 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
 def materialize(
     module: nn.Module, weights: DeferredInit, orders: Mapping[str, Tensor], device: torch.device | None = None
 ) -> None:
-    """Gives all tensors of a divided module that are on the meta device their first values, one after another.
-
-    Args:
-        module: a part of the model; its ties stay.
-        weights: the whole model's.
-        orders: as ``Division.orders`` has them.
-        device: where they go; None is the CPU.
-    """
+    """Gives all tensors of a worker's part that are on the meta device their initial values, one after another."""
     blanks = list(_blanks(module))
     most = max((weights.bytes_of(name) for name, _, _ in blanks), default=0)
     memory = torch.empty(most, dtype=torch.uint8, device="cpu")
-    filled: dict[int, tuple[Tensor, Tensor]] = {}  # beside the new one the old, so that no other gets its id
+    filled: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one too, so that no other gets its id
     for name, held, attribute in blanks:
         blank = held[attribute]
         if id(blank) not in filled:
@@ -317,7 +268,7 @@ def materialize(
 
 
 def _blanks(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Of each tensor on the meta device its name, what holds it, and under which attribute."""
+    """Each tensor on the meta device: its name, the dict that holds it, and its key there."""
     for prefix, part in module.named_modules():
         held: dict[str, Any]
         for held in (part._parameters, part._buffers):
@@ -331,7 +282,7 @@ def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.de
     own = local_shard(whole, blank, order)
     own = own if device is None else own.to(device)
     if own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-        own = own.clone()  # what is made next takes the whole's memory
+        own = own.clone()  # the memory is for the next tensor
     if isinstance(blank, DTensor):
         own = DTensor.from_local(
             own, blank.device_mesh, blank.placements, run_check=False, shape=blank.shape, stride=blank.stride()
@@ -343,13 +294,9 @@ def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.de
 
 @torch.no_grad()
 def move_to_device(module: nn.Module, device: torch.device) -> None:
-    """Moves the tensors of a module that are elsewhere, in place, one by one.
+    """Moves the plain tensors of a divided model to this worker's device, in place, one by one.
 
-    Parameters stay the objects that they are, so that tied ones stay tied and an optimizer keeps its own.
-
-    Args:
-        module: a divided model, no part of it on the meta device.
-        device: of this worker.
+    Parameters stay the same objects, so that tied ones stay tied and an optimizer keeps its own.
     """
     for part in module.modules():
         for parameter in part._parameters.values():

@@ -1,6 +1,7 @@
-"""A row that adds nothing, for a pass that a replica without rows must make because others borrow its weights.
+"""The arguments of a model's ``forward`` by name; and dummy batches, for a pass without rows.
 
-Models may not take batches without rows: a reshape to [0, -1, heads] has no answer.
+A replica without rows must make a pass where others need its weights, and models may not take batches without rows: a
+reshape to [0, -1, heads] fails. So it passes one row, which adds nothing.
 """
 
 from __future__ import annotations
@@ -15,40 +16,37 @@ from torch import Tensor, nn
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.errors import DataError
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_MASK = "mask"
 
 
 class ForwardArguments:
-    """What a ``forward`` takes.
-
-    Args:
-        forward: a function, or a bound method.
-    """
+    """The parameters of a ``forward``, which is a function or a bound method."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = inspect.signature(forward).parameters.values()
-        self._by_place = tuple(each.name for each in parameters if each.kind in _BY_PLACE)
-        self._names = frozenset(each.name for each in parameters if each.kind in _BY_NAME)
+        self._positional = tuple(each.name for each in parameters if each.kind in _POSITIONAL)
+        self._keywords = frozenset(each.name for each in parameters if each.kind in _KEYWORD)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that a call gives, by name; of more positional ones than there are names, those that have one.
+        """The arguments of a call by name, without positional ones beyond the named parameters.
 
         Example:
             >>> ForwardArguments(lambda x, mask=None: x).named([1], {"mask": 2})
             {'x': 1, 'mask': 2}
         """
-        return {**dict(zip(self._by_place, args, strict=False)), **kwargs}
+        return {**dict(zip(self._positional, args, strict=False)), **kwargs}
 
     def of_inputs(self, x: Any) -> dict[str, Any]:
-        """The inputs of a batch by name: of a dict, of a tuple or list of positional ones, or of a single one.
+        """The inputs of a batch by name: a dict, a tuple or list of positional ones, or a single one.
 
         Raises:
-            DataError: an input that has no parameter, or two for one.
+            DataError: an input that has no parameter.
         """
         if isinstance(x, Mapping):
             named = {str(name): value for name, value in x.items()}
-            unknown = sorted(named.keys() - self._names)
+            unknown = sorted(named.keys() - self._keywords)
         else:
             args = x if isinstance(x, (tuple, list)) else (x,)
             named = self.named(args, {})
@@ -56,50 +54,42 @@ class ForwardArguments:
         if unknown:
             raise DataError(
                 f"the model's inputs have {', '.join(unknown)}, which its forward does not name; it takes "
-                f"{', '.join(self._by_place)}"
+                f"{', '.join(self._positional)}"
             )
         return named
 
 
-_MASK = "mask"
-
-
 def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``call`` gives for no rows: of one row of zeros, whose outputs are cut off again and have zero gradients.
+    """Calls a model on one row of zeros in place of no rows; the row is cut off its outputs, so gradients are zero.
 
-    Args:
-        call: the model.
-        args: its arguments, whose tensors have no rows.
-        kwargs: likewise. Where the name of an argument ends with "mask" the row is one of ones, which masks nothing.
+    Where the name of an argument ends with "mask" the row is one of ones, which masks nothing.
     """
     forward = call.forward if isinstance(call, nn.Module) else call
     filled = list(with_dummy_row(ForwardArguments(forward).named(args, {})).values())
     more = [_filled(value, False) for value in args[len(filled) :]]
-    return tree_map(_cut, call(*filled, *more, **with_dummy_row(kwargs)))
+    return tree_map(_without_row, call(*filled, *more, **with_dummy_row(kwargs)))
 
 
 def with_dummy_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """ForwardArguments without rows with a row, which is one of zeros; where a name ends with "mask", of ones."""
+    """Named arguments with a row for tensors without rows."""
     return {name: _filled(value, name.endswith(_MASK)) for name, value in kwargs.items()}
 
 
 def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the first tensor among the arguments has none."""
+    """Whether the first tensor among the arguments has no rows."""
     leaves = (leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
     return next((not len(leaf) for leaf in leaves), False)
 
 
 def _filled(value: Any, ones: bool) -> Any:
-    return tree_map(lambda leaf: _row(leaf, ones or leaf.dtype is torch.bool) if _is_empty(leaf) else leaf, value)
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf):
+            return leaf
+        make = leaf.new_ones if ones or leaf.dtype is torch.bool else leaf.new_zeros
+        return make((1, *leaf.shape[1:]))
+
+    return tree_map(fill, value)
 
 
-def _is_empty(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and not len(leaf)
-
-
-def _row(leaf: Tensor, ones: bool) -> Tensor:
-    return (leaf.new_ones if ones else leaf.new_zeros)((1, *leaf.shape[1:]))
-
-
-def _cut(leaf: Any) -> Any:
+def _without_row(leaf: Any) -> Any:
     return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf

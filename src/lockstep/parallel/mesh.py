@@ -1,15 +1,14 @@
-"""The workers as torch's DeviceMesh: its process groups, made for a grid, and broken when the job ends before its time.
+"""The workers as torch's DeviceMesh: its process groups, which are broken when the job ends early.
 
 torch's collectives cannot be interrupted: a worker that waits for a lost one waits in gloo for its time limit. So the
-groups' connections are kept in sight, and shut down when the membership says that the job is over; every wait in them
-then ends with an error at once, and its cause is the membership's. Workers with GPUs have NCCL's groups beside these,
-whose kernels are aborted then.
+connections of the groups are tracked, and shut down when the membership says that the job is over; every wait in them
+then ends with an error at once, which is explained by the membership's. Workers with GPUs have NCCL's groups beside
+these, whose kernels are aborted then.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import itertools
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep._torch_compat import Store, backend_of, forget_groups, gloo_group, use_own_dtensor_rng
+from lockstep._torch_compat import Store, backend_of, forget_groups, use_own_dtensor_rng
 from lockstep.collectives import process_group
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.distributed import DistributedCommunicator
-from lockstep.collectives.process_group import SHARE_UNANSWERED, GroupConnections
 from lockstep.errors import ClusterError, ConfigError, UsageError
 from lockstep.membership.membership import Membership
 from lockstep.parallel.mesh_layout import AXES, MeshLayout
@@ -34,16 +32,12 @@ _numbers = itertools.count()
 
 
 class WorkerMesh:
-    """torch's process groups over all workers of a job, and the DeviceMesh of a grid. Every worker must make one.
+    """torch's process groups over all workers of a job, and the DeviceMesh of a layout. Every worker must make one.
 
-    Args:
-        membership: the job.
-        grid: the degrees.
-        timeout_s: how many seconds an operation waits for a worker that is alive and does not come.
-        device: of this worker's part of the model; a GPU becomes the current one of this process.
+    An operation waits ``timeout_s`` for a worker that is alive and does not come. A GPU becomes the current one.
 
     Attributes:
-        mesh: with the axes "pipeline", "data" and "tensor".
+        mesh: the DeviceMesh, with the axes "pipeline", "data" and "tensor".
 
     Raises:
         UsageError: the program has initialised torch's process groups already.
@@ -51,7 +45,7 @@ class WorkerMesh:
         ClusterError: a worker was lost meanwhile.
     """
 
-    def __init__(self, membership: Membership, grid: MeshLayout, *, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, membership: Membership, layout: MeshLayout, *, timeout_s: float, device: torch.device) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch's process group is initialised already, and ParallelStrategy makes it over the workers of its "
@@ -60,20 +54,20 @@ class WorkerMesh:
         self._membership = membership
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
-        self._connections: list[GroupConnections] = []
+        self._connections: list[process_group.GroupConnections] = []
         self._backends: list[Any] = []
         self._on_gpus: list[Any] = []
         self._broken_off = False
-        # Of its own: torch keeps what makes the groups of a backend under this name, and has no way to take it back.
+        # A new name, since torch keeps what makes the groups of a backend under it and cannot take it back.
         self._name = f"lockstep_{next(_numbers)}"
         config = backends_for(device.type, self._name, nccl=dist.is_nccl_available())
         self._make_current()
         store = membership.store("mesh")
         self.mesh: DeviceMesh = membership.run_with_watchdog(
-            lambda: self._make(store, grid, config), "the making of the mesh"
+            lambda: self._make(store, layout, config), "the making of the mesh"
         )
         membership.subscribe(lambda _: self.break_off())
-        atexit.register(self.close)  # before the membership's own end; else gloo's threads may abort the interpreter's
+        atexit.register(self.close)  # before the membership's own end, or gloo's threads may abort the interpreter's
 
     def explain(self, error: RuntimeError, doing: str) -> ClusterError | None:
         """The error to raise in place of one that a broken connection raised; None for any other."""
@@ -90,48 +84,42 @@ class WorkerMesh:
             process_group.abort(self._on_gpus)
 
     def close(self) -> None:
-        """Ends the groups: what waits in them is told so now. Idempotent.
-
-        Their threads and sockets end too, with the last part of a model that holds a group.
-        """
+        """Ends the groups, and every wait in them. Their threads and sockets end with the last holder. Idempotent."""
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         for connections in self._connections:
-            connections.shut_down()  # else the end of a group would wait for an operation that is under way
+            connections.shut_down()  # or the end of a group would wait for an operation in flight
         if backends and dist.is_initialized():
-            self._destroy()
+            if not self._on_gpus:
+                dist.destroy_process_group()
+            elif not self._broken_off:  # otherwise the end of the process does it
+                process_group.ends_in_time(dist.destroy_process_group)
             forget_groups(self.mesh)
         for backend in backends:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
+            process_group.release(backend)
         for connections in self._connections:
             connections.forget()
 
-    def _destroy(self) -> None:
-        if not self._on_gpus:
-            dist.destroy_process_group()
-        elif not self._broken_off:  # else the end of the process does it
-            process_group.ends_in_time(dist.destroy_process_group)
-
-    def _make(self, store: Store, grid: MeshLayout, config: str) -> DeviceMesh:
+    def _make(self, store: Store, layout: MeshLayout, config: str) -> DeviceMesh:
         self._make_current()
-        # For the life of the process, so it must not keep this mesh as long, and with it groups, threads and sockets.
+        # Registered for the life of the process: a strong reference would keep groups, threads and sockets as long.
         dist.Backend.register_backend(self._name, partial(_make_group_of, ref(self)), devices=["cpu"])
         rank, size = self._membership.spec.index, self._membership.spec.num_workers
         dist.init_process_group(config, store=store, rank=rank, world_size=size, timeout=self._timeout)
-        mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(grid.shape), mesh_dim_names=AXES)
+        mesh = DeviceMesh(self._device.type, torch.arange(size).reshape(layout.shape), mesh_dim_names=AXES)
         if self._device.type == "cuda":
             self._connect(mesh)
         return mesh
 
     def _make_current(self) -> None:
-        """For the calling thread, whose tensors on "cuda" are else on the first GPU; DeviceMesh goes by LOCAL_RANK."""
+        """Sets the calling thread's GPU: DeviceMesh goes by LOCAL_RANK, and "cuda" is the first GPU by default."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _connect(self, mesh: DeviceMesh) -> None:
-        """Brings the members of all groups together, axis after axis, before a model depends on it."""
-        # By itself torch gives all workers the chief's numbers when the first DTensor is drawn for, wherever that is:
-        # stages and replicas would draw alike, and those that draw for none would be waited for.
+        """Connects the members of all groups, axis after axis, before a model depends on it."""
+        # By default torch gives all workers the chief's random state at the first random operator on a DTensor: stages
+        # and replicas would draw alike, and workers without such an operator would be waited for.
         use_own_dtensor_rng(mesh)
         for axis, size in zip(AXES, mesh.shape, strict=True):
             if size > 1:
@@ -141,13 +129,11 @@ class WorkerMesh:
                 self._on_gpus.append(group)
 
     def make_group(self, store: Store, rank: int, size: int) -> Any:
-        """One of its groups over gloo. Called by torch."""
+        """A gloo group of the mesh. Called by torch."""
         # With our own timeout: torch gives each axis half an hour.
-        made = gloo_group(store, rank, size, address=self._membership.address, timeout=self._timeout)
-        seconds = self._membership.lost_after_s * SHARE_UNANSWERED
-        self._connections.append(GroupConnections(store, rank, size, seconds))
-        # Its destructor would wait for an operation that is still under way; nothing deletes it before ``close``.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        made, connections = process_group.connect_gloo(self._membership, store, rank, size, timeout=self._timeout)
+        self._connections.append(connections)
+        process_group.keep_alive(made)
         self._backends.append(made)
         return made
 
@@ -158,23 +144,20 @@ def _make_group_of(mesh: ReferenceType[WorkerMesh], store: Store, rank: int, siz
     return held.make_group(store, rank, size)
 
 
-def make_mesh(workers: Communicator, grid: MeshLayout, *, timeout_s: float, device: torch.device) -> WorkerMesh | None:
+def make_mesh(
+    workers: Communicator, layout: MeshLayout, *, timeout_s: float, device: torch.device
+) -> WorkerMesh | None:
     """The mesh of a job's workers; None where there is one. Every worker must call it."""
     if not isinstance(workers, DistributedCommunicator):
         return None
-    return WorkerMesh(workers.membership, grid, timeout_s=timeout_s, device=device)
+    return WorkerMesh(workers.membership, layout, timeout_s=timeout_s, device=device)
 
 
 def backends_for(kind: str, host: str, *, nccl: bool) -> str:
-    """What moves tensors, as torch writes it: gloo those of the host, NCCL those of GPUs. Pure.
-
-    Args:
-        kind: of this worker's device: "cpu" or "cuda".
-        host: the name of the backend that makes our groups of gloo.
-        nccl: whether this torch has NCCL.
+    """Torch's name for the backends: ``host``, our gloo, for the host's tensors, and NCCL for those of GPUs.
 
     Raises:
-        ConfigError: a GPU, and it has not.
+        ConfigError: a device of kind "cuda", and this torch has no NCCL.
 
     Example:
         >>> backends_for("cuda", "lockstep_0", nccl=True)

@@ -1,17 +1,17 @@
-"""Which layers each stage of a pipeline holds: pure.
+"""The settings of pipelines, and which layers each stage holds. Pure.
 
-    costs    first stage: words | layers ... | last stage: head        stages are runs of layers, as equal as can be
-
-The slowest stage sets the pace, so its cost is made as small as it can be.
+Stages are runs of layers: the first also has the embeddings, the last the head. The slowest stage sets the pace, so the
+split is the one whose largest cost is the smallest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from operator import add
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
@@ -19,17 +19,19 @@ from lockstep.errors import ConfigError
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """gpipe: all forward passes, then all backward (Huang et al. 2019).
-1f1b: one of each in turn as soon as that can be, with at most as many microbatches under way as there are stages
+1f1b: one of each in turn as soon as possible, with at most as many microbatches in flight as there are stages
 (Narayanan et al. 2019, "PipeDream").
 interleaved: the same with several stages on each worker, each a smaller part of the model (Narayanan et al. 2021, arXiv
 2104.04473, section 2.2).
-zero_bubble: the backward pass in two, for the inputs and for the weights; nobody waits for the second, so it is done
-where there would be nothing to do ("ZB1P" of Qi et al. 2023, arXiv 2401.10241).
+zero_bubble: the backward pass in two, for the inputs and for the weights; no worker waits for the second, so it fills
+idle time ("ZB1P" of Qi et al. 2023, arXiv 2401.10241).
 zero_bubble_v: the same with two stages on each worker, the second ones in reverse order, so that the first worker has
-the words and the outputs ("ZB-V", section 6 there)."""
-_ONE_STAGE = ("1f1b", "gpipe")
+the embeddings and the outputs ("ZB-V", section 6 there)."""
+_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = MappingProxyType(
+    {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)}
+)
+"""The least and the most."""
 _IN_ROUNDS = ("interleaved", "zero_bubble")
-_USUAL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +40,12 @@ class PipelineConfig:
 
     Args:
         schedule: one of ``SCHEDULES``.
-        microbatches: the number of parts of a shard.
+        microbatches: the number of microbatches of a shard.
         workers: the number of workers of a pipeline; 1 for no pipeline.
         stages_per_worker: the number of stages that each worker holds.
 
     Raises:
-        ConfigError: an unknown schedule, or numbers that it cannot take.
+        ConfigError: an unknown schedule, or numbers that it does not support.
     """
 
     schedule: ScheduleName
@@ -60,11 +62,10 @@ class PipelineConfig:
 
     @property
     def stages(self) -> int:
-        """The number of stages of all workers."""
         return self.workers * self.stages_per_worker
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
-        """The numbers of the stages that a worker of the pipeline holds, ascending.
+        """The stages of a worker of the pipeline, ascending.
 
         Example:
             >>> PipelineConfig(schedule="zero_bubble_v", microbatches=4, workers=2, stages_per_worker=2).stages_of(0)
@@ -76,36 +77,35 @@ class PipelineConfig:
 
     @property
     def last_worker(self) -> int:
-        """The worker of the pipeline that holds the last stage, and so has the outputs."""
+        """The worker of the pipeline that holds the last stage, and has the outputs."""
         return next(worker for worker in range(self.workers) if self.stages - 1 in self.stages_of(worker))
 
 
 def choose_pipeline_config(
     schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
 ) -> PipelineConfig:
-    """The settings for a pipeline of ``workers`` workers.
+    """The settings for a pipeline.
 
     Args:
         schedule: its name.
         microbatches: None is two for every worker.
-        workers: how many; 1 is no pipeline.
-        stages_per_worker: None is two for the schedules that know several, else one.
+        workers: the number of workers; 1 is no pipeline.
+        stages_per_worker: None is two for schedules with several, else one.
 
     Raises:
-        ConfigError: an unknown schedule, fewer microbatches than workers, or numbers that the schedule cannot take.
+        ConfigError: an unknown schedule, fewer microbatches than workers, or numbers that it does not support.
 
     Example:
-        >>> choose_pipelining("1f1b", None, 4).microbatches
+        >>> choose_pipeline_config("1f1b", None, 4).microbatches
         8
-        >>> choose_pipelining("interleaved", None, 4).stages
+        >>> choose_pipeline_config("interleaved", None, 4).stages
         8
     """
     if stages_per_worker is not None and workers == 1:
-        raise ConfigError(
-            f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
-        )
+        given = f"stages_per_worker={stages_per_worker}"
+        raise ConfigError(f"{given} is about pipelines, and pipeline=1 is none; leave it out")
     if stages_per_worker is None:
-        stages_per_worker = 1 if workers == 1 or schedule in _ONE_STAGE else _USUAL
+        stages_per_worker = 1 if workers == 1 or _STAGES_PER_WORKER.get(schedule, (1, 1))[1] == 1 else 2
     if microbatches is None:
         microbatches = 2 * workers if workers > 1 else 1
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < workers:
@@ -119,17 +119,12 @@ def choose_pipeline_config(
 
 
 def check_layers(pipelining: PipelineConfig, layers: int) -> None:
-    """Refuses more stages than a model has layers, where a worker has several.
-
-    Raises:
-        ConfigError: it has; the message has the numbers that fit.
-    """
+    """Raises a ConfigError if several stages per worker are more stages than a model has layers."""
     each, workers = pipelining.stages_per_worker, pipelining.workers
     if each == 1 or pipelining.stages <= layers:
         return
-    least = 1 if pipelining.schedule == "zero_bubble" else 2
     fitting = [f"pipeline up to {layers // each}"] if layers // each > 1 else []
-    if least <= layers // workers < each and pipelining.schedule != "zero_bubble_v":
+    if _STAGES_PER_WORKER[pipelining.schedule][0] <= layers // workers < each:
         fitting.append(f"stages_per_worker up to {layers // workers}")
     fitting.append(f'schedule="1f1b" with pipeline up to {layers}')
     raise ConfigError(
@@ -139,24 +134,17 @@ def check_layers(pipelining: PipelineConfig, layers: int) -> None:
 
 
 def _check_stages(schedule: ScheduleName, each: int) -> None:
-    given = f"stages_per_worker={each!r}"
-    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise ConfigError(f"{given} is no number of stages; give one from 1, or leave it out")
-    if schedule in _ONE_STAGE and each > 1:
+    least, most = _STAGES_PER_WORKER[schedule]
+    if isinstance(each, bool) or not isinstance(each, int) or not least <= each <= most:
         raise ConfigError(
-            f"{given} goes with schedule={schedule!r}, which has one stage on each worker; choose interleaved or "
-            "zero_bubble"
-        )
-    if schedule == "interleaved" and each == 1:
-        raise ConfigError(f"{given} is what schedule='1f1b' has; choose that, or give interleaved at least 2")
-    if schedule == "zero_bubble_v" and each != _USUAL:
-        raise ConfigError(
-            f"{given} goes with schedule='zero_bubble_v', which has two stages on each worker; leave it out"
+            f"stages_per_worker={each!r} goes with schedule={schedule!r}, which has "
+            f"{least if least == most else f'{least} or more'} stages on each worker; leave it out, or choose another "
+            f"schedule of {', '.join(SCHEDULES)}"
         )
 
 
 def _check_rounds(schedule: ScheduleName, microbatches: int, workers: int) -> None:
-    """These take microbatches in rounds, all of one length, of as many as there are workers or more."""
+    """Some schedules take microbatches in rounds of equal length, of as many as there are workers or more."""
     if schedule not in _IN_ROUNDS or _even(microbatches, workers):
         return
     lower = next(number for number in range(microbatches, 0, -1) if _even(number, workers))
@@ -175,16 +163,16 @@ def split_layers(costs: Sequence[float], stages: int, *, before: float = 0.0, af
     """How many layers each stage gets, in order; at least one.
 
     Args:
-        costs: of the layers, in any unit.
-        stages: how many.
-        before: what the first stage has besides, such as the embeddings.
-        after: what the last stage has besides, such as the head.
+        costs: the costs of the layers, in any unit.
+        stages: the number of stages.
+        before: the cost of the rest of the first stage, such as the embeddings.
+        after: the cost of the rest of the last stage, such as the head.
 
     Raises:
         ConfigError: fewer layers than stages.
 
     Example:
-        >>> split_layers([1.0] * 8, 4, after=1.5)  # the head weighs one and a half layers
+        >>> split_layers([1.0] * 8, 4, after=1.5)  # the head costs one and a half layers
         (2, 2, 3, 1)
     """
     if stages > len(costs):
@@ -197,26 +185,19 @@ def split_layers(costs: Sequence[float], stages: int, *, before: float = 0.0, af
         return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
 
     slowest, _ = _best(len(costs), stages, cost, max)
-    # Of all splits as fast as that the most even one.
-    _, split = _best(len(costs), stages, lambda *run: _within(cost(*run), slowest) ** 2, add)
+
+    def square(begin: int, end: int, stage: int) -> float:
+        own = cost(begin, end, stage)
+        return own**2 if own <= slowest else inf
+
+    _, split = _best(len(costs), stages, square, add)  # of all splits as fast as that the most even one
     return split
-
-
-def _within(cost: float, limit: float) -> float:
-    return cost if cost <= limit else inf
 
 
 def _best(
     layers: int, stages: int, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The split of the least cost.
-
-    Args:
-        layers: how many.
-        stages: how many.
-        cost: of the layers from one up to another one in a stage.
-        joined: the cost of two runs of stages.
-    """
+    """The split of the least cost: of layers ``begin`` to ``end`` in a stage, ``joined`` over the stages."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, end, 0), (end,)) for end in range(1, layers + 1)}
     for stage in range(1, stages):
         best = {
@@ -231,11 +212,7 @@ def _best(
 
 
 def check_split(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
-    """A split of the user's own: the number of layers of each stage.
-
-    Raises:
-        ConfigError: another number of stages or of layers, or a stage without any.
-    """
+    """Returns a user's number of layers of each stage; raises a ConfigError if they do not fit."""
     if len(given) != stages or sum(given) != layers or min(given) < 1:
         raise ConfigError(
             f"pipeline_split={tuple(given)!r} does not divide {layers} layers into {stages} stages; give {stages} "

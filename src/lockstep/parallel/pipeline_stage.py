@@ -1,4 +1,4 @@
-"""torch's stage of a pipeline, which notes when it computed what, and tells the model whose turn it is."""
+"""The stages of a pipeline: a model cut down to those of one worker, and torch's stage, which records its actions."""
 
 from __future__ import annotations
 
@@ -21,78 +21,62 @@ from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_sp
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
+PipelineSplit = Literal["auto"] | Sequence[int]
+"""The number of layers of each stage, or "auto"."""
+
 
 class ActiveStage:
-    """Whose turn it is.
-
-    Attributes:
-        stage: the number of the stage that computes now.
-    """
+    """The number of the stage that computes now; -1 before the first."""
 
     def __init__(self) -> None:
         self.stage = -1
 
-    def give(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
-        """Has a part of the model work for one stage only.
-
-        Args:
-            part: some module; its ``forward`` is replaced, and its names are not.
-            stage: whose it is.
-            otherwise: what works in its place in the turns of others.
-        """
+    def restrict(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
+        """Has a part of the model compute for one stage only, and ``otherwise`` in its place for the others."""
         own, others = part.forward, otherwise.forward
 
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             return (own if self.stage == stage else others)(*args, **kwargs)
 
-        part.forward = in_turn
+        part.forward = forward
 
 
-PipelineSplit = Literal["auto"] | Sequence[int]
-"""The number of layers of each stage, or "auto"."""
-
-_HEADLESS = "last_hidden_state"
-
-
-class Through(nn.Module):
-    """Stands for a layer of another stage."""
+class _Identity(nn.Module):
+    """In place of a layer of another stage: the hidden states as they are."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The hidden states as they are."""
         return hidden_states
 
 
-class Handed(nn.Module):
-    """Stands for the embeddings on later stages, where the hidden states have come in their place."""
+class _Embeds(nn.Module):
+    """In place of the embeddings on later stages: the hidden states that were given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Tensor:
-        """The hidden states that were handed in."""
         return inputs_embeds
 
 
-class Nothing(nn.Module):
-    """Stands for what was added to the words on the first stage."""
+class _Zero(nn.Module):
+    """In place of what is added to the embeddings on the first stage."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        """A zero that adds nothing, on the same device."""
         return torch.zeros((), device=positions.device)
+
+
+_STAND_INS: dict[str, type[nn.Module]] = {"embeds": _Embeds, "zero": _Zero, "identity": _Identity}
 
 
 class Stage(nn.Module):
     """A stage as torch's pipelining calls it.
 
     Args:
-        model: cut down to this worker's stages by ``cut_to_stages``.
+        model: the model, cut down to this worker's stages by ``cut_to_stages``.
         base: its body, which is the model itself where it has no head.
         parts: the modules of the model that are this stage's own.
-        number: which stage it is.
-        stages: how many there are in all.
-        turn: of this worker's stages.
+        number: the number of the stage, of ``stages`` in all.
+        stages: the number of all stages.
+        active: which of this worker's stages computes now.
 
     Attributes:
-        number: which stage it is.
-        first: whether it begins with the words.
-        last: whether it ends with the model's outputs.
         outputs: the structure of the model's outputs, whose tensors the last stage returns.
     """
 
@@ -104,12 +88,12 @@ class Stage(nn.Module):
         *,
         number: int,
         stages: int,
-        turn: ActiveStage,
+        active: ActiveStage,
     ) -> None:
         super().__init__()
         self.model = model
         self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
-        self._turn = turn
+        self._active = active
         self.number = number
         self.first, self.last = number == 0, number == stages - 1
         self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
@@ -117,13 +101,13 @@ class Stage(nn.Module):
         self.outputs: TreeSpec | None = None
 
     @property
-    def has_turn(self) -> bool:
-        """Whether the model's parts work for this stage now."""
-        return self._turn.stage == self.number
+    def is_active(self) -> bool:
+        """Whether the model's parts compute for this stage now."""
+        return self._active.stage == self.number
 
-    def take_turn(self) -> None:
-        """Has the model's parts work for this stage from now on; whoever computes with it must call it before."""
-        self._turn.stage = self.number
+    def activate(self) -> None:
+        """Has the model's parts compute for this stage from now on. Must be called before each computation."""
+        self._active.stage = self.number
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -131,17 +115,17 @@ class Stage(nn.Module):
         return self._parts
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this stage alone: schedules that divide the backward pass look at each, for each microbatch."""
+        """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
         found = {id(each): each for part in self._parts for each in part.parameters(recurse)}
         return iter(found.values())
 
     def forward(self, incoming: Tensor, *, real: Tensor | None = None, **named: Any) -> Any:
-        """The next stage's hidden states, or the tensors of the model's outputs.
+        """The hidden states for the next stage, or the tensors of the model's outputs.
 
         Args:
-            incoming: the words' numbers on the first stage, else the hidden states.
-            real: [rows] bool, False for the rows behind that only fill up a microbatch. The last stage leaves these
-                out before the model sees them, since its outputs need not have a row for each; it keeps one at least.
+            incoming: the token ids on the first stage, else the hidden states.
+            real: [rows] bool, False for padding rows at the end of a microbatch. The last stage leaves these out before
+                the model, whose outputs need not have a row for each; it keeps one row at least.
             named: the model's other arguments.
         """
         if self.last and real is not None:
@@ -155,11 +139,18 @@ class Stage(nn.Module):
         if "use_cache" in self._accepted:
             given["use_cache"] = False
         if not self.last:
-            hidden: Tensor = getattr(self._base[0](**given), _HEADLESS)
-            hidden = hidden.to(self._dtype)  # autocast may give another one, and the next stage waits for this one
+            hidden: Tensor = self._base[0](**given).last_hidden_state
+            hidden = hidden.to(self._dtype)  # autocast may give another dtype than the next stage expects
             return hidden.clone() if hidden._is_view() else hidden  # torch detaches it in place, which a view refuses
         leaves, self.outputs = tree_flatten(self.model(**given))
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
+    def cut(value: Any) -> Any:
+        return value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(incoming) else value
+
+    return incoming[:rows], {name: cut(value) for name, value in named.items()}
 
 
 def cut_to_stages(
@@ -168,117 +159,84 @@ def cut_to_stages(
     """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers.
 
     Raises:
-        ConfigError: a model of no known family, or a split that does not fit its layers.
+        ConfigError: a model without a spec, or a split that does not fit its layers.
     """
-    family = require_model_spec(module, 'pipeline_split="auto"')
+    spec = require_model_spec(module, 'pipeline_split="auto"')
     prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
     base = module.get_submodule(prefix) if prefix in dict(module.named_children()) else module
-    counts = _counts(module, base, family, split, pipelining)
-    cutting = _Cutting(pipelining.stages_of(worker))
-    _cut_layers(base.get_submodule(family.layers), counts, cutting)
-    first, last = 0, pipelining.stages - 1
-    for name, kind in family.begins.items():
-        cutting.leave(base, name, first, STANDINS[kind]())
-    for name in family.ends:
-        cutting.leave(base, name, last, Through())
-    if base is not module:
-        for name in [name for name, child in module.named_children() if child is not base]:
-            cutting.leave(module, name, last, nn.Identity())
-    return tuple(
-        Stage(module, base, parts, number=number, stages=pipelining.stages, turn=cutting.turn)
-        for number, parts in cutting.parts.items()
-    )
+    layers = base.get_submodule(spec.layers)
+    ends = list(accumulate(_layer_counts(module, layers, spec, split, pipelining)))
+    parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
+    active = ActiveStage()
 
-
-class _Cutting:
-    """Leaves of a model what belongs to this worker's stages.
-
-    Args:
-        own: the numbers of these stages.
-    """
-
-    def __init__(self, own: Sequence[int]) -> None:
-        self.parts: dict[int, list[nn.Module]] = {number: [] for number in own}
-        self.turn = ActiveStage()
-
-    def leave(self, owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
-        """Leaves a part where its stage is this worker's, and puts ``otherwise`` in its place elsewhere."""
+    def keep(owner: nn.Module, name: str, stage: int, otherwise: nn.Module) -> None:
+        """Keeps a part for ``stage`` if that is this worker's, with ``otherwise`` in its place elsewhere."""
         part = dict(owner.named_children()).get(name)
         if part is None:
             return
-        if stage not in self.parts:
+        if stage not in parts:
             setattr(owner, name, otherwise)
             return
-        self.parts[stage].append(part)
-        if len(self.parts) > 1:
-            self.turn.give(part, stage, otherwise)
+        parts[stage].append(part)
+        if len(parts) > 1:
+            active.restrict(part, stage, otherwise)
 
-
-def _cut_layers(layers: nn.Module, counts: Sequence[int], cutting: _Cutting) -> None:
-    ends = list(accumulate(counts))
     for number, (name, _) in enumerate(list(layers.named_children())):
-        stage = next(stage for stage, end in enumerate(ends) if number < end)
-        cutting.leave(layers, name, stage, Through())
+        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), _Identity())
+    last = pipelining.stages - 1
+    for name, kind in spec.first_stage.items():
+        keep(base, name, 0, _STAND_INS[kind]())
+    for name in spec.last_stage:
+        keep(base, name, last, _Identity())
+    if base is not module:
+        for name in [name for name, child in module.named_children() if child is not base]:
+            keep(module, name, last, nn.Identity())
+    return tuple(
+        Stage(module, base, own, number=number, stages=pipelining.stages, active=active)
+        for number, own in parts.items()
+    )
 
 
-def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
-    def cut_off(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(incoming) else value
-
-    return incoming[:rows], {name: cut_off(value) for name, value in named.items()}
-
-
-STANDINS: dict[str, type[nn.Module]] = {"handed": Handed, "nothing": Nothing, "through": Through}
-
-
-def _counts(
-    module: nn.Module, base: nn.Module, family: ModelSpec, split: PipelineSplit, pipelining: PipelineConfig
+def _layer_counts(
+    module: nn.Module, layers: nn.Module, spec: ModelSpec, split: PipelineSplit, pipelining: PipelineConfig
 ) -> tuple[int, ...]:
-    layers = [_cost(layer) for layer in base.get_submodule(family.layers).children()]
-    check_layers(pipelining, len(layers))
+    costs = [_cost(layer) for layer in layers.children()]
+    check_layers(pipelining, len(costs))
     if isinstance(split, str):
-        heads = [module.get_submodule(name) for name in family.heads if name in dict(module.named_modules())]
-        return split_layers(layers, pipelining.stages, after=float(sum(map(_cost, heads))))
-    return check_split(split, pipelining.stages, len(layers))
+        heads = [part for name, part in module.named_modules() if name in spec.heads]
+        return split_layers(costs, pipelining.stages, after=float(sum(map(_cost, heads))))
+    return check_split(split, pipelining.stages, len(costs))
 
 
 def _cost(module: nn.Module) -> float:
-    """Multiplications a token, about: its weights. An embedding only looks up, and costs nothing."""
+    """About the multiplications a token: the weights. An embedding only looks up, and costs nothing."""
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
 class TraceRecorder:
-    """What a worker did in a pass, and when, in seconds of ``time.perf_counter()``."""
+    """The actions of a worker in a pass, with their times in seconds of ``time.perf_counter()``."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
 
     @contextmanager
-    def taking(self, action: Action) -> Iterator[None]:
-        """Notes an action with the time that the block took."""
+    def recording(self, action: Action) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
         finally:
             self.slots.append(Slot(action=action, begin=begin, end=time.perf_counter()))
 
-    def prolong(self) -> None:
-        """Counts what was done until now as part of the last action."""
+    def extend(self) -> None:
+        """Counts the time until now as part of the last action."""
         if self.slots:
             self.slots[-1] = replace(self.slots[-1], end=time.perf_counter())
 
 
 class TracedStage(PipelineStage):
-    """A stage for microbatches of one shape.
+    """torch's stage for microbatches of one shape, which records its actions.
 
-    Args:
-        stage: the module.
-        stages: how many stages there are in all.
-        group: the workers of the pipeline, in their order.
-        takes: the shape and dtype of what comes in, on the meta device.
-        gives: the same of what goes out; of the last stage it is not used.
-        notes: where it is noted what was done.
-        device: of the hidden states that come and go.
+    ``takes`` and ``gives`` have the shapes and dtypes of the input and output, on the meta device.
     """
 
     def __init__(
@@ -289,44 +247,37 @@ class TracedStage(PipelineStage):
         group: dist.ProcessGroup,
         takes: Tensor,
         gives: Tensor,
-        notes: TraceRecorder,
+        recorder: TraceRecorder,
         device: torch.device,
     ) -> None:
         # With the shapes known, torch need not run a microbatch to find them.
         super().__init__(stage, stage.number, stages, device, input_args=takes, output_args=gives, group=group)
-        self._module, self._notes = stage, notes
+        self._module, self._recorder = stage, recorder
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a microbatch."""
         forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-        return self._in_turn("forward", fwd_chunk_id, forward)
+        return self._compute("forward", fwd_chunk_id, forward)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The backward pass of a microbatch, or the part of it for the stage's inputs."""
         if self.has_backward:
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
-            self._in_turn("backward" if full_backward else "inputs", bwd_chunk_id, backward)
+            self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The part of the backward pass for the stage's weights."""
         if self.has_backward:
             backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward)
-            self._in_turn("weights", bwd_chunk_id, backward)
+            self._compute("weights", bwd_chunk_id, backward)
 
-    def _in_turn(self, kind: ActionKind, microbatch: int, compute: Callable[[], Any]) -> Any:
-        self._module.take_turn()
-        with self._notes.taking(Action(kind=kind, stage=self._module.number, microbatch=microbatch)):
-            return _told_plainly(compute)
-
-
-def _told_plainly(compute: Callable[[], Any]) -> Any:
-    """Raises what went wrong itself: torch raises an error of its own from it, which has the shapes of what came in."""
-    try:
-        return compute()
-    except RuntimeError as error:
-        if error.__cause__ is None:
-            raise
-        told = error.__cause__
-    raise told  # not above, where torch's would become its context and so, in a circle, its cause
+    def _compute(self, kind: ActionKind, microbatch: int, compute: Callable[[], Any]) -> Any:
+        """Computes for this stage. Raises an error itself, not torch's own that has the shapes of the inputs."""
+        self._module.activate()
+        with self._recorder.recording(Action(kind=kind, stage=self._module.number, microbatch=microbatch)):
+            try:
+                return compute()
+            except RuntimeError as error:
+                if error.__cause__ is None:
+                    raise
+                cause = error.__cause__
+            raise cause  # not above, where torch's would become its context and so, in a circle, its cause

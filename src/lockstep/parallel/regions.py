@@ -1,4 +1,4 @@
-"""Where what a worker holds of a tensor stands in the whole one: as boxes. Pure, on numbers.
+"""The places of a worker's elements of a tensor in the whole one, as boxes. Pure, on numbers.
 
 whole [2, 12], its columns q0 q1 q2 q3 k0 .. v3          a rank's half: columns q0 q1 k0 k1 v0 v1: three boxes
 elements 3 to 11 of a tensor [3, 4] in row-major order    the end of row 0, row 1, the beginning of row 2: three boxes
@@ -17,14 +17,14 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a whole tensor, and where its elements are among those that are held.
+    """A box of a whole tensor, and the place of its elements among the worker's own.
 
     Args:
-        offsets: of its first element in the whole tensor.
+        offsets: the index of its first element in the whole tensor.
         sizes: its lengths.
-        start: where the run of elements that it is in begins among those held.
-        run: the lengths of that run, which is contiguous.
-        column: where in the last dimension of the run it begins.
+        start: the begin, among the own elements, of the contiguous run that it is in.
+        run: the lengths of that run.
+        column: the begin of the box in the last dimension of the run.
     """
 
     offsets: Sizes
@@ -35,28 +35,23 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many."""
         return prod(self.sizes)
 
     def of(self, held: Tensor) -> Tensor:
-        """The box as a view of the held elements.
-
-        Args:
-            held: of shape [elements].
-        """
+        """The box as a view of the own elements, which are ``held`` [elements]."""
         run = held[self.start : self.start + prod(self.run)].view(self.run)
         return run.narrow(-1, self.column, self.sizes[-1]) if self.run else run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """What a worker holds of a tensor.
+    """A worker's part of a tensor.
 
     Args:
         whole: the lengths of the whole tensor.
-        sizes: of what is held.
-        offsets: where that begins in the whole tensor.
-        columns: per column that is held its number in the whole tensor, where they do not simply follow each other.
+        sizes: the lengths of the part.
+        offsets: the index of its first element in the whole tensor.
+        columns: the index of each of its columns in the whole tensor, where these are not consecutive.
     """
 
     whole: Sizes
@@ -65,14 +60,14 @@ class Region:
     columns: Sizes | None = None
 
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
-        """The boxes of the held elements from ``start`` to before ``stop``, counted in row-major order.
+        """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order.
 
         Example:
             >>> [(box.offsets, box.sizes) for box in whole_region((3, 4)).boxes(3, 10)]
             [((0, 3), (1, 1)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]
         """
         total = prod(self.sizes)
-        if prod(self.whole) == 0:  # or nobody would have it
+        if prod(self.whole) == 0:  # or no worker would have it
             return [Box(offsets=self.offsets, sizes=self.sizes, start=0, run=self.sizes)]
         found, at = [], 0
         for offsets, run in _runs(self.sizes, start, total if stop is None else stop):
@@ -85,7 +80,7 @@ class Region:
         return found
 
     def _columns(self, offsets: Sizes, run: Sizes) -> Iterator[tuple[int, int, int]]:
-        """Of a run: (its column, that one's number in the whole tensor, how many follow each other in both)."""
+        """Runs of consecutive columns: (column in the run, column in the whole tensor, length)."""
         if not run or self.columns is None:
             yield 0, self.offsets[-1] + offsets[-1] if run else 0, run[-1] if run else 1
             return
@@ -103,7 +98,7 @@ def whole_region(sizes: Sequence[int]) -> Region:
 
 
 def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Some elements of a tensor, in row-major order, as boxes that are contiguous: their offsets and lengths."""
+    """Elements ``start`` to ``stop`` of a tensor as contiguous boxes: their offsets and lengths."""
     if start >= stop:
         return
     if not sizes:

@@ -1,11 +1,11 @@
 """One worker's part of a sharded model, as a module whose parameters are plain tensors.
 
-    inside    the user's model, some of whose parameters are DTensors: what torch divides and computes with
-    outside   one plain parameter for each, over the same memory: what an optimizer steps, what travels between replicas
+    inside    the user's model, some of whose parameters are DTensors, with which torch computes
+    outside   one plain parameter for each, over the same memory, for optimizers and for exchanges between replicas
 
 A backward pass leaves the gradients in the plain parameters. ``state_dict`` is that of the whole model: plain tensors
-under plain names, gathered from all workers that hold a copy together. For checkpoints, ``regions`` tells where this
-worker's tensors lie in the whole ones.
+under plain names, gathered from all workers that hold a replica together. For checkpoints, ``regions`` has the places
+of this worker's tensors in the whole ones.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ class ShardedModule(nn.Module):
 
     Args:
         inside: the model, divided in place.
-        division: how its layers were.
-        names: those of the whole model's state, in its order; None where all of it is here.
+        division: how its layers were divided.
+        names: the names of the whole model's state, in its order; None where all of it is here.
         ties: the names of each weight that has several, in the order of ``names``.
-        line: the workers that hold the other stages of the same part; None likewise.
-        tied: the names of weights that another stage holds too, in an order that is the same there.
-        pipeline: how a step passes through the stages; None where there is one.
+        pipeline_group: the workers that hold the stages of this part; None without a pipeline.
+        tied: the names of weights that another stage holds too, in the same order there.
+        pipeline: runs a step through the stages; None without a pipeline.
+
+    Attributes:
+        inside: the model as torch sharded it.
     """
 
     def __init__(
@@ -49,27 +52,27 @@ class ShardedModule(nn.Module):
         *,
         names: Sequence[str] | None = None,
         ties: Sequence[Sequence[str]] = (),
-        line: Communicator | None = None,
+        pipeline_group: Communicator | None = None,
         tied: Sequence[str] = (),
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.names = tuple(inside.state_dict() if names is None else names)
         self._firsts = {name: tied[0] for tied in ties for name in tied}
-        self._line = line
+        self._pipeline_group = pipeline_group
         self._tied = tuple(tied)
         self.pipeline = pipeline
         self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
         self._orders = division.orders
         self._plain = {id(parameter): _plain(parameter) for parameter in inside.parameters()}
         if pipeline is not None:
-            pipeline.settle = partial(_hand_over_rest, [(self._plain[id(each)], each) for each in inside.parameters()])
-        self._is_borrowed = any(_is_divided(each, "data") for each in inside.parameters())
+            pairs = [(self._plain[id(each)], each) for each in inside.parameters()]
+            pipeline.after_backward = partial(_hand_over_rest, pairs)
+        self._is_fully_sharded = any(_is_divided(each, "data") for each in inside.parameters())
         self.training = inside.training
 
     @property
     def inside(self) -> nn.Module:
-        """The model as torch sharded it."""
         return self._inside[0]
 
     @property
@@ -84,91 +87,82 @@ class ShardedModule(nn.Module):
         return [self._plain[id(self.inside.get_parameter(name))] for name in self._tied]
 
     def first_name(self, name: str) -> str:
-        """The first of a parameter's names in the whole model."""
         return self._firsts.get(name, name)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the model's state that this worker holds, by name."""
         return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
 
     def regions(self) -> dict[str, Region]:
-        """Where the tensors of ``own_tensors`` lie in the whole ones, whose columns are in the model's own order."""
+        """The regions of ``own_tensors`` in the whole tensors, whose columns are in the model's own order."""
         return {name: self._region(name, value) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, whole, on all workers that hold a copy together; all must call it.
-
-        Raises:
-            UsageError: this is one stage of several.
-        """
-        if self._line is not None:
+        """The model's outputs, whole, on all workers that hold a replica together; all must call it."""
+        if self._pipeline_group is not None:
             raise UsageError(
                 "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
                 "with ls.Model's fit, evaluate and predict"
             )
-        if self._is_borrowed and has_no_rows(args, kwargs):
+        if self._is_fully_sharded and has_no_rows(args, kwargs):
             return call_on_dummy_row(self.inside, args, kwargs)
         return self.inside(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The plain parameters by the model's names."""
         for name, parameter in self.inside.named_parameters(prefix, recurse, remove_duplicate):
             yield name, self._plain[id(parameter)]
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers by name."""
         return self.inside.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The model's modules by name, with this module in place of the model itself."""
         yield prefix, self
         for name, part in self.inside.named_modules(memo, prefix, remove_duplicate):
             if part is not self.inside:
                 yield name, part
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's children by name."""
         return self.inside.named_children()
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """Sets the training mode of the whole part."""
         self.training = mode
         self.inside.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state of the whole model, as plain tensors. All workers that hold a copy together must call it."""
+        """The state of the whole model, as plain tensors. All workers that hold a replica together must call it."""
         return dict(self.stream())
 
     def described(self) -> dict[str, Tensor]:
-        """The whole model's state without its values, on the meta device. All stages must call it."""
+        """The whole model's state on the meta device, without values. All stages must call it."""
         own = {
             name: (str(value.dtype).removeprefix("torch."), list(value.shape))
             for name, value in self.inside.state_dict().items()
         }
-        every = [own] if self._line is None else all_gather_object(self._line, "the names of the weights", own)
-        found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
-        return {
+        group = self._pipeline_group
+        every = [own] if group is None else all_gather_object(group, "the names of the weights", own)
+        found = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, shape) in ((name, found[name]) for name in self.names)
+            for theirs in reversed(every)
+            for name, (dtype, shape) in theirs.items()
         }
+        return {name: found[name] for name in self.names}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole model's state one tensor at a time, so that the caller need not hold all of it.
 
-        All workers that hold a copy together must call it, and consume all of it.
+        All workers that hold a replica together must call it, and consume all of it.
         """
         held, described = self.inside.state_dict(), self.described()
         for name in self.names:
             with torch.no_grad():
                 own = self._in_plain_order(name, _whole(held[name].detach())) if name in held else None
-                yield name, self._from_line(described[name], own)
+                yield name, self._from_stages(described[name], own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this worker's part of the whole model's state_dict.
@@ -189,31 +183,24 @@ class ShardedModule(nn.Module):
                 self._take(name, own[name], state_dict[name].detach())
         return IncompatibleKeys(sorted(missing), sorted(unknown))
 
-    def timetable(self) -> PipelineTrace:
-        """When the workers of this pipeline did what in the last pass, in seconds. All of them must call it.
+    def pipeline_trace(self) -> PipelineTrace:
+        """The actions of all workers of this pipeline in the last pass. All of them must call it.
 
-        Each reads its own host's ``time.perf_counter()``, so it holds for workers of one host.
-
-        Raises:
-            UsageError: there is no pipeline.
+        Times are in seconds of each host's ``time.perf_counter()``, so they compare between workers of one host.
         """
-        if self.pipeline is None or self._line is None:
-            raise UsageError("this model is no pipeline; ask for a timetable where pipeline is above 1")
-        return self.pipeline.timetable(self._line)
+        if self.pipeline is None or self._pipeline_group is None:
+            raise UsageError("this model is no pipeline; ask for a pipeline trace where pipeline is above 1")
+        return self.pipeline.trace(self._pipeline_group)
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
-        """Takes what this worker holds, if anything, of one tensor of a whole model's state_dict.
-
-        Raises:
-            CheckpointError: it has another shape.
-        """
+        """Loads this worker's part, if any, of one tensor of a whole model's state_dict."""
         own = self.inside.state_dict().get(name)
         if own is not None:
             self._take(name, own, whole)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
-        """What ``.to(device)`` calls; the parts are where they belong."""
+        """Called by ``.to(device)``; the tensors are on their devices already."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -221,47 +208,42 @@ class ShardedModule(nn.Module):
 
     def _take(self, name: str, own: Tensor, whole: Tensor) -> None:
         if own.shape != whole.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
-            )
+            shapes = f"{tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
+            raise CheckpointError(f"{name} has shape {shapes}")
         if name in self._orders:
             whole = whole[..., self._orders[name]]
         if isinstance(own, DTensor):
-            whole = distribute_tensor(
-                whole.to(own.device, own.dtype), own.device_mesh, own.placements, src_data_rank=None
-            ).to_local()
+            whole = whole.to(own.device, own.dtype)
+            whole = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None).to_local()
         _local(own).copy_(whole)
 
-    def _from_line(self, described: Tensor, own: Tensor | None) -> Tensor:
-        """A whole tensor that this stage holds, or another one."""
-        if self._line is None:
+    def _from_stages(self, described: Tensor, own: Tensor | None) -> Tensor:
+        """A whole tensor that this stage or another one holds."""
+        if self._pipeline_group is None:
             if own is None:
                 raise CheckpointError(f"no worker holds a tensor of shape {tuple(described.shape)}")
             return own
         flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
-        stages = self._line.all_gather("a tensor of the model", flat, 0)
+        stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
         return next((each for each in stages if each.numel()), flat).view(described.shape)
 
     def _region(self, name: str, value: Tensor) -> Region:
-        if not isinstance(value, DTensor):
-            region = whole_region(value.shape)
-        else:
+        region = whole_region(value.shape)
+        if isinstance(value, DTensor):
             (chunk,) = dtensor_chunks(value)
-            region = Region(whole=tuple(value.shape), sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
-        if name not in self._orders:
-            return region
-        begin = region.offsets[-1]
-        columns = self._orders[name][begin : begin + region.sizes[-1]]
-        return replace(region, columns=tuple(columns.tolist()))
+            region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+        if name in self._orders:
+            begin = region.offsets[-1]
+            columns = self._orders[name][begin : begin + region.sizes[-1]]
+            region = replace(region, columns=tuple(columns.tolist()))
+        return region
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
-        if name not in self._orders:
-            return value
-        return value[..., torch.argsort(self._orders[name])]
+        return value[..., torch.argsort(self._orders[name])] if name in self._orders else value
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter over this worker's share of another one's memory, which gets its gradients."""
+    """A plain parameter over the memory of this worker's share of another one, which gets its gradients."""
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(partial(_hand_over, plain))  # type: ignore[no-untyped-call]
@@ -269,7 +251,7 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
-    with DisableTorchFunction():  # what watches the step's calls would take this for the step's own look
+    with DisableTorchFunction():  # or the step guard would take this for a read by the step
         gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -280,12 +262,9 @@ def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
 
 
 def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """What a schedule has computed by itself: autograd calls no hook of a gradient that it only returns."""
+    """Hands over what a schedule has computed by itself: autograd calls no hooks for gradients that it returns."""
     for plain, parameter in pairs:
-        with DisableTorchFunction():
-            left = parameter.grad is not None
-        if left:
-            _hand_over(plain, parameter)
+        _hand_over(plain, parameter)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -300,6 +279,5 @@ def _is_divided(tensor: Tensor, axis: str | None = None) -> bool:
     """Whether this worker has a part only, along one axis of the mesh or along any."""
     if not isinstance(tensor, DTensor):
         return False
-    axes = tensor.device_mesh.mesh_dim_names or ()
-    placed = zip(axes, tensor.placements, strict=True)
+    placed = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return any(not placement.is_replicate() for name, placement in placed if axis in (None, name))

@@ -1,65 +1,127 @@
-"""How the layers of a model are divided among tensor ranks: torch's ``parallelize_module`` with a plan for its family.
+"""Layers divided among tensor ranks: torch's ``parallelize_module`` with a plan from the model's spec.
 
-    words  vocabulary divided -> sum       column pairs -> own heads, own part of the inner layer -> row pairs -> sum
-    head   vocabulary divided -> scores of own words -> the loss of all, or else the scores of all words
+    embedding  vocabulary divided -> sum        column linears -> own heads, own inner units -> row linears -> sum
+    head       vocabulary divided -> own logits -> the loss of all, or else the logits of the whole vocabulary
 
-Everything between these is whole, and alike, on all tensor ranks (Shoeybi et al. 2019, "Megatron-LM").
+Everything between these is whole, and alike, on all tensor ranks (Shoeybi et al. 2019, "Megatron-LM"), unless ranks
+divide the sequences (Korthikanti et al. 2022): then norms, dropout and residuals work on a rank's own tokens, and
+gathers and reduce-scatters replace the all-reduces. Sequences are whole before the first layer of a stage and after its
+last one, so that masks, positions and what stages send each other do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.mesh_layout import check_divides
 from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
-from lockstep.parallel.sequence_parallel import TOKENS
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
-
-class ColumnwiseConv1D(ParallelStyle):
-    """Divides the outputs; takes whole inputs, gives this rank's part of the last dimension."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            _place(part, "weight", mesh, Shard(1), self.src_data_rank)
-            _place(part, "bias", mesh, Shard(0), self.src_data_rank)
-
-        return distribute_module(module, device_mesh, divide, _taking(Replicate()), _giving(Shard(-1)))
+TOKENS = 1
+"""The dim of the sequence in hidden states."""
 
 
-class RowwiseConv1D(ParallelStyle):
-    """Divides the inputs; takes this rank's part of the last dimension.
+class SequenceSharding:
+    """Has the first layer of each stage divide the sequences among the ranks of ``mesh``, and the last one gather them.
 
-    Args:
-        output: how what it gives is placed; None is whole.
+    It takes all ``layers`` of the model, before any is cut off.
     """
 
-    def __init__(self, output: Placement | None = None) -> None:
-        self._output = Replicate() if output is None else output
+    def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self._mesh = mesh
+        self._layers = WeakSet(layers)
+        self._first: set[int] = set()
+        self._last: set[int] = set()
+        model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        for layer in self._layers:
+            self._wrap(layer)
+
+    def set_stages(self, stages: Iterable[Iterable[nn.Module]]) -> None:
+        """Sets this worker's stages, each as modules of the model, its layers among them in order."""
+        runs = [run for parts in stages if (run := [part for part in parts if part in self._layers])]
+        self._first, self._last = {id(run[0]) for run in runs}, {id(run[-1]) for run in runs}
+
+    def _wrap(self, layer: nn.Module) -> None:
+        forward: Callable[..., Any] = layer.forward
+
+        def wrapped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if id(layer) in self._first:
+                hidden_states = self._divide(hidden_states)
+            output = forward(hidden_states, *args, **kwargs)
+            return self._gather(output) if id(layer) in self._last else output
+
+        layer.forward = wrapped
+
+    def _divide(self, hidden: Tensor) -> Tensor:
+        ranks, tokens = self._mesh.size(), hidden.shape[TOKENS]
+        if tokens % ranks:
+            raise DataError(
+                f"sequences of {tokens} tokens cannot be divided evenly among tensor={ranks} workers, as "
+                f"sequence_parallel=True wants; pad them to a multiple of {ranks}, or leave it out"
+            )
+        return self._redistributed(hidden, Replicate(), Shard(TOKENS))
+
+    def _gather(self, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._gather(output[0]), *output[1:])
+        return self._redistributed(output, Shard(TOKENS), Replicate())
+
+    def _redistributed(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
+        placed = DTensor.from_local(hidden, self._mesh, [before], run_check=False)
+        return placed.redistribute(placements=[after]).to_local()
+
+
+def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    named = ForwardArguments(model.forward).named(args, kwargs)
+    if named.get("output_hidden_states") or model.config.output_hidden_states:
+        raise UsageError(
+            "output_hidden_states asks for what sequence_parallel=True divides among workers; leave one of them out"
+        )
+
+
+class Conv1DParallel(tp.ParallelStyle):
+    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight.
+
+    Args:
+        weight: the placement of the weight [in, out]: Shard(1) divides the outputs, Shard(0) the inputs.
+        bias: the placement of the bias.
+        inputs: the placement of the inputs.
+        outputs: the placement of the outputs.
+    """
+
+    def __init__(self, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement) -> None:
+        self._parameters = {"weight": weight, "bias": bias}
+        self._inputs, self._outputs = inputs, outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            _place(part, "weight", mesh, Shard(0), self.src_data_rank)
-            _place(part, "bias", mesh, Replicate(), self.src_data_rank)
+            for name, placement in self._parameters.items():
+                whole = part.get_parameter(name)
+                placed = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
+                part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
 
-        return distribute_module(module, device_mesh, divide, _taking(Shard(-1)), _giving(self._output))
+        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            given = inputs[0]
+            if isinstance(given, DTensor):
+                return given
+            return DTensor.from_local(given, mesh, [self._inputs], run_check=False)
+
+        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=[self._outputs]).to_local()
+
+        return distribute_module(module, device_mesh, divide, take, give)  # type: ignore[arg-type]
 
 
 def column_order(width: int, parts: int, degree: int) -> Tensor:
@@ -72,119 +134,66 @@ def column_order(width: int, parts: int, degree: int) -> Tensor:
     return torch.arange(width).reshape(parts, degree, -1).transpose(0, 1).reshape(-1)
 
 
-def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    whole = module.get_parameter(name)
-    placed = distribute_tensor(whole, mesh, [placement], src_data_rank=source)
-    module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-
-
-def _taking(placement: Placement) -> Any:
-    def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        given = inputs[0]
-        return given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, [placement], run_check=False)
-
-    return take
-
-
-def _giving(placement: Placement) -> Any:
-    def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-        return output.redistribute(placements=[placement]).to_local()
-
-    return give
-
-
 class SpecNames:
-    """The full names of a family's modules in one model.
+    """The full names of a spec's modules in one model, with or without a head."""
 
-    Args:
-        module: the model, with or without a head.
-        family: its family.
-    """
-
-    def __init__(self, module: nn.Module, family: ModelSpec) -> None:
-        self._module, self._family = module, family
+    def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
+        self._module, self._spec = module, spec
         prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
         self._base = f"{prefix}." if prefix in dict(module.named_children()) else ""
-        layers = module.get_submodule(f"{self._base}{family.layers}")
-        self._layers = [f"{self._base}{family.layers}.{number}." for number, _ in layers.named_children()]
+        layers = module.get_submodule(f"{self._base}{spec.layers}")
+        self._layers = [f"{self._base}{spec.layers}.{number}." for number, _ in layers.named_children()]
 
-    def styles(self, *, sequences: bool) -> dict[str, ParallelStyle]:
-        """How each linear layer and embedding that the model has is divided.
+    def layers(self) -> list[nn.Module]:
+        return [self._module.get_submodule(name.removesuffix(".")) for name in self._layers]
 
-        Args:
-            sequences: whether what is between the divided layers works on this rank's part of the sequences.
-        """
+    def in_layers(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The modules of these names, relative to a layer, in all layers that have them."""
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        return tuple(full for layer in self._layers for name in names if (full := layer + name) in modules)
+
+    def heads(self) -> tuple[str, ...]:
+        return self._with_weights(self._spec.heads)
+
+    def styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
+        """How each linear layer and embedding is divided; with ``sequences``, the modules between them too."""
         output = Shard(TOKENS) if sequences else Replicate()
-        columns, rows = self._of_layers(self._family.columns), self._of_layers(self._family.rows)
-        found: dict[str, ParallelStyle] = {name: self._columnwise(name) for name in columns}
-        found |= {name: self._rowwise(name, output) for name in rows}
-        words = self._weighty([self._base + self._family.words])
-        found |= {name: RowwiseParallel(input_layouts=Replicate()) for name in words}
-        found |= {name: ColwiseParallel() for name in self.heads()}
-        return {**found, **self._between()} if sequences else found
+        found: dict[str, tp.ParallelStyle] = {}
+        for name in self.in_layers(self._spec.column_linears):
+            conv1d = Conv1DParallel(Shard(1), Shard(0), inputs=Replicate(), outputs=Shard(-1))
+            found[name] = tp.ColwiseParallel() if self._is_linear(name) else conv1d
+        for name in self.in_layers(self._spec.row_linears):
+            conv1d = Conv1DParallel(Shard(0), Replicate(), inputs=Shard(-1), outputs=output)
+            found[name] = tp.RowwiseParallel(output_layouts=output) if self._is_linear(name) else conv1d
+        for name in self._with_weights([self._base + self._spec.embedding]):
+            found[name] = tp.RowwiseParallel(input_layouts=Replicate())
+        found |= {name: tp.ColwiseParallel() for name in self.heads()}
+        return {**found, **self._sequence_styles()} if sequences else found
 
-    def _between(self) -> dict[str, ParallelStyle]:
-        """What is between the divided layers takes this rank's tokens, and those take all."""
-        between, tokens, whole = self._family.between, Shard(TOKENS), Replicate()
-        found: dict[str, ParallelStyle] = {}
-        for name in self._of_layers(between.norms):
-            found[name] = SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
-        for name in self._of_layers(between.regions):
-            found[name] = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
-        for name in self._of_layers(between.regions_by_name):
-            found[name] = PrepareModuleInput(
+    def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
+        """The modules between divided layers take this rank's tokens, and the divided layers take all."""
+        spec, tokens, whole = self._spec.sequence, Shard(TOKENS), Replicate()
+        found: dict[str, tp.ParallelStyle] = {}
+        for name in self.in_layers(spec.norms):
+            found[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
+        for name in self.in_layers(spec.regions):
+            found[name] = tp.PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+        for name in self.in_layers(spec.regions_by_name):
+            found[name] = tp.PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
             )
         return found
 
-    def heads(self) -> tuple[str, ...]:
-        """The layers of this stage that score the words."""
-        return self._weighty(self._family.heads)
-
-    def layers(self) -> list[nn.Module]:
-        """The layers, in order."""
-        return [self._module.get_submodule(name.removesuffix(".")) for name in self._layers]
-
-    def fused(self) -> list[tuple[str, int]]:
-        """The layers that make several outputs in one, and how many."""
-        parts = dict(self._family.fused)
-        return [(name, parts[short]) for short in parts for name in self._of_layers([short])]
-
-    def scaled(self) -> list[tuple[str, str]]:
-        """Modules and their attributes that are divided."""
-        return [(name, attribute) for short, attribute in self._family.scaled for name in self._of_layers([short])]
-
-    def apart(self, *, sequences: bool) -> tuple[str, ...]:
-        """Modules that draw dropout on their own part."""
-        return self._of_layers([*self._family.apart, *(self._family.between.dropouts if sequences else ())])
-
-    def together(self, *, sequences: bool) -> tuple[str, ...]:
-        """Modules inside those that draw alike on all tensor ranks."""
-        return () if sequences else self._of_layers(self._family.together)
-
-    def _of_layers(self, names: Any) -> tuple[str, ...]:
-        return self._present([layer + name for layer in self._layers for name in names])
-
-    def _present(self, names: Any) -> tuple[str, ...]:
-        modules = dict(self._module.named_modules(remove_duplicate=False))
-        return tuple(name for name in names if name in modules)
-
-    def _weighty(self, names: Any) -> tuple[str, ...]:
-        """Of modules, those of this stage: what stands for another stage's has no weight."""
+    def _with_weights(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the modules that this stage has: stand-ins for another stage's have no weight."""
         weights = dict(self._module.named_parameters(remove_duplicate=False))
         return tuple(name for name in names if f"{name}.weight" in weights)
-
-    def _columnwise(self, name: str) -> ParallelStyle:
-        return ColwiseParallel() if self._is_linear(name) else ColumnwiseConv1D()
-
-    def _rowwise(self, name: str, output: Placement) -> ParallelStyle:
-        return RowwiseParallel(output_layouts=output) if self._is_linear(name) else RowwiseConv1D(output)
 
     def _is_linear(self, name: str) -> bool:
         return isinstance(self._module.get_submodule(name), nn.Linear)
 
 
-TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
+TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
 """Names of modules, with "*" for any, and how each is divided; or "auto"."""
 
 
@@ -193,14 +202,14 @@ class TensorSharding:
     """How a module was divided.
 
     Args:
-        orders: per parameter whose columns were put in another order, by name: the column that stands in each place.
-        apart: the names of modules that draw random numbers for their own part.
-        together: the names of modules inside those that draw alike on all tensor ranks.
+        orders: for each parameter whose columns were reordered, by name: the column that stands in each place.
+        own_rng: the names of modules that draw random numbers for their own part.
+        common_rng: the names of modules inside those that draw alike on all tensor ranks.
     """
 
-    orders: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    apart: tuple[str, ...] = ()
-    together: tuple[str, ...] = ()
+    orders: Mapping[str, Tensor] = field(default_factory=dict)
+    own_rng: tuple[str, ...] = ()
+    common_rng: tuple[str, ...] = ()
 
 
 WHOLE = TensorSharding()
@@ -212,57 +221,54 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     Args:
         module: the model, or a stage of it.
         plan: "auto", or the user's own.
-        mesh: of the tensor ranks.
-        sequences: whether what is between the divided layers works on this rank's part of the sequences; with "auto".
+        mesh: the tensor ranks.
+        sequences: whether modules between divided layers work on this rank's part of the sequences; with "auto".
 
     Raises:
-        ConfigError: a module of no known family, or sizes that the number of ranks does not divide.
+        ConfigError: a module without a spec, or sizes that the number of ranks does not divide.
     """
     degree = mesh.size()
     if degree == 1:
-        return TensorSharding()
+        return WHOLE
     ties = ties_of(module)
     if plan != "auto":
         if not isinstance(plan, Mapping):
             raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
-        parallelize_module(module, mesh, dict(plan), src_data_rank=None)
+        tp.parallelize_module(module, mesh, dict(plan), src_data_rank=None)
         _tie(module, ties)
-        return TensorSharding()
-    family = require_model_spec(module, 'tensor_plan="auto"')
-    _check_sizes(module, family, degree)
-    names = SpecNames(module, family)
-    orders: dict[str, torch.Tensor] = {}
-    for linear, parts in names.fused():
-        orders |= _reorder(module, linear, parts, degree)
-    parallelize_module(module, mesh, names.styles(sequences=sequences), src_data_rank=None)
-    for owner, attribute in names.scaled():
-        part = module.get_submodule(owner)
-        setattr(part, attribute, getattr(part, attribute) // degree)
+        return WHOLE
+    spec = require_model_spec(module, 'tensor_plan="auto"')
+    config: Any = module.config
+    check_divides("tensor", degree, [(name, int(getattr(config, name))) for name in spec.divisible])
+    names = SpecNames(module, spec)
+    orders: dict[str, Tensor] = {}
+    for short, parts in spec.fused:
+        for linear in names.in_layers([short]):
+            orders |= _reorder(module, linear, parts, degree)
+    tp.parallelize_module(module, mesh, names.styles(sequences=sequences), src_data_rank=None)
+    for short, attribute in spec.scaled:
+        for part in map(module.get_submodule, names.in_layers([short])):
+            setattr(part, attribute, getattr(part, attribute) // degree)
     _tie(module, ties)
     for name in names.heads():
-        _give_scores(module.get_submodule(name), mesh)
+        _give_logits(module.get_submodule(name), mesh)
     return TensorSharding(
-        orders=orders, apart=names.apart(sequences=sequences), together=names.together(sequences=sequences)
+        orders=orders,
+        own_rng=names.in_layers([*spec.own_rng, *(spec.sequence.dropouts if sequences else ())]),
+        common_rng=() if sequences else names.in_layers(spec.common_rng),
     )
 
 
-def _check_sizes(module: nn.Module, family: ModelSpec, degree: int) -> None:
-    config: Any = module.config if isinstance(module, HasConfig) else None
-    sizes = [(name, int(getattr(config, name))) for name in family.sizes]
-    check_divides("tensor", degree, sizes)
-
-
-def _give_scores(head: nn.Module, mesh: DeviceMesh) -> None:
-    """Has a head that gives the scores of its rank's words give those of all."""
-    words: Any = head.out_features
-    vocabulary = VocabShard(size=words, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
+def _give_logits(head: nn.Module, mesh: DeviceMesh) -> None:
+    """Has a head, which computes this rank's logits, return those of the whole vocabulary."""
+    size: Any = head.out_features
+    vocabulary = VocabShard(size=size, rank=mesh.get_local_rank(), ranks=mesh.size(), group=mesh.get_group())
     head.register_forward_hook(lambda _, __, part: vocab_parallel_logits(part, vocabulary))
 
 
-def _reorder(module: nn.Module, linear: str, parts: int, degree: int) -> dict[str, torch.Tensor]:
-    part = module.get_submodule(linear)
+def _reorder(module: nn.Module, linear: str, parts: int, degree: int) -> dict[str, Tensor]:
     found = {}
-    for name, parameter in part.named_parameters(recurse=False):
+    for name, parameter in module.get_submodule(linear).named_parameters(recurse=False):
         order = column_order(parameter.shape[-1], parts, degree)
         if not parameter.is_meta:
             with torch.no_grad():
@@ -283,7 +289,7 @@ def _tie(module: nn.Module, ties: list[list[str]]) -> None:
     """Makes each group of names one parameter again: torch divides a module's parameters one by one."""
     for names in ties:
         divided = [name for name in names if isinstance(module.get_parameter(name), DTensor)] or names
-        shared = module.get_parameter(divided[0])
+        parameter = module.get_parameter(divided[0])
         for name in names:
             owner, _, attribute = name.rpartition(".")
-            module.get_submodule(owner).register_parameter(attribute, shared)
+            module.get_submodule(owner).register_parameter(attribute, parameter)

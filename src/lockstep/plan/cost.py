@@ -28,35 +28,21 @@ _BACKWARD = 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The predicted step of a layout. The seconds add up to ``step_s``.
-
-    Args:
-        layout: the layout.
-        memory: memory of its fullest device.
-        compute_s: computation of the slowest worker.
-        bubble_s: time that it waits in the pipeline.
-        tensor_s: exchanges between tensor ranks.
-        pipeline_s: sends between stages.
-        data_s: the part of the gradient exchange that does not overlap with a backward pass.
-        update_s: the optimizer.
-        model_flops: operations of the step that the model itself needs, over all devices.
-        hardware_flops: the same with recomputation, as Narayanan et al. count.
-    """
+    """The predicted step of a layout. The seconds add up to ``step_s``."""
 
     layout: Layout
-    memory: Memory
-    compute_s: float
-    bubble_s: float
-    tensor_s: float
-    pipeline_s: float
-    data_s: float
-    update_s: float
-    model_flops: float
-    hardware_flops: float
+    memory: Memory  # memory of its fullest device
+    compute_s: float  # computation of the slowest worker
+    bubble_s: float  # time that it waits in the pipeline
+    tensor_s: float  # exchanges between tensor ranks
+    pipeline_s: float  # sends between stages
+    data_s: float  # the part of the gradient exchange that does not overlap with a backward pass
+    update_s: float  # the optimizer
+    model_flops: float  # operations of the step that the model itself needs, over all devices
+    hardware_flops: float  # the same with recomputation, as Narayanan et al. count.
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.update_s
 
     @property
@@ -80,19 +66,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of one device for one microbatch.
+    """Seconds of one device for one microbatch."""
 
-    Args:
-        forward: the forward pass.
-        backward: the backward pass without recomputation.
-        weights: the part of ``backward`` that computes weight gradients.
-        scores: the part of ``forward`` that selective checkpointing recomputes.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weights: float = 0.0
-    scores: float = 0.0
+    forward: float = 0.0  # the forward pass
+    backward: float = 0.0  # the backward pass without recomputation
+    weights: float = 0.0  # the part of ``backward`` that computes weight gradients
+    scores: float = 0.0  # the part of ``forward`` that selective checkpointing recomputes
 
 
 class _Rates:
@@ -210,25 +189,17 @@ def _update_seconds(parameters: float, layout: Layout, device: DeviceKind, softw
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Seconds of a worker for one microbatch, over all its stages.
+    """Seconds of a worker for one microbatch, over all its stages."""
 
-    Args:
-        forward: forward passes.
-        inputs: the part of the backward passes that computes input gradients.
-        weights: the part that computes weight gradients.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
+    forward: float  # forward passes
+    inputs: float  # the part of the backward passes that computes input gradients
+    weights: float  # the part that computes weight gradients
 
 
 def bubble_seconds(layout: Layout, others: Passes) -> float:
-    """Seconds that the slowest worker waits in a step. A test replays the schedules of torch.distributed.pipelining.
+    """Seconds that the slowest worker waits in a step; ``others``: the passes of a worker, averaged over all others.
 
-    Args:
-        layout: a layout with a pipeline.
-        others: the passes of a worker, averaged over all but the slowest.
+    A test replays the schedules of torch.distributed.pipelining.
     """
     forward, inputs, weights = others.forward, others.inputs, others.weights
     workers, rest = layout.pipeline, layout.pipeline - 1

@@ -20,27 +20,16 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """The figures of one device.
+    """The figures of one device."""
 
-    Args:
-        name: name on the command line.
-        memory_gib: memory in GiB.
-        bandwidth_gb_s: memory bandwidth in GB/s.
-        peak_tflops: peak rate of matrix products in TFLOP/s, by number format.
-        inside: name of the link between such devices in one host.
-        between: name of each device's link to other hosts.
-        per_host: devices in a usual host.
-        source: where the figures are published, or "measured".
-    """
-
-    name: str
-    memory_gib: float
-    bandwidth_gb_s: float
-    peak_tflops: Mapping[Format, float] = field(hash=False)
-    inside: str
-    between: str
-    per_host: int = 8
-    source: str
+    name: str  # name on the command line
+    memory_gib: float  # memory in GiB
+    bandwidth_gb_s: float  # memory bandwidth in GB/s
+    peak_tflops: Mapping[Format, float] = field(hash=False)  # peak rate of matrix products in TFLOP/s, by number format
+    inside: str  # name of the link between such devices in one host
+    between: str  # name of each device's link to other hosts
+    per_host: int = 8  # devices in a usual host
+    source: str  # where the figures are published, or "measured"
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "bandwidth_gb_s", "per_host"):
@@ -58,11 +47,7 @@ class DeviceKind:
         return self.bandwidth_gb_s * 1e9
 
     def peak(self, format: Format) -> float:
-        """Peak rate in FLOP/s.
-
-        Raises:
-            ConfigError: the device has no rate for that format.
-        """
+        """Peak rate in FLOP/s; raises ConfigError if the device has none for that format."""
         if format not in self.peak_tflops:
             known = ", ".join(sorted(self.peak_tflops))
             raise ConfigError(f"{self.name} has no published rate in {format}; choose one of {known}")
@@ -126,17 +111,11 @@ def device_kind(name: str) -> DeviceKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of one device's link.
+    """One direction of one device's link."""
 
-    Args:
-        name: name on the command line.
-        bandwidth_gb_s: one-way bandwidth in GB/s.
-        latency_us: latency of a hop in microseconds.
-    """
-
-    name: str
-    bandwidth_gb_s: float
-    latency_us: float
+    name: str  # name on the command line
+    bandwidth_gb_s: float  # one-way bandwidth in GB/s
+    latency_us: float  # latency of a hop in microseconds
 
     def __post_init__(self) -> None:
         if self.bandwidth_gb_s <= 0 or self.latency_us < 0:
@@ -172,11 +151,7 @@ LINKS: Mapping[str, Link] = {
 
 
 def parse_link(text: str) -> Link:
-    """Parses a link: a known name such as ``nvlink3``, or one-way GB/s and microseconds per hop, ``25`` or ``25@14``.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """Parses a known name such as ``nvlink3``, or one-way GB/s and microseconds per hop, ``25`` or ``25@14``."""
     numbers = re.fullmatch(r"(\d+(?:\.\d+)?)(?:@(\d+(?:\.\d+)?))?", text)
     if numbers:
         return Link(name=text, bandwidth_gb_s=float(numbers[1]), latency_us=float(numbers[2] or _NET_US))
@@ -189,17 +164,11 @@ def parse_link(text: str) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links of a cluster of equal hosts.
+    """The links of a cluster of equal hosts."""
 
-    Args:
-        inside: the link between the devices of a host.
-        between: each device's link to other hosts: the host's bandwidth divided by its devices.
-        per_host: devices in a host.
-    """
-
-    inside: Link
-    between: Link
-    per_host: int
+    inside: Link  # the link between the devices of a host
+    between: Link  # each device's link to other hosts: the host's bandwidth divided by its devices
+    per_host: int  # devices in a host
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -208,15 +177,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The devices of a collective.
+    """The devices of a collective."""
 
-    Args:
-        size: number of devices.
-        local: how many of them are in each host.
-    """
-
-    size: int
-    local: int
+    size: int  # number of devices
+    local: int  # how many of them are in each host
 
 
 def group(size: int, stride: int, per_host: int) -> Group:
@@ -225,14 +189,9 @@ def group(size: int, stride: int, per_host: int) -> Group:
 
 
 def ring_seconds(bytes: float, group: Group, network: Network, efficiency: float, start_s: float) -> float:
-    """The time of one reduce-scatter or all-gather; an all-reduce takes twice as long.
+    """The time of one reduce-scatter or all-gather of a tensor of ``bytes``; an all-reduce takes twice as long.
 
-    Args:
-        bytes: size of the whole tensor.
-        group: the participating devices.
-        network: the links.
-        efficiency: the fraction of a link's bandwidth that is reached.
-        start_s: start-up time of a collective in seconds.
+    ``efficiency``: the fraction of a link's bandwidth that is reached. ``start_s``: start-up time of a collective.
     """
     if group.size == 1:
         return 0.0

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
-from lockstep.plan.shapes import ModelShape, divisors, one_of
+from lockstep.plan.shapes import ModelShape, at_least_1, divisors, one_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"]
 CheckpointingName = Literal["none", "selective", "full"]
@@ -54,9 +54,7 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
+        at_least_1(self, "data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         given = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
@@ -67,12 +65,10 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """(data, pipeline, tensor)."""
         return self.data, self.pipeline, self.tensor
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.data * self.pipeline * self.tensor
 
     @property
@@ -116,13 +112,7 @@ def why_indivisible(
 ) -> str | None:
     """Why degrees do not divide a model and a global batch, with those that would; None if they do.
 
-    Args:
-        shape: the model.
-        data: number of copies.
-        pipeline: number of stages.
-        tensor: number of devices that divide a layer.
-        batch: sequences in the global batch.
-        even_stages: require the same number of layers in each stage.
+    ``even_stages``: require the same number of layers in each stage.
     """
     if not even_stages and pipeline > shape.layers:
         return f"pipeline={pipeline} is more stages than layers={shape.layers}; choose at most {shape.layers}"
@@ -138,36 +128,23 @@ def why_indivisible(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineWorker:
-    """One worker of a pipeline, or the only one.
+    """One worker of a pipeline, or the only one."""
 
-    Args:
-        layers: number of layers in all its stages.
-        live_layers: the largest number of layer activations that it holds at once, over layers and microbatches.
-        finished_layers: how many of these belong to the microbatch whose backward pass ends first.
-        stages: number of its stages.
-        embedding: it has the embedding.
-        head: it has the head and the loss.
-        live_losses: number of microbatches whose loss activations it holds, beside the current one.
-        pending: number of backward passes of one stage whose weight gradients are outstanding, beside the current one.
-    """
-
-    layers: float
-    live_layers: float
-    finished_layers: float
-    stages: int = 1
-    embedding: bool = True
-    head: bool = True
-    live_losses: int = 0
+    layers: float  # number of layers in all its stages
+    live_layers: float  # the largest number of layer activations that it holds at once, over layers and microbatches
+    finished_layers: float  # how many of these belong to the microbatch whose backward pass ends first
+    stages: int = 1  # number of its stages
+    embedding: bool = True  # it has the embedding
+    head: bool = True  # it has the head and the loss
+    live_losses: int = 0  # number of microbatches whose loss activations it holds, beside the current one
+    # number of backward passes of one stage whose weight gradients are outstanding, beside the current one
     pending: int = 0
 
 
 def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """The number of layers of each stage if all cost the same, as ``parallel.pipeline_config`` finds it.
 
-    Args:
-        layers: number of layers.
-        stages: number of stages, at most ``layers``.
-        head: cost of the head in the last stage, in layers.
+    ``head`` is the cost of the head in the last stage, in layers.
 
     Example:
         >>> split_evenly(8, 4, 1.5)
@@ -190,10 +167,7 @@ def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
 def pipeline_workers(shape: ModelShape, layout: Layout, *, balanced: bool) -> tuple[PipelineWorker, ...]:
     """The workers that can be the slowest or the fullest: the first, the first with most layers, and the last.
 
-    Args:
-        shape: the model.
-        layout: the layout.
-        balanced: stages are as equal in cost as whole layers allow; else all have equally many layers.
+    ``balanced``: stages are as equal in cost as whole layers allow; else all have equally many layers.
     """
     head = shape.vocabulary * shape.hidden / shape.layer_parameters if balanced else 0.0
     return _workers(shape.layers, layout.pipeline, layout.microbatches, layout.schedule, layout.stages_per_worker, head)

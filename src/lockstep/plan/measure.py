@@ -26,17 +26,11 @@ _TOKENS, _WIDTH = 2048, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measured figures of this machine.
+    """The measured figures of this machine."""
 
-    Args:
-        device: one device.
-        network: the measured link inside this host, and the usual one between hosts.
-        constants: 1 for everything that was measured, and the measured launch time of an operation.
-    """
-
-    device: DeviceKind
-    network: Network
-    constants: Constants
+    device: DeviceKind  # one device
+    network: Network  # the measured link inside this host, and the usual one between hosts
+    constants: Constants  # 1 for everything that was measured, and the measured launch time of an operation
 
 
 def measure(*, per_host: int = 1, seconds: float = 0.1) -> Measured:

@@ -32,34 +32,24 @@ _ADAM_TEMPORARIES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device.
+    """Bytes on the fullest device."""
 
-    Args:
-        weights: the parameters, and autocast's copies of them.
-        gradients: their gradients.
-        optimizer: the optimizer state, including float32 weights where the weights are shorter.
-        activations: activations at the worst moment where a backward pass begins.
-        beside_activations: what else exists at that moment: gradients of earlier microbatches, the one that is being
-            computed, and unsharded weights.
-        backward_end: activations, gradients and unsharded weights where a backward pass reaches the embedding.
-        exchange: what exists beside the gradients when the last of them are exchanged: copies, or unsharded weights.
-        update: temporaries of the optimizer.
-        buffers: receive buffers for hidden states and their gradients, for every microbatch.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
+    weights: float  # the parameters, and autocast's copies of them
+    gradients: float  # their gradients
+    optimizer: float  # the optimizer state, including float32 weights where the weights are shorter
+    activations: float  # activations at the worst moment where a backward pass begins
+    # what else exists at that moment: gradients of earlier microbatches, the one that is being computed, and unsharded
+    # weights
     beside_activations: float = 0.0
+    # activations, gradients and unsharded weights where a backward pass reaches the embedding
     backward_end: float = 0.0
+    # what exists beside the gradients when the last of them are exchanged: copies, or unsharded weights
     exchange: float = 0.0
-    update: float = 0.0
-    buffers: float = 0.0
+    update: float = 0.0  # temporaries of the optimizer
+    buffers: float = 0.0  # receive buffers for hidden states and their gradients, for every microbatch
 
     @property
     def total(self) -> float:
-        """Peak memory."""
         backward = max(self.activations + self.beside_activations, self.backward_end)
         update = self.gradients + max(self.exchange, self.update)
         return self.weights + self.optimizer + self.buffers + max(backward, update)
@@ -89,21 +79,13 @@ def worker_parameters(shape: ModelShape, layout: Layout, worker: PipelineWorker)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """Bytes that one layer saves of one microbatch on one device.
+    """Bytes that one layer saves of one microbatch on one device."""
 
-    Args:
-        replicated: what every tensor rank saves, or its part along the sequence.
-        split: what tensor ranks divide.
-        scores: attention's scores, softmax and dropout; 0 with fused attention.
-        input: the layer's input.
-        results: gradients of the products' results, which exist until the weight gradients are computed.
-    """
-
-    replicated: float
-    split: float
-    scores: float
-    input: float
-    results: float
+    replicated: float  # what every tensor rank saves, or its part along the sequence
+    split: float  # what tensor ranks divide
+    scores: float  # attention's scores, softmax and dropout; 0 with fused attention
+    input: float  # the layer's input
+    results: float  # gradients of the products' results, which exist until the weight gradients are computed
 
     @property
     def all(self) -> float:

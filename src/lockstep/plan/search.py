@@ -23,7 +23,7 @@ from lockstep.plan.layout import (
     why_indivisible,
 )
 from lockstep.plan.memory import estimate_memory
-from lockstep.plan.shapes import Model, ModelShape, divisors, one_of, shape_of
+from lockstep.plan.shapes import Model, ModelShape, at_least_1, divisors, one_of, shape_of
 from lockstep.plan.software import Software, precision_named
 
 _MAX_MICROBATCH = 32
@@ -63,10 +63,7 @@ class Choices:
             check_choice("schedule", schedule, SCHEDULES)
         for checkpointing in self.activation_checkpointing:
             check_choice("activation_checkpointing", checkpointing, CHECKPOINTING)
-        for name in ("data", "pipeline", "tensor", "microbatch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} was given, expected at least 1")
+        at_least_1(self, "data", "pipeline", "tensor", "microbatch_size")
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -80,28 +77,17 @@ LOCKSTEP = Choices()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The input of a search.
-
-    Args:
-        shape: the model.
-        devices: number of devices.
-        device: their kind.
-        network: how they are connected.
-        batch: sequences in the global batch.
-        software: assumptions about the training program.
-    """
+    """The input of a search."""
 
     shape: ModelShape
-    devices: int
+    devices: int  # number of devices
     device: DeviceKind
-    network: Network
-    batch: int
-    software: Software = field(default_factory=Software)
+    network: Network  # how they are connected
+    batch: int  # sequences in the global batch
+    software: Software = field(default_factory=Software)  # assumptions about the training program
 
     def __post_init__(self) -> None:
-        for name in ("devices", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1")
+        at_least_1(self, "devices", "batch")
 
     @property
     def usable_memory(self) -> float:
@@ -109,7 +95,6 @@ class Setting:
         return self.device.memory * self.software.constants.usable_memory
 
     def predict(self, layout: Layout) -> Prediction:
-        """Predicts a layout's step."""
         return predict(self.shape, layout, device=self.device, network=self.network, software=self.software)
 
     def memory(self, layout: Layout) -> float:
@@ -152,7 +137,6 @@ class Plan:
 
     @property
     def best(self) -> Prediction:
-        """The first of ``best_of_each``."""
         return self.best_of_each[0]
 
     @cached_property

@@ -18,18 +18,12 @@ class SavedActivations:
 
     The defaults are those of fused programs (Megatron-LM's, by Korthikanti et al. 2022). A norm or an activation that
     is written as several operations saves more.
-
-    Args:
-        norms: hidden vectors that norms save, in the format of the residual stream.
-        projections: products that take a norm's output; under autocast each saves its own cast copy.
-        inner: feed-forward vectors.
-        masks: bytes of dropout masks per value of a hidden vector.
     """
 
-    norms: int = 2
-    projections: int = 2
-    inner: int = 2
-    masks: int = 2
+    norms: int = 2  # hidden vectors that norms save, in the format of the residual stream
+    projections: int = 2  # products that take a norm's output; under autocast each saves its own cast copy
+    inner: int = 2  # feed-forward vectors
+    masks: int = 2  # bytes of dropout masks per value of a hidden vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +75,7 @@ class ModelShape:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         if self.embedding_rows < 0:
             object.__setattr__(self, "embedding_rows", self.sequence)
-        for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "sequence", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; see ModelShape")
+        at_least_1(self, "layers", "hidden", "heads", "feed_forward", "vocabulary", "sequence", "kv_heads")
         for name, whole, part in (("heads", "hidden", self.heads), ("kv_heads", "heads", self.kv_heads)):
             size = getattr(self, whole)
             if size % part:
@@ -93,7 +85,6 @@ class ModelShape:
 
     @property
     def head_width(self) -> int:
-        """Size of one attention head."""
         return self.hidden // self.heads
 
     @property
@@ -116,12 +107,10 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embeddings."""
         return (self.vocabulary + self.embedding_rows) * self.hidden
 
     @property
     def final_norm_parameters(self) -> int:
-        """Parameters of the norm before the head."""
         return (2 if self.biases else 1) * self.hidden
 
     @property
@@ -134,6 +123,14 @@ class ModelShape:
         """The same model with another sequence length; learned positions grow with it if there was one per token."""
         rows = sequence if self.embedding_rows == self.sequence else self.embedding_rows
         return replace(self, sequence=sequence, embedding_rows=rows)
+
+
+def at_least_1(config: object, *names: str) -> None:
+    """Raises ConfigError for a field that is below 1; None is a field that was not given."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} was given, expected at least 1")
 
 
 def divisors(number: int) -> list[int]:
@@ -198,11 +195,7 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
 
 
 def known_shape(name: str) -> ModelShape:
-    """The model called ``name``, in any case, with or without an owner before it.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The model called ``name``, in any case, with or without an owner before it; raises ConfigError if unknown."""
     short = name.rpartition("/")[2].lower().removesuffix("-uncased").removesuffix("-cased").removesuffix("-hf")
     if short not in KNOWN_SHAPES:
         raise ConfigError(

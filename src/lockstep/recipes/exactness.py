@@ -9,32 +9,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.recipes.training import MakeOptimizer, Task
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.compile import Loss
 from lockstep.train.model import Model
 
-Batch = tuple[Any, Tensor]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Weights = Mapping[str, Tensor]
+PlainLoss = Callable[[nn.Module, Any], Tensor]
+"""The mean loss of a whole global batch, in plain PyTorch."""
+Train = Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
+"""Trains a module with the strategy; returns the loss of each step, and the weights of the whole model by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The difference between two runs of the same steps with the same optimizer.
-
-    Args:
-        optimizer: name of the optimizer.
-        loss: largest difference between the losses of a step.
-        weight: largest difference between two values of a weight after the last step.
-        moved: how far the training moved the weight that it moved most, for comparison.
-    """
+    """The largest differences of two runs of the same steps, in loss and weights; and how far a weight was moved."""
 
     optimizer: str
     loss: float
@@ -85,54 +80,48 @@ class ExactnessReport:
         return "\n".join([title, *lines])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A training on a strategy, to be compared with plain PyTorch on one device.
+def compare_task(
+    task: Task, strategy: Strategy, batches: Sequence[Any], plain_loss: PlainLoss, *, condition: str
+) -> ExactnessReport:
+    """Compares the training of a task on a strategy. Every worker must call it."""
+    train = partial(train_with_model, task=task, batches=batches, strategy=strategy)
+    return compare(task.module, strategy, batches, train, plain_loss, adam=task.optimizer, condition=condition)
 
-    Args:
-        module: the model before training, on the CPU; each run trains a copy.
-        batches: global batches, one update each.
-        train: trains a module on these batches with the strategy and an optimizer; returns the loss of each step, and
-            the weights of the whole model by name.
-        plain_loss: the mean loss of a whole global batch in plain PyTorch.
+
+def compare(
+    module: nn.Module,
+    strategy: Strategy,
+    batches: Sequence[Any],
+    train: Train,
+    plain_loss: PlainLoss,
+    *,
+    adam: MakeOptimizer,
+    condition: str,
+) -> ExactnessReport:
+    """Trains copies of ``module`` with SGD and with ``adam``, each on the strategy and in plain PyTorch.
+
+    Every worker of the strategy must call it.
     """
 
-    module: nn.Module
-    batches: Sequence[Any]
-    train: Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
-    plain_loss: Callable[[nn.Module, Any], Tensor]
-
-    def report(self, strategy: Strategy, adam: MakeOptimizer, *, condition: str) -> ExactnessReport:
-        """Trains with SGD and with the recipe's Adam. Every worker of the strategy must call it."""
-        return ExactnessReport(
-            steps=len(self.batches),
-            replicas=strategy.num_replicas_in_sync,
-            condition=condition,
-            sgd=self._difference("SGD", sgd),
-            adam=self._difference("Adam", adam),
-            layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
-        )
-
-    def _difference(self, name: str, optimizer: MakeOptimizer) -> Difference:
-        losses, weights = self.train(copy.deepcopy(self.module), optimizer)
-        plain = copy.deepcopy(self.module)
-        plain_losses = train_in_plain_pytorch(plain, self.batches, self.plain_loss, optimizer)
+    def difference(name: str, optimizer: MakeOptimizer) -> Difference:
+        losses, weights = train(copy.deepcopy(module), optimizer)
+        plain = copy.deepcopy(module)
+        plain_losses = train_in_plain_pytorch(plain, batches, plain_loss, optimizer)
         return Difference(
             optimizer=name,
             loss=max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True)),
-            weight=largest_difference(weights, plain),
-            moved=largest_difference(dict(self.module.named_parameters()), plain),
+            weight=_largest_difference(weights, plain),
+            moved=_largest_difference(dict(module.named_parameters()), plain),
         )
 
-
-def check_steps(steps: int) -> None:
-    """Checks that there is something to compare.
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
-    """
-    if steps < 1:
-        raise ConfigError(f"steps={steps} was given, expected at least 1 step to compare; try 3")
+    return ExactnessReport(
+        steps=len(batches),
+        replicas=strategy.num_replicas_in_sync,
+        condition=condition,
+        sgd=difference("SGD", sgd),
+        adam=difference("Adam", adam),
+        layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
+    )
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -141,24 +130,18 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train_with_model(
-    module: nn.Module,
-    optimizer: MakeOptimizer,
-    *,
-    batches: Sequence[Batch],
-    loss: Loss,
-    strategy: Strategy,
-    sync_batchnorm: bool = False,
+    module: nn.Module, optimizer: MakeOptimizer, *, task: Task, batches: Sequence[Any], strategy: Strategy
 ) -> tuple[Sequence[float], Weights]:
     """Fits a ``Model`` on one batch after another, which gives the loss of each step. Every worker must call it."""
     with strategy.scope():
-        model = Model(module, sync_batchnorm=sync_batchnorm)
-        model.compile(optimizer=optimizer, loss=loss)
+        model = Model(module, sync_batchnorm=task.sync_batchnorm)
+        model.compile(optimizer=optimizer, loss=task.loss)
     losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in batches]
     return losses, model.state_dict()
 
 
 def train_in_plain_pytorch(
-    module: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], make_optimizer: MakeOptimizer
+    module: nn.Module, batches: Iterable[Any], loss: PlainLoss, make_optimizer: MakeOptimizer
 ) -> list[float]:
     """Trains as anyone would on one device: a step on the mean loss of each whole batch. Returns the losses."""
     optimizer = make_optimizer(module.parameters())
@@ -174,7 +157,6 @@ def train_in_plain_pytorch(
 
 
 @torch.no_grad()
-def largest_difference(weights: Weights, module: nn.Module) -> float:
-    """Returns the largest difference between a value of ``module`` and that of the same name in ``weights``."""
+def _largest_difference(weights: Weights, module: nn.Module) -> float:
     pairs = [(weights[name], parameter) for name, parameter in module.named_parameters()]
     return max(float((x.cpu().double() - y.cpu().double()).abs().max()) for x, y in pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,41 +23,29 @@ _HUB_TIMEOUT_S = 10.0
 def load_named(name: str, kind: Any, *, extra: str, **settings: Any) -> Any:
     """Returns ``kind.from_pretrained(name)``, from this machine if it is there, else from the network.
 
-    Args:
-        name: folder written by ``save_pretrained`` or by a recipe, or a Hugging Face name.
-        kind: a class of transformers.
-        extra: the extra of this package that installs transformers and safetensors.
-        settings: further arguments of ``from_pretrained``.
+    ``name`` is a folder or a Hugging Face name, ``kind`` a class of transformers, ``extra`` the extra that installs it.
 
     Raises:
         ConfigError: the name was not found or cannot be read.
     """
-    safetensors = require("safetensors", extra)
-    failures = (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError)
+    failures = (OSError, ValueError, KeyError, RuntimeError, require("safetensors", extra).SafetensorError)
     try:
-        return kind.from_pretrained(name, local_files_only=True, **settings)
-    except failures as error:
-        # A name on Hugging Face has at most one slash, inside; everything else can only be a path.
-        if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
-            raise _cannot_load(name, error) from error
-    _check_network(name, extra)
-    try:
+        try:
+            return kind.from_pretrained(name, local_files_only=True, **settings)
+        except failures:
+            # A name on Hugging Face has at most one slash, inside; everything else can only be a path.
+            if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
+                raise
+        _check_network(name, extra)
         return kind.from_pretrained(name, **settings)
+    except ConfigError:
+        raise
     except failures as error:
-        raise _cannot_load(name, error) from error
-
-
-def check_model_type(name: str, config: Any, *, expected: str, example: str) -> None:
-    """Checks the model type, as transformers calls it.
-
-    Raises:
-        ConfigError: the model is of another type; the message names ``example`` as one of the right type.
-    """
-    if config.model_type != expected:
+        reason = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"pretrained={name!r} is a model of type {config.model_type!r}, expected {expected!r}; give the folder or"
-            f" name of such a model, for example {example!r}"
-        )
+            f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
+            " save_pretrained, or a Hugging Face name; check the path, or the name and the network"
+        ) from error
 
 
 def _check_network(name: str, extra: str) -> None:
@@ -74,12 +62,38 @@ def _check_network(name: str, extra: str) -> None:
         ) from error
 
 
-def _cannot_load(name: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:160]
-    return ConfigError(
-        f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
-        " save_pretrained, or a Hugging Face name; check the path, or the name and the network"
-    )
+def check_model_type(name: str, config: Any, *, expected: str, example: str) -> None:
+    """Checks the model type, as transformers calls it; the message names ``example`` as a model of the right type."""
+    if config.model_type != expected:
+        raise ConfigError(
+            f"pretrained={name!r} is a model of type {config.model_type!r}, expected {expected!r}; give the folder or"
+            f" name of such a model, for example {example!r}"
+        )
+
+
+def check_embeddings(name: str, embeddings: int, tokens: int) -> None:
+    """Checks that a model has an embedding for each token of its tokenizer."""
+    if tokens > embeddings:
+        raise ConfigError(
+            f"pretrained={name!r} has {embeddings} embeddings for a tokenizer of {tokens} tokens; expected an embedding"
+            " for each; give weights and a tokenizer that belong together"
+        )
+
+
+def label_names(classes: Sequence[str]) -> dict[str, Any]:
+    """Returns the names of the classes as arguments of a config of transformers."""
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: n for n, name in enumerate(classes)}}
+
+
+def warn_of_ignored(config: Any, names: Sequence[str]) -> None:
+    """Warns of settings that were changed and have no effect, since the pretrained model has its own."""
+    ignored = [name for name in names if getattr(config, name) != type(config).__dataclass_fields__[name].default]
+    if ignored:
+        verb = "has" if len(ignored) == 1 else "have"
+        warnings.warn(
+            f"{', '.join(ignored)} {verb} no effect with pretrained={config.pretrained!r}, which has its own",
+            stacklevel=3,
+        )
 
 
 @contextmanager
@@ -87,9 +101,6 @@ def quiet_transformers(*, extra: str) -> Iterator[None]:
     """Lets transformers log errors only, and draw no progress bars, inside the block.
 
     It would report what the recipes do on purpose, such as a new head on pretrained weights.
-
-    Args:
-        extra: the extra of this package that installs transformers.
     """
     logging = require("transformers.utils.logging", extra)
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

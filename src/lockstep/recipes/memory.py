@@ -6,22 +6,20 @@ LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") free
 matrices beside each chosen linear layer; only these need gradients and optimizer state.
 
     x -> W x  (frozen)  +  alpha / r * B (A x)       A: [r, in], B: [out, r], B begins with zeros
-
-Half precision in the forward pass is a setting of ``compile`` or of the Trainer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least, one_of
+from lockstep.recipes.config_checks import at_least, one_of, probability
 
 Task = Literal["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 """Tasks of a model as peft calls them; a classifier's head is trained in full beside the adapters."""
@@ -67,8 +65,7 @@ class Lora:
             raise ConfigError(f"lora r={self.r} was given, expected at most {_MAX_RANK}; 4 to 64 is usual")
         if self.alpha is not None:
             at_least("lora alpha", self.alpha, 1)
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora dropout={self.dropout} was given, expected a probability in [0, 1); try 0.05")
+        probability("lora dropout", self.dropout)
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             raise ConfigError(f"lora targets={'+'.join(self.targets)} was given; {ALL_LINEAR} must be the only target")
 
@@ -79,15 +76,14 @@ class Lora:
         Raises:
             ConfigError: a pair is malformed, has an unknown name or a bad value, or is given twice.
         """
+        known = cls.__dataclass_fields__
         values: dict[str, Any] = {}
         for pair in text.split(","):
-            name, equals, value = (part.strip() for part in pair.partition("="))
-            if not (name and equals and value):
+            name, _, value = (part.strip() for part in pair.partition("="))
+            if not (name and value):
                 raise ConfigError(f"lora={text!r} was given, expected name=value pairs with commas: {_EXAMPLE}")
-            if name not in cls.__dataclass_fields__:
-                raise ConfigError(
-                    f"lora has no setting {name!r}; choose from {', '.join(cls.__dataclass_fields__)}: {_EXAMPLE}"
-                )
+            if name not in known:
+                raise ConfigError(f"lora has no setting {name!r}; choose from {', '.join(known)}: {_EXAMPLE}")
             if name in values:
                 raise ConfigError(f"lora={text!r} sets {name} twice; give it once")
             values[name] = _parsed(name, value)
@@ -113,11 +109,8 @@ class MemoryChoices:
 
     Args:
         lora: adapters beside frozen weights; None trains all weights.
-        load_in: format of the frozen weights; None is float32.
+        load_in: format of the frozen weights, which needs ``lora``; None is float32.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-
-    Raises:
-        ConfigError: ``load_in`` was given without ``lora``.
     """
 
     lora: Lora | None = None
@@ -127,7 +120,7 @@ class MemoryChoices:
     def __post_init__(self) -> None:
         if self.load_in is None:
             return
-        one_of("load_in", self.load_in, ("bf16", "8bit", "4bit"))
+        one_of("load_in", self.load_in, get_args(LoadIn))
         if self.lora is None:
             raise ConfigError(
                 f"load_in={self.load_in!r} is for frozen weights, and without lora all weights are trained; give lora "
@@ -155,19 +148,17 @@ def loading(choices: MemoryChoices, device: torch.device) -> dict[str, Any]:
         )
     for package in ("bitsandbytes", "accelerate"):
         require(package, "quantized")
-    settings = require("transformers", "quantized").BitsAndBytesConfig
-    if choices.load_in == "8bit":
-        quantization = settings(load_in_8bit=True, llm_int8_skip_modules=list(HEADS))
-    else:
-        quantization = settings(
-            load_in_4bit=True,
-            llm_int8_skip_modules=list(HEADS),
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if choices.load_in == "4bit":
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": torch.bfloat16,
+        }
+    config = require("transformers", "quantized").BitsAndBytesConfig(llm_int8_skip_modules=list(HEADS), **settings)
     # Embeddings, norms and the head stay in float32 (Dettmers et al. 2023, "QLoRA").
-    return {"quantization_config": quantization, "device_map": {"": device}, "dtype": torch.float32}
+    return {"quantization_config": config, "device_map": {"": device}, "dtype": torch.float32}
 
 
 def with_choices(model: Any, choices: MemoryChoices, *, task: Task | None = None) -> Any:
@@ -194,12 +185,9 @@ def with_choices(model: Any, choices: MemoryChoices, *, task: Task | None = None
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Makes ``model`` keep only the input of each layer, and recompute the rest in the backward pass.
+    """Makes a transformers model keep only the input of each layer, and recompute the rest in the backward pass.
 
     The gradients are the same, dropout included (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
-
-    Args:
-        model: a transformers model; with adapters, the model inside.
 
     Raises:
         ConfigError: the model does not support it.
@@ -212,21 +200,19 @@ def checkpoint_layers(model: Any) -> None:
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     except ValueError as error:
-        raise ConfigError(
-            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out"
-        ) from error
+        name = type(model).__name__
+        raise ConfigError(f"gradient_checkpointing: {name} does not support it; leave it out") from error
 
 
 def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
     """Freezes ``model`` and adds adapters to it, in place; their weights are drawn from torch's default generator.
 
-    Call it before ``strategy.mirror`` or ``Trainer``. Afterwards only adapters, and submodules that are trained in
-    full, require gradients; ``merge_and_unload()`` of the result returns the plain model with the adapters added to its
-    weights.
+    Afterwards only adapters, and submodules that are trained in full, require gradients; ``merge_and_unload()`` of the
+    result returns the plain model with the adapters added to its weights. What is trained is float32: in bfloat16 an
+    update of less than 1/256 of a weight would be lost.
 
     Args:
-        model: a transformers model, on any device and of any dtype. What is trained is float32: in bfloat16 an update
-            of less than 1/256 of a weight would be lost.
+        model: a transformers model, on any device and of any dtype.
         lora: settings of the adapters.
         task: task of the model; None trains no head.
 
@@ -271,14 +257,13 @@ def _train_in_float32(adapted: nn.Module) -> None:
     """Converts submodules that are trained in full, which peft leaves in the model's dtype, to float32."""
     wrapper = require("peft.utils", "text").ModulesToSaveWrapper
     for name, wrapped in adapted.named_modules():
-        if isinstance(wrapped, wrapper):
-            for module in wrapped.modules_to_save.values():
-                halves = {parameter.dtype for parameter in module.parameters()} & _HALF_DTYPES
-                if halves:
-                    module.float()
-                    module.register_forward_pre_hook(_inputs_to_float32)
-                    if not name.endswith(HEADS):  # a head's output goes into the loss, others into frozen layers
-                        module.register_forward_hook(partial(_output_to, halves.pop()))
+        for module in wrapped.modules_to_save.values() if isinstance(wrapped, wrapper) else ():
+            halves = {parameter.dtype for parameter in module.parameters()} & _HALF_DTYPES
+            if halves:
+                module.float()
+                module.register_forward_pre_hook(_inputs_to_float32)
+                if not name.endswith(HEADS):  # a head's output goes into the loss, others into frozen layers
+                    module.register_forward_hook(partial(_output_to, halves.pop()))
 
 
 def _inputs_to_float32(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -291,15 +276,15 @@ def _output_to(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], output: An
 
 def _check_names(model: nn.Module, lora: Lora) -> None:
     """Checks the names of layers; peft ignores an unknown name as long as it knows another."""
-    names = [name for name, _ in model.named_modules() if name]
+    kind, names = type(model).__name__, [name for name, _ in model.named_modules() if name]
     for target in lora.targets:
         if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
             known = ", ".join(_linear_layers(model)) or "none"
-            raise ConfigError(f"{type(model).__name__} has no layer {target!r} for lora; its linear layers: {known}")
+            raise ConfigError(f"{kind} has no layer {target!r} for lora; its linear layers: {known}")
     for module in lora.modules_to_save:
         if not any(name.endswith(module) for name in names):
             known = ", ".join(name for name, _ in model.named_children()) or "none"
-            raise ConfigError(f"{type(model).__name__} has no submodule {module!r} to train; its submodules: {known}")
+            raise ConfigError(f"{kind} has no submodule {module!r} to train; its submodules: {known}")
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

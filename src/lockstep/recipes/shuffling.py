@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 
+def seeded_generator(*numbers: int) -> torch.Generator:
+    """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
+    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
 def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Tensor:
     """Returns the row numbers, [rows] int64, shuffled as tf.data does it.
 
-    Each row is drawn from a buffer, and the next row of the input takes its place.
-
-    Args:
-        rows: number of rows.
-        buffer: size of the buffer, in rows; 0, or at least ``rows``, permutes all rows.
-        generator: the only source of randomness.
+    Each row is drawn from a buffer, and the next row takes its place; a ``buffer`` of 0 permutes all rows.
     """
     if not 0 < buffer < rows:
         return torch.randperm(rows, generator=generator)
@@ -36,13 +37,6 @@ def plan_batches(
 
     Rows are shuffled; each ``window`` batches are sorted by length and cut. Then the batches are put in random order,
     and so are the rows in each, so that the shards of a batch are alike. One batch may be smaller than the others.
-
-    Args:
-        lengths: [rows]: tokens of each row.
-        batch_size: rows per batch.
-        window: number of batches that are sorted together.
-        buffer: rows that are shuffled together; 0 permutes all.
-        generator: the only source of randomness.
     """
     order = shuffled_order(len(lengths), buffer=buffer, generator=generator)
     batches = [
@@ -52,9 +46,3 @@ def plan_batches(
     ]
     mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     return [batch[torch.randperm(len(batch), generator=generator)] for batch in mixed]
-
-
-def seeded_generator(*numbers: int) -> torch.Generator:
-    """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -1,7 +1,4 @@
-"""What a step function can ask and do inside a replica: its number, its device, and the collectives.
-
-``get_replica_context`` finds it; outside a replica it gives None. The context lives as long as one run.
-"""
+"""What a step function can ask and do inside a replica: its number, its device, and the collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _current: ContextVar[ReplicaContext | None] = ContextVar("lockstep_replica", def
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica that runs this code; None outside a replica (in cross-replica context)."""
+    """The context of the replica that runs the calling code; None outside a replica (in cross-replica context)."""
     return _current.get()
 
 
@@ -50,8 +47,13 @@ def refuse_in_replica(method: str) -> None:
 class ReplicaContext:
     """One replica's view of one ``strategy.run``.
 
-    The collectives must be called by every replica, in the same order; else all of them get a ``CollectiveError``
-    that says which replica waits where.
+    The collectives must be called by every replica, in the same order; otherwise all of them get a
+    ``CollectiveError`` that says which replica waits where.
+
+    Attributes:
+        strategy: the strategy that runs this replica.
+        device: this replica's logical device; ``device.torch_device`` is where its tensors belong.
+        local_replica: this replica's number among those of its worker, from 0.
 
     Example:
         >>> import torch, lockstep as ls
@@ -64,48 +66,28 @@ class ReplicaContext:
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        replica: int,
-        device: LogicalDevice,
-        barrier: ReplicaBarrier | None,
-        slot: IssueSlot,
+        self, strategy: Strategy, replica: int, device: LogicalDevice, barrier: ReplicaBarrier | None, slot: IssueSlot
     ) -> None:
-        self._strategy = strategy
-        self._replica = replica
-        self._device = device
+        self.strategy = strategy
+        self.device = device
+        self.local_replica = replica
         self._barrier = barrier
         self._slot = slot
 
     @property
     def replica_id_in_sync_group(self) -> int:
         """This replica's number among those of all workers, from 0."""
-        return self.workers.first_replica + self._replica
-
-    @property
-    def local_replica(self) -> int:
-        """This replica's number among those of its worker, from 0."""
-        return self._replica
+        return self.workers.first_replica + self.local_replica
 
     @property
     def workers(self) -> Communicator:
-        """The workers that run this step together, as this one sees them."""
-        return self._strategy.workers
+        """The communicator of the workers that run this step together."""
+        return self.strategy.workers
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas, of all workers, run this step together."""
-        return self._strategy.num_replicas_in_sync
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that runs this replica."""
-        return self._strategy
-
-    @property
-    def device(self) -> LogicalDevice:
-        """The logical device of this replica; ``device.torch_device`` is where its tensors belong."""
-        return self._device
+        return self.strategy.num_replicas_in_sync
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """Sums or averages ``value`` over all replicas. Every replica must call it. Differentiable.
@@ -132,30 +114,23 @@ class ReplicaContext:
     ) -> Any:
         """Runs ``fn(strategy, *args, **kwargs)`` once for all local replicas, in cross-replica context.
 
-        Every replica must call it.
-
-        Args:
-            fn: gets the strategy first, as in TensorFlow, and then the arguments of all replicas: a PerReplica of
-                them, or the bare argument where it is the same for all (see ``strategy.run``).
-            args: this replica's positional arguments.
-            kwargs: this replica's keyword arguments.
-
-        Returns:
-            What ``fn`` returned; a PerReplica in it gives each replica its own value.
+        Every replica must call it, with its own arguments. ``fn`` gets those of all replicas: a PerReplica of them, or
+        the bare argument where it is the same for all (see ``strategy.run``). Each replica gets the result, with its
+        own value in place of each PerReplica.
 
         Raises:
             TypeError: ``fn`` does not take the strategy and these arguments.
             UsageError: the replicas gave different numbers of arguments.
         """
         given = (tuple(args), dict(kwargs or {}))
-        result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self._strategy, all_given))
-        return select(result, self._replica, len(self._strategy.devices))
+        result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self.strategy, all_given))
+        return select(result, self.local_replica, len(self.strategy.devices))
 
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """The primitive under all collectives: the last local replica to arrive combines all values, in order.
+        """The primitive under all collectives: the last local replica to arrive runs ``combine`` on all values.
 
         Every replica must call it with the same ``name``. All get the same result object. ``combine`` runs in
-        cross-replica context, so that nothing in it depends on who was last.
+        cross-replica context, so that nothing in it depends on which replica was last.
         """
 
         def once(values: list[Any]) -> Any:
@@ -164,15 +139,15 @@ class ReplicaContext:
 
         if self._barrier is None:
             raise CollectiveError(f"{name} was called where this replica is alone; call it in the step itself")
-        return self._barrier.meet(self._replica, Call(name, call_site()), value, once, self._slot)
+        return self._barrier.meet(self.local_replica, Call(name, call_site()), value, once, self._slot)
 
     def alone(self) -> ReplicaContext:
         """The same replica for code that the others do not run: its collectives raise a ``CollectiveError``."""
-        return ReplicaContext(self._strategy, self._replica, self._device, None, self._slot)
+        return ReplicaContext(self.strategy, self.local_replica, self.device, None, self._slot)
 
     def __repr__(self) -> str:
         place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
-        return f"ReplicaContext({place} on {self._device.name})"
+        return f"ReplicaContext({place} on {self.device.name})"
 
 
 def _call_merged(
@@ -194,11 +169,7 @@ def _call_merged(
 
 
 def _check_takes(fn: Callable[..., Any], strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether ``fn`` can be called so; functions without a signature, such as builtins, are not looked into.
-
-    Raises:
-        TypeError: it cannot.
-    """
+    """Raises a TypeError that explains, if ``fn`` cannot be called so. Functions without a signature pass."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -215,7 +186,7 @@ def _check_takes(fn: Callable[..., Any], strategy: Strategy, args: Sequence[Any]
 
 @contextmanager
 def in_context(context: ReplicaContext | None) -> Iterator[None]:
-    """Makes ``context`` the current one of this thread; None is cross-replica context."""
+    """A block in which ``context`` is the current one of this thread; None is cross-replica context."""
     token = _current.set(context)
     try:
         yield

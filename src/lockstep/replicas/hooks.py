@@ -1,7 +1,7 @@
-"""An observer hears what strategies do: which devices they take, what each run is given, what each update sums.
+"""Observers: tools see which devices strategies take, what each run is given and what each update sums.
 
-For tools that look into a user's unchanged program, such as one that compares N replicas with one. Nothing in the
-engine depends on what an observer does; without one, a hook costs the look at a context variable.
+For tools that inspect a user's unchanged program, such as ``lockstep verify``. Nothing in the engine depends on what an
+observer does; without one, a hook costs one read of a context variable.
 """
 
 from __future__ import annotations
@@ -25,22 +25,17 @@ _observer: ContextVar[Observer | None] = ContextVar("lockstep_observer", default
 
 
 class Observer:
-    """Hears nothing by itself; a tool overrides the hooks that it needs. An exception from a hook ends the run."""
+    """Hooks that do nothing; a tool overrides those that it needs. An exception from a hook ends the run."""
 
     def devices_chosen(self, devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
-        """A MirroredStrategy is made on ``devices``; those that are returned are taken."""
+        """Called when a MirroredStrategy is made; it uses the returned devices."""
         return devices
 
     def run_begins(self, strategy: Strategy, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        """``strategy.run`` was called. Outside replicas, before they start.
-
-        Args:
-            strategy: whose run it is.
-            views: per replica, the positional and the keyword arguments that it gets.
-        """
+        """Called in ``strategy.run``, before the replicas start, with the arguments of each replica."""
 
     def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
-        """A replica has reached an update; no gradient has been exchanged. Called in every replica.
+        """Called in every replica that reaches an update, before gradients are exchanged.
 
         Args:
             context: the calling replica's.
@@ -50,17 +45,17 @@ class Observer:
         """
 
     def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
-        """All replicas' weights have been updated, or the update was skipped. Called in every replica."""
+        """Called in every replica after all replicas' weights have been updated, or the update was skipped."""
 
 
 def current_observer() -> Observer | None:
-    """Who observes what this code does; None for nobody."""
+    """The observer of the calling code; None without one."""
     return _observer.get()
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Lets ``observer`` hear all strategies that are made and used inside the ``with`` block, in this thread."""
+    """A block in which ``observer`` sees all strategies that this thread makes and uses."""
     token = _observer.set(observer)
     try:
         yield

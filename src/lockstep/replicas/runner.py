@@ -1,9 +1,9 @@
-"""One run: a body per replica, in the replicas' threads, to one result each or to one error.
+"""One run of a step: a body per replica, in the replicas' threads, to one result each or to one error.
 
     run -- a job to each thread -- slot, random numbers, caller's state, context -- body -- leave
      `---------------- waits until all have left; then results, or the first error -----------'
 
-It joins the parts of this package; what a body does is the strategy's business.
+``IssuePolicy`` decides how many replicas of one device issue work at once; the strategy decides what a body does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -24,36 +25,36 @@ import torch.nn.functional as F
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.caller_state import CallerModes, CallerState
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.memory import DeviceMemory
-from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
+from lockstep.replicas.device.streams import DeviceMemory, GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import ReplicaThreads
+from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
-
 
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
 SHORT_STEP_S = 0.02
 """Only steps shorter than this, in seconds, are tried one after another: longer ones are not bound by Python."""
+STOP_GRACE_S = 1.0
+"""Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
+STOP_LIMIT_S = 30.0
+"""Seconds after the interrupt at which a replica that still runs is given up."""
 
 
 class _Trial:
-    """The runs of one step function so far: warm-up and timed runs at the widest, then the same at width 1."""
+    """The runs of one step function so far: warm-up and timed runs at the largest width, then the same at width 1."""
 
     def __init__(self, widest: int) -> None:
-        self.width = widest
+        self.width = self._widest = widest
         self.settled = widest == 1
         self._seconds: dict[int, list[float]] = {widest: [], 1: []}
-        self._widest = widest
 
     def record(self, seconds: float) -> None:
         """Adds a run at the present width and decides when enough have been seen."""
@@ -73,38 +74,27 @@ class _Trial:
 
 
 def code_of(fn: Callable[..., Any]) -> type | CodeType:
-    """By what a step function is known again: its code. A lambda or a bound method is a new object at every call."""
+    """The code of a step function, which identifies it: a lambda or bound method is a new object at every call."""
     code: type | CodeType = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
     return code
 
 
 class IssuePolicy:
-    """Decides, per step function, how many replicas of one physical device issue at once.
-
-    Args:
-        widest: how many may at most: the cores over a replica's share of them; 1 on a GPU.
-    """
+    """Decides, per step function, how many replicas of one physical device issue at once: ``widest``, or one."""
 
     def __init__(self, widest: int) -> None:
         self._widest = widest
         self._trials: WeakKeyDictionary[type | CodeType, _Trial] = WeakKeyDictionary()
 
     def width(self, fn: Callable[..., Any]) -> int:
-        """The width for the next run of ``fn``."""
         return self._trial(fn).width
 
     def record(self, fn: Callable[..., Any], seconds: float) -> None:
-        """Notes that a run of ``fn`` at the width given took ``seconds``."""
+        """Notes how long a run of ``fn`` at that width took."""
         self._trial(fn).record(seconds)
 
     def _trial(self, fn: Callable[..., Any]) -> _Trial:
         return self._trials.setdefault(code_of(fn), _Trial(self._widest))
-
-
-STOP_GRACE_S = 1.0
-"""Seconds that the others of a failed run get to reach a collective or their end before they are interrupted."""
-STOP_LIMIT_S = 30.0
-"""Seconds after the interrupt at which a replica that still runs is given up."""
 
 
 def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
@@ -117,15 +107,16 @@ def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]
     return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
 
 
-def _instead(device: LogicalDevice) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What a replica's calls of torch's functions are exchanged for."""
-    return {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+def _make_rng(device: LogicalDevice, generator: torch.Generator) -> ReplicaRng:
+    # A device of kind "GPU" that computes on CPU tensors (the tests' stand-in) swaps the default generator by itself.
+    swaps = device.kind == "GPU" and device.torch_device.type == "cpu"
+    instead = {F.linear: linear} if device.kind == "CPU" and onednn_is_faster() else {}
+    return ReplicaRng(generator, applies=(lambda: False) if swaps else in_replica, instead=instead)
 
 
-def _draws_apart(device: LogicalDevice) -> Callable[[], bool]:
-    """Where a replica's numbers on CPU tensors are its own: in its code, unless they are its device's to lend."""
-    lent = device.kind == "GPU" and device.torch_device.type == "cpu"
-    return (lambda: False) if lent else in_replica
+def _make_gpu(device: LogicalDevice, generator: torch.Generator) -> GpuReplica | None:
+    driver = driver_of(device)
+    return None if driver is None else GpuReplica(device, driver, generator.initial_seed())
 
 
 class ReplicaRunner:
@@ -133,10 +124,10 @@ class ReplicaRunner:
 
     Args:
         devices: one logical device per replica.
-        seed: of all replicas' random numbers.
+        seed: the seed of all replicas' random numbers.
         timeout_s: how many seconds a replica waits in one collective.
         first_replica: the number of the first of them among the replicas of all workers.
-        failing: hears of the error of a run that has failed at once, before its other replicas have stopped.
+        failing: called with the error of a failed run at once, before its other replicas have stopped.
     """
 
     def __init__(
@@ -156,19 +147,13 @@ class ReplicaRunner:
         self._timeout_s = timeout_s
         self._failing = failing
         generators = [replica_generator(seed, number) for number in numbers]
-        self._random = [
-            ReplicaRng(generator, applies=_draws_apart(device), instead=_instead(device))
-            for device, generator in zip(devices, generators, strict=True)
-        ]
-        self._gpu = [
-            None if (driver := driver_of(device)) is None else GpuReplica(device, driver, generator.initial_seed())
-            for device, generator in zip(devices, generators, strict=True)
-        ]
+        self._random = list(map(_make_rng, devices, generators))
+        self._gpu = list(map(_make_gpu, devices, generators))
         self._streams = RunStreams(devices)
-        sharing = Counter(device.physical.name for device in devices)
+        on_same = Counter(device.physical.name for device in devices)
         self._policies = {
             device.physical.name: IssuePolicy(
-                min(sharing[device.physical.name], max(1, cores // share)) if device.kind == "CPU" else 1
+                min(on_same[device.physical.name], max(1, cores // share)) if device.kind == "CPU" else 1
             )
             for device, share in zip(devices, shares, strict=True)
         }
@@ -191,16 +176,15 @@ class ReplicaRunner:
         """Runs one body per replica and returns their results in replica order.
 
         Args:
-            strategy: whose replicas these are.
-            fn: what the bodies call, by which the issue policy knows a step again.
+            strategy: the strategy of these replicas.
+            fn: the function that the bodies call, by which the issue policy knows a step again.
             bodies: one per replica, without arguments.
             rows: each replica's shard length, None where unknown; for messages.
 
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
             CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy has been closed, or was made by a process that this one was forked from; or a
-                replica of it asks, from a ``merge_call``.
+            UsageError: the strategy is closed, belongs to another process, or is called in its own ``merge_call``.
         """
         self._threads.check_process()
         if self._threads.closed:
@@ -210,53 +194,51 @@ class ReplicaRunner:
                 "a run of all replicas was asked for in a merge_call, which is part of a run that waits for it; do it "
                 "in the replicas, before or after the merge_call"
             )
-        modes = CallerModes.capture()
+        caller = CallerState.capture()
         with self._one_run:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
             self._caller_team.end()
             began = time.perf_counter()
-            run = _Run(strategy, self._names, self._timeout_s, self._streams, modes)
+            run = _Run(self._names, self._timeout_s, self._streams, caller)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, bodies, self._slots(fn, rows, alone=modes.one_at_a_time))
+                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
             self._caller_team.record(took)
-            if not modes.one_at_a_time:
+            if not caller.one_at_a_time:
                 for policy in self._policies.values():
                     policy.record(fn, took)
         return run.results
 
-    def _complete(self, run: _Run, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]) -> None:
+    def _complete(
+        self, run: _Run, strategy: Strategy, bodies: Sequence[Callable[[], Any]], slots: Sequence[IssueSlot]
+    ) -> None:
         """Hands out the bodies and waits for their ends."""
+        submitted = 0
         try:
             for replica, body in enumerate(bodies):
-                context = ReplicaContext(run.strategy, replica, self._devices[replica], run.barrier, slots[replica])
+                context = ReplicaContext(strategy, replica, self._devices[replica], run.barrier, slots[replica])
                 self._threads.submit(replica, run.job(context, slots[replica], self._random[replica], body))
-                run.submitted = replica + 1
+                submitted = replica + 1
             run.barrier.wait_until_settled()
         except BaseException as interruption:  # Ctrl-C: stop the replicas, then let it pass
             run.barrier.abort(interruption)
-            self._stop(run, interruption)
+            self._stop(run.barrier, submitted, interruption)
             raise
         if run.barrier.cause is not None:
-            self._stop(run, run.barrier.cause)
+            self._stop(run.barrier, submitted, run.barrier.cause)
             raise run.barrier.cause
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """Where the replicas' random numbers stand."""
-        return ReplicaGenerators(self._devices, [random.generator for random in self._random], self._gpu)
+        return ReplicaGenerators([random.generator for random in self._random], self._gpu)
 
     def guard(self, guards: Sequence[Guard | None]) -> None:
-        """Has each replica's calls of torch functions looked at from the next run on.
-
-        Args:
-            guards: one per replica, in replica order.
-        """
+        """Sets, per replica, the guard that sees its calls of torch functions from the next run on."""
         for random, guard in zip(self._random, guards, strict=True):
             random.guard = guard
 
@@ -266,7 +248,7 @@ class ReplicaRunner:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Runs inside the block leave no trace: in the replicas' random numbers, and in the peak of their memory."""
+        """A block whose runs leave no trace in the replicas' random numbers and in the peak of their memory."""
         drawn, peaks = self.generators.states(), [gpu.account.peak for gpu in self._on_gpus]
         try:
             yield
@@ -276,12 +258,11 @@ class ReplicaRunner:
                 gpu.account.peak = peak
 
     def abort(self, cause: BaseException) -> None:
-        """Ends the run under way, if there is one, with ``cause``. From any thread."""
+        """Ends the run in progress, if there is one, with ``cause``. From any thread."""
         if self._current is not None:
             self._current.abort(cause)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
         self._threads.close()
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
@@ -299,48 +280,39 @@ class ReplicaRunner:
     def _on_gpus(self) -> list[GpuReplica]:
         return [gpu for gpu in self._gpu if gpu is not None]
 
-    def _stop(self, run: _Run, cause: BaseException) -> None:
-        self._stopped = run.barrier
+    def _stop(self, barrier: ReplicaBarrier, submitted: int, cause: BaseException) -> None:
+        self._stopped = barrier
         if self._failing is not None:
             self._failing(cause)
-        for replica in range(run.submitted, len(self._devices)):
-            run.barrier.leave(replica, ReplicaStopped())
-        if run.barrier.wait_until_left(STOP_GRACE_S):
+        for replica in range(submitted, len(self._devices)):
+            barrier.leave(replica, ReplicaStopped())
+        if barrier.wait_until_left(STOP_GRACE_S):
             self._stopped = None
             return
-        interrupted = [self._names.index(name) for name in run.barrier.missing]
+        interrupted = [self._names.index(name) for name in barrier.missing]
         for replica in interrupted:
             self._threads.interrupt(replica, ReplicaStopped)
-        if run.barrier.wait_until_left(STOP_LIMIT_S):
+        if barrier.wait_until_left(STOP_LIMIT_S):
             for replica in interrupted:
                 self._threads.forget_interrupt(replica)
 
 
 class _Run:
-    """The state of one run: its meeting point and its results."""
+    """The state of one run: its barrier, its results, and the caller's state."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        names: Sequence[str],
-        timeout_s: float,
-        streams: RunStreams,
-        modes: CallerModes,
-    ) -> None:
-        self.strategy = strategy
+    def __init__(self, names: Sequence[str], timeout_s: float, streams: RunStreams, caller: CallerState) -> None:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
-        self.submitted = 0
-        self._names = names
-        self._modes = modes
-        self._caller = [CallerState.capture() for _ in names]
+        self._names, self._caller = names, caller
+        self._contexts = [copy_context() for _ in names]
+        self._profiles = [Profile.of_caller() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
-        """What the replica's thread is given to do. It never raises; ``leave`` takes the error."""
-        replica = context.local_replica
-        caller, modes = self._caller[replica], self._modes
+        """The job of a replica's thread. It never raises; ``leave`` takes the error."""
+        replica, caller = context.local_replica, self._caller
+        profile = self._profiles[replica]
         own = context.device.torch_device
 
         def in_slot() -> Any:
@@ -348,11 +320,12 @@ class _Run:
             try:
                 self.barrier.stop_if_ended()
                 with (
-                    modes.default_device(own),
+                    caller.default_device(own),
                     caller.applied(),
+                    nullcontext() if profile is None else profile.shown(),
                     random,
                     in_context(context),
-                    modes.applied(),
+                    caller.modes_applied(),
                     slot.naming_device(),
                 ):
                     result = body()
@@ -363,7 +336,7 @@ class _Run:
 
         def outcome() -> BaseException | None:
             try:
-                self.results[replica] = caller.context.run(in_slot)
+                self.results[replica] = self._contexts[replica].run(in_slot)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 if not isinstance(raised, ReplicaStopped):
                     raised.add_note(f"raised in {self._names[replica]}")

@@ -16,33 +16,21 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The circumstances of a run.
-
-    Args:
-        processor: its name.
-        cores: that this process may use.
-        memory_gb: in all.
-        system: kernel.
-        python: version.
-        torch: version.
-        transformers: version, or "unknown".
-        commit: of the source tree that this package lies in, with "and local changes" where there are some.
-        load: the machine's load average over the last minute, before the run; 0 is a machine of our own.
-    """
+    """The machine and the software of a run."""
 
     processor: str
-    cores: int
+    cores: int  # that this process may use
     memory_gb: float
-    system: str
+    system: str  # kernel
     python: str
     torch: str
-    transformers: str
-    commit: str
-    load: float
+    transformers: str  # version, or "unknown"
+    commit: str  # of the source tree around this package, with "and local changes" where there are some
+    load: float  # load average of the last minute before the run
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """For the head of a report, as pairs of a name and a text."""
+        """For the head of a report: names and texts."""
         where = f"{self.processor}, {self.cores} cores, {self.memory_gb:.0f} GB, {self.system}"
         return [
             ("machine", f"{where}; load average before the run {self.load:.2f}"),
@@ -53,6 +41,10 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this runs on, now."""
+    try:
+        transformers = version("transformers")
+    except PackageNotFoundError:
+        transformers = _UNKNOWN
     return Machine(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
@@ -60,7 +52,7 @@ def this_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         torch=torch.__version__,
-        transformers=_version("transformers"),
+        transformers=transformers,
         commit=commit_of(Path(__file__).parents[1]),
         load=os.getloadavg()[0],
     )
@@ -74,9 +66,9 @@ def commit_of(folder: Path) -> str:
     return f"{commit} and local changes" if _git(folder, "status", "--porcelain", "--", ".") else commit
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -87,10 +79,3 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine() or _UNKNOWN
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return _UNKNOWN

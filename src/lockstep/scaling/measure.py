@@ -1,9 +1,9 @@
-"""Trains a recipe on one configuration and reads the clocks: what a fresh process of a scaling run does.
+"""Trains a recipe on one configuration and times its steps: what a fresh process of a scaling run does.
 
 The step is that of ``Model.fit``: the sum of the shard's losses is back-propagated, and the update divides the summed
-gradients once by the summed count. Reading a clock takes at most 0.2 us, so on a CPU the timed steps are also the ones
-that are told apart. On a GPU work is only issued, so that a part of a step has no end that a clock could see; there the
-parts come from further steps, in which every replica waits for its stream after each part.
+gradients once by the summed count. Reading a clock takes at most 0.2 us, so on a CPU the timed steps also give the
+parts. A GPU computes asynchronously; there the parts come from further steps, in which every replica waits for its
+stream after each part.
 """
 
 from __future__ import annotations
@@ -33,49 +33,33 @@ from lockstep.train.loss import loss_sums, no_examples
 
 PARTS = ("input", "forward", "backward", "exchange", "update", "waiting", "other")
 """The parts of a step, in the order in which they are shown."""
+GPU_PROFILED_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMarks:
-    """Moments of one replica's step, in seconds of ``time.perf_counter()``.
+    """Moments of one replica's step, in seconds of ``time.perf_counter()``."""
 
-    Args:
-        began_s: the step function was entered.
-        forward_s: the loss of the shard was there.
-        backward_s: its gradients were.
-        settled_s: the update was done and the gradients cleared.
-    """
-
-    began_s: float
-    forward_s: float
-    backward_s: float
-    settled_s: float
+    began_s: float  # the step function was entered
+    forward_s: float  # the loss of the shard was computed
+    backward_s: float  # its gradients were computed
+    settled_s: float  # the update was done and the gradients cleared
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Milliseconds of one step; all but the step and the input are means over the replicas.
+    """Milliseconds of one step; all but the step and the input are means over the replicas."""
 
-    Args:
-        step: from the end of the step before to the end of this one.
-        input: until the next global batch was there, divided and on its devices.
-        forward: the module and its loss.
-        backward: the gradients.
-        exchange: summing gradients over the replicas.
-        update: dividing, updating, clearing the gradients.
-        waiting: for other replicas: for a turn where they share cores, for the slowest at the update, for its end.
-            What the slowest itself spends on a meeting is not waiting.
-        other: what is left: starting the replicas, their meetings, and collecting what they return.
-    """
-
-    step: float
-    input: float
-    forward: float
-    backward: float
-    exchange: float
-    update: float
+    step: float  # from the end of the previous step to the end of this one
+    input: float  # until the next global batch was divided and on its devices
+    forward: float  # the module and its loss
+    backward: float  # the gradients
+    exchange: float  # summing gradients over the replicas
+    update: float  # dividing, updating, clearing the gradients
+    # For other replicas: for a turn where they share cores, for the slowest at the update, for its end. What the
+    # slowest itself spends on a meeting is not waiting.
     waiting: float
-    other: float
+    other: float  # what is left: starting the replicas, their meetings, and collecting what they return
 
 
 def step_times(
@@ -86,14 +70,9 @@ def step_times(
     replicas: Sequence[ReplicaMarks],
     updates: Sequence[UpdateTimes | None],
 ) -> StepTimes:
-    """The times of a step.
+    """The times of a step, from the moments when its batch was requested and there, and when all replicas had returned.
 
-    Args:
-        asked_s: the end of the step before, when the next batch was asked for.
-        given_s: the batch was there.
-        ended_s: all replicas had returned.
-        replicas: one item per replica.
-        updates: likewise; None for an update that was skipped.
+    ``updates`` has None for an update that was skipped.
     """
     done = [times for times in updates if times is not None]
     spent = {
@@ -101,10 +80,14 @@ def step_times(
         "forward": fmean(marks.forward_s - marks.began_s for marks in replicas),
         "backward": fmean(marks.backward_s - marks.forward_s for marks in replicas),
         "exchange": fmean(times.exchange_s if times else 0.0 for times in updates),
-        "update": fmean(map(_update_s, replicas, updates)),
-        "waiting": _longer_than_the_shortest([marks.began_s for marks in replicas])
-        + _longer_than_the_shortest([times.opened_s - times.arrived_s for times in done])
-        + _longer_than_the_shortest([times.closed_s - times.updated_s for times in done]),
+        # With clearing the gradients and, on a GPU that was waited for, the rest of its work.
+        "update": fmean(
+            times.update_s + marks.settled_s - times.closed_s if times else 0.0
+            for marks, times in zip(replicas, updates, strict=True)
+        ),
+        "waiting": _beyond_shortest([marks.began_s for marks in replicas])
+        + _beyond_shortest([times.opened_s - times.arrived_s for times in done])
+        + _beyond_shortest([times.closed_s - times.updated_s for times in done]),
     }
     step_s = ended_s - asked_s
     spent["other"] = step_s - sum(spent.values())
@@ -116,45 +99,27 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(**{name: fmean(getattr(step, name) for step in steps) for name in ("step", *PARTS)})
 
 
-def _longer_than_the_shortest(seconds: Sequence[float]) -> float:
+def _beyond_shortest(seconds: Sequence[float]) -> float:
     """The mean of what each spends beyond the one that spends least, which waits for nobody."""
     return fmean(seconds) - min(seconds) if seconds else 0.0
 
 
-def _update_s(marks: ReplicaMarks, times: UpdateTimes | None) -> float:
-    """With what comes after: clearing the gradients, and on a GPU that was waited for, the rest of its work."""
-    return 0.0 if times is None else times.update_s + (marks.settled_s - times.closed_s)
-
-
-GPU_PROFILED_STEPS = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one process measured.
+    """What one process measured."""
 
-    Args:
-        step_ms: each timed step.
-        parts: of each timed step; on a GPU, of as many steps after them as ``GPU_PROFILED_STEPS``.
-        timed_s: from asking for the first timed batch to the end of the last timed step.
-        examples: in the timed steps.
-        steps_an_epoch: of the recipe at this global batch.
-        loss: of the last timed step.
-        source: of the data.
-    """
-
-    step_ms: tuple[float, ...]
-    parts: tuple[StepTimes, ...]
-    timed_s: float
-    examples: int
+    step_ms: tuple[float, ...]  # each timed step
+    parts: tuple[StepTimes, ...]  # of each timed step; on a GPU, of ``GPU_PROFILED_STEPS`` further steps
+    timed_s: float  # from requesting the first timed batch to the end of the last timed step
+    examples: int  # in the timed steps
     steps_an_epoch: int
-    loss: float
-    source: str
+    loss: float  # of the last timed step
+    source: str  # of the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """One step: its times, the examples of all replicas, and what its update gave."""
+    """One step of all replicas."""
 
     times: StepTimes
     examples: int
@@ -162,7 +127,7 @@ class Lap:
 
     @property
     def loss(self) -> float:
-        """Over the examples of all replicas. Waits for a GPU that has not come so far."""
+        """Over the examples of all replicas. Waits for the GPU."""
         total, count = float(self.result.total), float(self.result.count)
         return total / count if count else float("nan")
 
@@ -177,7 +142,7 @@ class ReplicaStep:
 
 
 def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
-    """Trains ``warm_up`` steps of one epoch, then ``timed_steps`` from the start of the next, which are timed.
+    """Trains ``warm_up`` steps of one epoch, then times ``timed_steps`` from the start of the next.
 
     Raises:
         DataError: an epoch holds less than one global batch.
@@ -193,12 +158,15 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
     _wait_for_gpus(strategy)
     started_s = time.perf_counter()
     with closing(training.laps(epoch=1, settle=False)) as laps:
-        timed = list(islice(laps, timed_steps))
+        timed = profiled = list(islice(laps, timed_steps))
         _wait_for_gpus(strategy)
         timed_s = time.perf_counter() - started_s
+    if strategy.devices[0].kind == "GPU":
+        with closing(training.laps(epoch=2, settle=True)) as laps:
+            profiled = list(islice(laps, GPU_PROFILED_STEPS))
     return Record(
         step_ms=tuple(lap.times.step for lap in timed),
-        parts=_parts(strategy, training, timed),
+        parts=tuple(lap.times for lap in profiled),
         timed_s=timed_s,
         examples=sum(lap.examples for lap in timed),
         steps_an_epoch=len(work.train),
@@ -207,13 +175,14 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
     )
 
 
-class Training:
-    """A recipe's module, optimizer and data on a strategy.
+def _wait_for_gpus(strategy: Strategy) -> None:
+    for device in strategy.devices:
+        if device.kind == "GPU":
+            torch.cuda.synchronize(device.torch_device)
 
-    Args:
-        strategy: whose replicas train.
-        work: what they train.
-    """
+
+class Training:
+    """A recipe's module, optimizer and data on a strategy."""
 
     def __init__(self, strategy: Strategy, work: Work) -> None:
         self._strategy = strategy
@@ -223,11 +192,9 @@ class Training:
         self._step = partial(train_shard, work, module, self._optimizer)
 
     def laps(self, *, epoch: int, settle: bool) -> Generator[Lap, None, None]:
-        """Trains a step for every lap that is asked for, over ``epoch`` and those after it. Close the generator.
+        """Trains one step for every lap that is taken, from the start of ``epoch`` on. Close the generator.
 
-        Args:
-            epoch: the first; it is begun anew.
-            settle: whether every replica waits for its GPU after each part of the step.
+        ``settle``: whether every replica waits for its GPU after each part of the step.
         """
         asked_s = time.perf_counter()
         with closing(self._batches(epoch)) as batches:
@@ -284,16 +251,3 @@ def _now(settle: bool) -> float:
     if settle:
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()
-
-
-def _wait_for_gpus(strategy: Strategy) -> None:
-    for device in strategy.devices:
-        if device.kind == "GPU":
-            torch.cuda.synchronize(device.torch_device)
-
-
-def _parts(strategy: Strategy, training: Training, timed: list[Lap]) -> tuple[StepTimes, ...]:
-    if strategy.devices[0].kind == "GPU":
-        with closing(training.laps(epoch=2, settle=True)) as laps:
-            timed = list(islice(laps, GPU_PROFILED_STEPS))
-    return tuple(lap.times for lap in timed)

@@ -54,22 +54,17 @@ class ScalingSettings:
 
 
 def usual_replicas(devices: int) -> tuple[int, ...]:
-    """The replicas that are measured if nobody says: 2, 4, 8 ... and all.
+    """The default numbers of replicas: 2, 4, 8 ... and all.
 
     Example:
         >>> usual_replicas(6)
         (2, 4, 6)
     """
-    powers = [2**power for power in range(1, devices.bit_length()) if 2**power < devices]
-    return (*powers, devices)
+    return (*(2**power for power in range(1, devices.bit_length()) if 2**power < devices), devices)
 
 
 def parse_replicas(text: str) -> tuple[int, ...]:
-    """Reads ``1,2,4``.
-
-    Raises:
-        ConfigError: something in it is no number.
-    """
+    """Reads ``1,2,4``; raises ConfigError where something in it is no number."""
     try:
         return tuple(int(item) for item in text.split(","))
     except ValueError:
@@ -83,23 +78,14 @@ Layout = Literal["one device", "whole machine", "same total", "N times the total
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One row of the tables.
-
-    Args:
-        layout: what it is in relation to the others.
-        replicas: how many.
-        batch_size: rows of a global batch.
-        cores: intra-op threads of the process, which its replicas divide among them; None leaves torch's number.
-        hardware: how many times the hardware of one device its replicas run on: cores over cores, or GPUs.
-        resource: the hardware in words: "1 core", "2 GPUs".
-    """
+    """One row of the tables."""
 
     layout: Layout
     replicas: int
-    batch_size: int
-    cores: int | None
-    hardware: float
-    resource: str
+    batch_size: int  # rows of a global batch
+    cores: int | None  # intra-op threads of the process, which its replicas divide; None leaves torch's number
+    hardware: float  # its hardware in units of one device's: cores over cores, or GPUs
+    resource: str  # the hardware in words: "1 core", "2 GPUs"
 
     @property
     def name(self) -> str:
@@ -108,19 +94,13 @@ class Configuration:
             return "1 device"
         if self.layout == "whole machine":
             return f"1 device, {self.resource}"
-        return (
-            f"{self.replicas} replicas, {'same' if self.layout == 'same total' else f'{self.replicas} times the'} total"
-        )
+        total = "same" if self.layout == "same total" else f"{self.replicas} times the"
+        return f"{self.replicas} replicas, {total} total"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What there is to divide.
-
-    Args:
-        devices: the logical devices, in replica order.
-        cores: CPU cores of the machine that this process may use.
-    """
+    """What there is to divide: the logical devices, in replica order, and the CPU cores that this process may use."""
 
     devices: tuple[LogicalDevice, ...]
     cores: int
@@ -137,7 +117,6 @@ class Hardware:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are shares of the CPU."""
         return self.devices[0].kind == "CPU"
 
     @property
@@ -150,11 +129,6 @@ class Hardware:
         if self.on_cpu:
             return min(self.cores, self.share * replicas)
         return len({device.physical.name for device in self.devices[:replicas]})
-
-    def words(self, amount: int) -> str:
-        """``amount`` with its unit."""
-        unit = "core" if self.on_cpu else "GPU"
-        return f"{amount} {unit}" if amount == 1 else f"{amount} {unit}s"
 
 
 def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, ...]:
@@ -172,39 +146,28 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
     several = sorted({replicas for replicas in settings.replicas if replicas > 1})
     if not several:
         raise ConfigError("--replicas names only 1, expected a number above 1 to compare with it; add one, such as 2")
+
+    def row(layout: Layout, replicas: int, batch: int) -> Configuration:
+        amount = hardware.cores if layout == "whole machine" else hardware.amount(replicas)
+        unit = "core" if hardware.on_cpu else "GPU"
+        return Configuration(
+            layout=layout,
+            replicas=replicas,
+            batch_size=batch,
+            cores=amount if hardware.on_cpu else None,
+            hardware=amount / hardware.amount(1),
+            resource=f"1 {unit}" if amount == 1 else f"{amount} {unit}s",
+        )
+
     batch = settings.batch_size
-    rows = [_row(hardware, "one device", 1, batch)]
+    rows = [row("one device", 1, batch)]
     if hardware.on_cpu and hardware.cores > hardware.share:
-        rows.append(_whole(hardware, batch))
+        rows.append(row("whole machine", 1, batch))
     for replicas in several:
-        rows.append(_row(hardware, "same total", replicas, batch))
-        rows.append(_row(hardware, "N times the total", replicas, batch * replicas))
+        rows += [row("same total", replicas, batch), row("N times the total", replicas, batch * replicas)]
     return tuple(rows)
 
 
 def largest_batch(rows: Sequence[Configuration]) -> int:
     """The largest global batch of the plan."""
     return max(row.batch_size for row in rows)
-
-
-def _row(hardware: Hardware, layout: Layout, replicas: int, batch: int) -> Configuration:
-    amount = hardware.amount(replicas)
-    return Configuration(
-        layout=layout,
-        replicas=replicas,
-        batch_size=batch,
-        cores=amount if hardware.on_cpu else None,
-        hardware=amount / hardware.amount(1),
-        resource=hardware.words(amount),
-    )
-
-
-def _whole(hardware: Hardware, batch: int) -> Configuration:
-    return Configuration(
-        layout="whole machine",
-        replicas=1,
-        batch_size=batch,
-        cores=hardware.cores,
-        hardware=hardware.cores / hardware.share,
-        resource=hardware.words(hardware.cores),
-    )

@@ -1,14 +1,13 @@
-"""The recipes as the scaling bench trains them: module, batches, optimizer and loss, at any global batch size.
+"""The recipes that ``lockstep bench scaling`` can measure: module, batches, optimizer and loss, at any batch size.
 
-The learning rate stays at its first value: what a step costs does not depend on it. Nothing of a recipe's packages is
-imported before the recipe is built.
+The learning rate stays at its first value: what a step costs does not depend on it. A recipe's packages are imported
+when it is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import nn
@@ -32,44 +31,27 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a process trains.
+    """What a process trains."""
 
-    Args:
-        source: where the data came from.
-        module: on the CPU, of seeded weights.
-        train: global batches.
-        make_optimizer: from the module's parameters.
-        loss: ``loss(outputs, y)``, in any form that ``Model.compile`` takes.
-        sync_batchnorm: whether batch norm takes its statistics over the global batch.
-    """
-
-    source: str
-    module: nn.Module
+    source: str  # where the data came from
+    module: nn.Module  # on the CPU, with seeded weights
     train: Batches
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[[Any, Any], Any]  # of (outputs, y), in any form that ``Model.compile`` takes
     sync_batchnorm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe that can be measured.
+    """A recipe that can be measured."""
 
-    Args:
-        name: as on the command line.
-        config: its dataclass, which has a ``batch_size``.
-        fixed: fields of it that the measurement sets or does not use, and that are therefore no flags.
-        title: from a config to what is trained, in words.
-        build: from a config to the work.
-        notes: what a reader of its tables should know.
-    """
-
-    name: str
-    config: type[Any]
-    fixed: frozenset[str]
-    title: Callable[[Any], str]
+    name: str  # as on the command line
+    config: type[Any]  # its dataclass, which has a ``batch_size``
+    title: Callable[[Any], str]  # from a config to what is trained, in words
     build: Callable[[Any], Work]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader of its tables should know
+    # Fields of the config that the measurement sets or does not use, and that are therefore no flags.
+    fixed: frozenset[str] = frozenset({"batch_size", "epochs", "patience", "precision", "accumulate", "clip_norm"})
 
 
 def build_work(recipe: str, config: Any, batch_size: int) -> Work:
@@ -78,11 +60,7 @@ def build_work(recipe: str, config: Any, batch_size: int) -> Work:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The recipe of that name; raises ConfigError if there is none."""
     if name not in RECIPES:
         raise ConfigError(f"no recipe is called {name!r}; choose from {', '.join(RECIPES)}")
     return RECIPES[name]
@@ -104,7 +82,7 @@ def _images(config: ImagesConfig) -> Work:
 
 def _images_title(config: ImagesConfig) -> str:
     width = "" if config.width_multiplier == 1 else f", width {config.width_multiplier:g}"
-    return f"MobileNetV2{width}, pictures of {config.size}x{config.size}, Adam, fp32"
+    return f"MobileNetV2{width}, images of {config.size}x{config.size}, Adam, fp32"
 
 
 def _mlm(config: MlmConfig) -> Work:
@@ -123,38 +101,20 @@ def _mlm(config: MlmConfig) -> Work:
 
 def _mlm_title(config: MlmConfig) -> str:
     size = f"{config.layers} layers of width {config.hidden}" if config.pretrained is None else config.pretrained
-    return f"masked language model, BERT ({size}), lines of at most {config.sequence_length} tokens, Adam, fp32"
+    return f"masked language model, BERT ({size}), sequences of at most {config.sequence_length} tokens, Adam, fp32"
 
 
 _DECODED_BEFORE = (
-    "The pictures are decoded once, before the first step, so decoding is no part of the times; input is cutting, "
-    "augmenting and dividing batches, ahead of the steps that use them."
+    "The images are decoded once, before the first step, so decoding is not part of the times; input is cropping, "
+    "augmenting and dividing batches, which runs ahead of the steps."
 )
 _OWN_STATISTICS = (
     "Batch norm takes its statistics over each replica's shard, so losses differ between layouts of the same batch; "
     "--sync-batchnorm takes them over the global batch, and its exchange is then part of forward and backward."
 )
-_NOT_MEASURED = frozenset({"batch_size", "epochs", "patience", "precision", "accumulate", "clip_norm"})
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        recipe.name: recipe
-        for recipe in (
-            Recipe(
-                name="images",
-                config=ImagesConfig,
-                fixed=_NOT_MEASURED,
-                title=_images_title,
-                build=_images,
-                notes=(_DECODED_BEFORE, _OWN_STATISTICS),
-            ),
-            Recipe(
-                name="mlm",
-                config=MlmConfig,
-                fixed=_NOT_MEASURED,
-                title=_mlm_title,
-                build=_mlm,
-            ),
-        )
-    }
-)
+RECIPES: Mapping[str, Recipe] = {
+    "images": Recipe(
+        name="images", config=ImagesConfig, title=_images_title, build=_images, notes=(_DECODED_BEFORE, _OWN_STATISTICS)
+    ),
+    "mlm": Recipe(name="mlm", config=MlmConfig, title=_mlm_title, build=_mlm),
+}

@@ -26,19 +26,7 @@ ROW_HEADINGS = (
     "efficiency", "final loss",
 )  # fmt: skip
 PART_HEADINGS = ("layout", "step ms", *PARTS)
-TEXT_COLUMNS = frozenset({"layout", "on", "timed", "data"})
-
-# A published tutorial on tf.distribute prints these times for MobileNetV2: a footnote to the recipe `images` that shows
-# the shape of the curve on other hardware. Data, and seconds an epoch of 1 GPU, of 4 at the same total, at 4 times it.
-_PUBLISHED = {"images": (("cats_vs_dogs", 146, 39, 29), ("tf_flowers", 22, 7, 5))}
-_PUBLISHED_TITLE = "Published, on another machine"
-_PUBLISHED_NOTE = (
-    "Seconds an epoch that a tutorial on tf.distribute printed for MobileNetV2 at 224x224 on 4 x GTX 1080 Ti. Another "
-    "machine, another library, other data: not measured here and not to be compared with the times above."
-)
-_PUBLISHED_HEADINGS = (
-    "data", "1 GPU, batch 64", "4 GPUs, total 64", "4 GPUs, total 256", "speed-up, total 64", "speed-up, total 256",
-)  # fmt: skip
+TEXT_COLUMNS = frozenset({"layout", "on", "timed"})
 
 _COLUMNS = {
     "s/epoch": "Seconds an epoch, median over the rounds. Where “timed” names a part of the steps, the epoch is "
@@ -102,7 +90,6 @@ def terminal_tables(result: ScalingResult) -> str:
 
 def render_markdown(result: ScalingResult) -> str:
     """The report as Markdown."""
-    published = _published_cells(result.recipe)
     parts = [
         f"# Scaling of {result.recipe}, {result.date}",
         "\n".join([*(f"- {name}: {text}" for name, text in _facts(result)), f"- command: `{result.command}`"]),
@@ -113,17 +100,11 @@ def render_markdown(result: ScalingResult) -> str:
         "## What the rows and columns mean",
         "\n".join(f"- {name}: {text}" for name, text in _definitions(result)),
     ]
-    if published:
-        parts += [f"## {_PUBLISHED_TITLE}", _PUBLISHED_NOTE, markdown_table(_PUBLISHED_HEADINGS, published)]
     return "\n\n".join(parts) + "\n"
 
 
 def render_page(result: ScalingResult) -> str:
-    """The report as one HTML page that loads nothing. Every text in it is escaped.
-
-    Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
-    """
+    """The report as one HTML page that loads nothing. Every text in it is escaped. Needs jinja2 and matplotlib."""
     jinja2 = require("jinja2", "plots")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     rows = result.rows
@@ -139,10 +120,6 @@ def render_page(result: ScalingResult) -> str:
         extrapolated=any(not row.epochs_timed for row in rows),
         facts=_facts(result),
         definitions=_definitions(result),
-        published=_published_cells(result.recipe),
-        published_headings=_PUBLISHED_HEADINGS,
-        published_title=_PUBLISHED_TITLE,
-        published_note=_PUBLISHED_NOTE,
     )
     return page
 
@@ -248,13 +225,6 @@ def row_cells(row: Row) -> list[str]:
 def part_cells(row: Row) -> list[str]:
     """The cells of a row under ``PART_HEADINGS``: milliseconds that add up to the step."""
     return [row.configuration.name, *(f"{getattr(row.parts, name):.1f}" for name in ("step", *PARTS))]
-
-
-def _published_cells(recipe: str) -> list[list[str]]:
-    return [
-        [data, *(f"{value}" for value in (one, same, times)), f"{one / same:.2f}", f"{one / times:.2f}"]
-        for data, one, same, times in _PUBLISHED.get(recipe, ())
-    ]
 
 
 def _facts(result: ScalingResult) -> list[tuple[str, str]]:

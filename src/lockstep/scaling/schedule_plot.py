@@ -1,6 +1,6 @@
-"""Timetables of a pipeline as a picture: a line a worker, a box an action, in SVG. Pure: timetables in, text out.
+"""Draws traces of a pipeline as SVG: a row for each worker, a box for each action. Pure: traces in, text out.
 
-It stands on light and dark pages alike: the paper shows through, and what is written on it is grey.
+The background is transparent and the text is grey, so that it is readable on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from lockstep.parallel.pipeline_trace import ActionKind, PipelineTrace, Slot
 
-_WORDS: Mapping[ActionKind, str] = MappingProxyType(
+_LABELS: Mapping[ActionKind, str] = MappingProxyType(
     {
         "forward": "forward",
         "backward": "backward",
@@ -39,15 +39,10 @@ _NUMBER, _NARROW, _SWATCH, _LETTER = 10.5, 9.0, 11.0, 6.1
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How time becomes width.
+    """How time becomes width."""
 
-    Args:
-        length: of time, in the timetables' unit, that the picture is wide; pictures of one length compare.
-        width: of the whole picture.
-    """
-
-    length: float
-    width: float = 880.0
+    length: float  # of time that fills the width, in the unit of the traces; drawings of one length can be compared
+    width: float = 880.0  # of the whole drawing
 
     @property
     def unit(self) -> float:
@@ -55,25 +50,19 @@ class Scale:
         return (self.width - _LEFT - _RIGHT) / self.length
 
 
-def draw_timetable(table: PipelineTrace, scale: Scale, *, title: str) -> str:
-    """A picture of one timetable.
-
-    Args:
-        table: what is drawn.
-        scale: its widths.
-        title: what a reader who does not see it is told.
-    """
+def draw_trace(table: PipelineTrace, scale: Scale, *, title: str) -> str:
+    """One trace; ``title`` is for readers who do not see the drawing."""
     bottom = _TOP + _ROW * len(table.workers)
     return _svg(title, scale, bottom + _LEGEND, [*_rows(table, scale, _TOP), *_legend([table], bottom)])
 
 
-def draw_timetables(tables: Mapping[str, PipelineTrace], scale: Scale, *, title: str) -> str:
+def draw_traces(tables: Mapping[str, PipelineTrace], scale: Scale, *, title: str) -> str:
     """Several below each other, each under its name."""
     lines: list[str] = []
     top = _TOP
     for name, table in tables.items():
-        said = f"{escape(name)}, idle {table.bubble:.1%}"
-        lines.append(f'<text x="{_LEFT:g}" y="{top + 14:g}" fill="{_QUIET}">{said}</text>')
+        text = f"{escape(name)}, idle {table.bubble:.1%}"
+        lines.append(f'<text x="{_LEFT:g}" y="{top + 14:g}" fill="{_QUIET}">{text}</text>')
         lines += _rows(table, scale, top + _CAPTION)
         top += _CAPTION + _ROW * len(table.workers) + _GAP
     return _svg(title, scale, top + _LEGEND, [*lines, *_legend(list(tables.values()), top)])
@@ -110,9 +99,9 @@ def _row(table: PipelineTrace, worker: int, slots: Sequence[Slot], top: float, s
 
 def _box(slot: Slot, shade: int, left: float, top: float, width: float) -> list[str]:
     action = slot.action
-    words = f"{_WORDS[action.kind]}, microbatch {action.microbatch + 1}, stage {action.stage}"
+    label = f"{_LABELS[action.kind]}, microbatch {action.microbatch + 1}, stage {action.stage}"
     place = f'x="{left + 0.5:.2f}" y="{top:g}" width="{max(width - 1, 0.3):.2f}" height="{_BOX:g}"'
-    lines = [f'<rect {place} rx="2" fill="{_FILLS[action.kind][shade]}"><title>{words}</title></rect>']
+    lines = [f'<rect {place} rx="2" fill="{_FILLS[action.kind][shade]}"><title>{label}</title></rect>']
     if width >= _NARROW:
         lines.append(
             f'<text x="{left + width / 2:.2f}" y="{top + _BOX / 2 + 3.8:.2f}" text-anchor="middle" '
@@ -125,7 +114,7 @@ def _legend(tables: Sequence[PipelineTrace], bottom: float) -> list[str]:
     kinds = {slot.action.kind for table in tables for slots in table.workers for slot in slots}
     several = any(len({slot.action.stage for slot in slots}) > 1 for table in tables for slots in table.workers)
     lines, left, top = [], _LEFT, bottom + 7
-    for kind, words in _WORDS.items():
+    for kind, label in _LABELS.items():
         if kind not in kinds:
             continue
         for shade in range(2 if several else 1):
@@ -134,9 +123,9 @@ def _legend(tables: Sequence[PipelineTrace], bottom: float) -> list[str]:
                 f'fill="{_FILLS[kind][shade]}"/>'
             )
             left += _SWATCH + 2
-        lines.append(f'<text x="{left + 4:.1f}" y="{top + 10:g}" fill="{_QUIET}">{words}</text>')
-        left += 4 + _LETTER * len(words) + 22
+        lines.append(f'<text x="{left + 4:.1f}" y="{top + 10:g}" fill="{_QUIET}">{label}</text>')
+        left += 4 + _LETTER * len(label) + 22
     if several:
-        said = "light: in a worker's second stage"
-        lines.append(f'<text x="{left:.1f}" y="{top + 10:g}" fill="{_QUIET}">{said}</text>')
+        text = "light: in a worker's second stage"
+        lines.append(f'<text x="{left:.1f}" y="{top + 10:g}" fill="{_QUIET}">{text}</text>')
     return lines

@@ -36,7 +36,7 @@ from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, 
 from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
-from lockstep.scaling.schedule_plot import Scale, draw_timetables
+from lockstep.scaling.schedule_plot import Scale, draw_traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class PipelineSettings:
         schedules: their names.
         workers: processes that divide its layers.
         microbatches: parts of a batch.
-        rows: lines in a microbatch.
-        sequence: tokens in a line.
+        rows: sequences in a microbatch.
+        sequence: tokens in a sequence.
         layers: encoder layers.
         hidden: width of a token's vector, a multiple of 32.
         vocabulary: tokens that have an embedding.
@@ -83,7 +83,6 @@ class PipelineSettings:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return self.hidden // _HEAD
 
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
@@ -95,11 +94,7 @@ _HEAD = 32
 
 
 def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
-    """Reads ``1f1b,zero_bubble``; None is all of them.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Reads ``1f1b,zero_bubble``; None is all of them. Raises ConfigError for an unknown name."""
     if text is None:
         return SCHEDULES
     names = [name.strip() for name in text.split(",")]
@@ -114,25 +109,15 @@ _RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one trial gave.
-
-    Args:
-        schedule: its name.
-        round: 0 for the first.
-        steps: the timed steps, in seconds.
-    """
+    """What one trial gave."""
 
     schedule: ScheduleName
-    round: int
-    steps: tuple[PipelineTrace, ...]
+    round: int  # 0 for the first
+    steps: tuple[PipelineTrace, ...]  # the timed steps, in seconds
 
 
 def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
-    """Measures in fresh processes, and waits until they have ended.
-
-    Raises:
-        ClusterError: a worker failed, or they took longer than ``TRIAL_LIMIT_S``.
-    """
+    """Measures in fresh processes; raises ClusterError if a worker failed or took longer than ``TRIAL_LIMIT_S``."""
     require("transformers", "transformers")
     steps = ls.launch(
         measure_in_worker, workers=settings.workers, args=(settings, schedule), gpus_per_worker=0,
@@ -154,15 +139,15 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         model = ls.Model(_model(settings))
         model.compile(_optimizer, _loss)
         watch = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(_timetable(model)))
-        words = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
-        batch = ({"input_ids": words}, words)
+        tokens = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
+        batch = ({"input_ids": tokens}, tokens)
         model.fit([batch] * (settings.warm_up + settings.steps), epochs=1, callbacks=[watch], verbose=0)
     return steps[settings.warm_up :]
 
 
 def _timetable(model: ls.Model) -> PipelineTrace:
     part: Any = model.module
-    table: PipelineTrace = part.timetable()
+    table: PipelineTrace = part.pipeline_trace()
     return table
 
 
@@ -170,8 +155,8 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, _RATE)
 
 
-def _loss(outputs: Any, words: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.transpose(1, 2), words, reduction="none")
+def _loss(outputs: Any, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.transpose(1, 2), tokens, reduction="none")
 
 
 def _model(settings: PipelineSettings) -> nn.Module:
@@ -193,35 +178,20 @@ def _model(settings: PipelineSettings) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A schedule over all its rounds.
-
-    Args:
-        schedule: its name.
-        stages_per_worker: of the model.
-        steps: timed steps of all rounds.
-        step_ms: from the first action to the last, median.
-        busy_ms: of that, computing, on average over the workers, median.
-        bubble: the measured idle share, median.
-        lowest: of the rounds' medians.
-        highest: of the rounds' medians.
-        textbook: (S-1)/(M+S-1).
-        own: what the schedule's timetable has if a backward pass takes twice a forward pass.
-        with_costs: what it has if each action takes what it took on average.
-        typical: the step whose idle share is the median.
-    """
+    """A schedule over all its rounds."""
 
     schedule: ScheduleName
     stages_per_worker: int
-    steps: int
-    step_ms: float
-    busy_ms: float
-    bubble: float
-    lowest: float
-    highest: float
-    textbook: float
-    own: float
-    with_costs: float
-    typical: PipelineTrace
+    steps: int  # timed steps of all rounds
+    step_ms: float  # from the first action to the last, median
+    busy_ms: float  # of that, computing, on average over the workers, median
+    bubble: float  # the measured idle share, median
+    lowest: float  # of the rounds' medians
+    highest: float  # of the rounds' medians
+    textbook: float  # (S-1)/(M+S-1)
+    own: float  # what the schedule's timetable has if a backward pass takes twice a forward pass
+    with_costs: float  # what it has if each action takes what it took on average
+    typical: PipelineTrace  # the step whose idle share is the median
 
 
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
@@ -269,23 +239,14 @@ Progress = Callable[[Sample, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineResult:
-    """A run and how it was made.
-
-    Args:
-        settings: what was asked.
-        date: YYYY-MM-DD.
-        machine: where.
-        command: that makes the run again.
-        rows: one a schedule.
-        samples: all of them.
-    """
+    """A run and how it was made."""
 
     settings: PipelineSettings
-    date: str
+    date: str  # YYYY-MM-DD
     machine: Machine
-    command: str
-    rows: tuple[Row, ...]
-    samples: tuple[Sample, ...]
+    command: str  # that makes the run again
+    rows: tuple[Row, ...]  # one a schedule
+    samples: tuple[Sample, ...]  # all of them
 
     @property
     def crowded(self) -> bool:
@@ -294,16 +255,7 @@ class PipelineResult:
 
 
 def measure_pipeline(settings: PipelineSettings, *, output: Path, progress: Progress) -> PipelineResult:
-    """Measures every schedule once a round, each time in fresh processes.
-
-    Args:
-        settings: what is measured.
-        output: where the report will go, for the command in it.
-        progress: told of each.
-
-    Raises:
-        ClusterError: a worker failed.
-    """
+    """Measures every schedule once a round, in fresh processes; ``output`` is for the command in the report."""
     from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()
@@ -327,8 +279,8 @@ def command_of(settings: PipelineSettings, output: Path) -> str:
     """The command that makes a run again."""
     flags = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     flags |= {"schedules": ",".join(settings.schedules), "output": output}
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join(["lockstep", "bench", "pipeline", *words])
+    arguments = [each for name, value in flags.items() for each in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["lockstep", "bench", "pipeline", *arguments])
 
 
 _HEADINGS = (
@@ -385,15 +337,10 @@ def write_pipeline_report(folder: Path, result: PipelineResult) -> PipelineFiles
 
 
 def render_markdown(result: PipelineResult, picture: str) -> str:
-    """The whole report.
-
-    Args:
-        result: what was measured.
-        picture: the name of the file of the picture.
-    """
+    """The whole report; ``picture`` is the name of the picture's file."""
     parts = [
         f"# Schedules of a pipeline, {result.date}",
-        "\n".join(f"- {name}: {said}" for name, said in _facts(result)),
+        "\n".join(f"- {name}: {text}" for name, text in _facts(result)),
         *([f"**{_CROWDED}**"] if result.crowded else []),
         markdown_table(_HEADINGS, _cells(result.rows)),
         "A measured step of each, the one whose idle share is the median; all on one scale:",
@@ -413,7 +360,7 @@ def render_picture(result: PipelineResult) -> str:
     """A measured step of each schedule, one below the other."""
     scale = Scale(length=max(row.typical.length for row in result.rows))
     tables = {f"{row.schedule}, {1000 * row.typical.length:.0f} ms": row.typical for row in result.rows}
-    return draw_timetables(tables, scale, title="measured steps of each schedule")
+    return draw_traces(tables, scale, title="measured steps of each schedule")
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -430,16 +377,16 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _facts(result: PipelineResult) -> list[tuple[str, str]]:
-    machine, settings = result.machine, result.settings
-    where = f"{machine.processor}, {machine.cores} cores, {machine.memory_gb:.0f} GB, {machine.system}"
-    tokens = f"{settings.rows} lines of {settings.sequence} tokens"
+    settings = result.settings
+    tokens = f"{settings.rows} sequences of {settings.sequence} tokens"
     processes = f"{settings.workers} workers, a process each with its share of the cores,"
     rounds = f"{settings.rounds} rounds, the schedules in turn, each in fresh processes"
     return [
-        ("machine", f"{where}; load average before the run {machine.load:.2f}"),
-        ("versions", f"Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}"),
-        ("commit", machine.commit),
-        ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, {settings.vocabulary} words, fp32, SGD"),
+        *result.machine.facts,
+        (
+            "model",
+            f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {settings.vocabulary}, fp32, SGD",
+        ),
         ("pipeline", f"{processes} over gloo; {settings.microbatches} microbatches of {tokens}"),
         ("measured", f"{rounds}; {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
         ("command", f"`{result.command}`"),

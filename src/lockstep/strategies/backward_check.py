@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.mirroring.module.buffers import tensor_digest
 
+# Names of functions in the autograd graph.
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
@@ -29,33 +31,24 @@ _OVER_A_DIM = (
     *("LinalgVectorNormBackward", "SoftmaxBackward", "LogSoftmaxBackward", "TopkBackward", "SortBackward"),
     *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
 )
-"""Of functions that compare, or take together, what stands along a dimension; a sum is not one of them."""
-_SPREADS = frozenset([getattr(home, name) for home in (torch, torch.Tensor) for name in ("std", "var")])
-_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, torch.Tensor.flip, torch.bincount}
-_OF_DATA |= {torch.Tensor.bincount}
-"""Of functions that steps call on data, without gradients, what compares rows; a mean is what metrics are, too."""
+"""Functions that compare or combine items along a dimension; a sum is not one of them."""
+_SPREADS = frozenset([getattr(home, name) for home in (torch, Tensor) for name in ("std", "var")])
+_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, Tensor.flip, torch.bincount, Tensor.bincount}
+"""Functions that compare rows when a step calls them on data, without gradients. A mean does too, in metrics."""
 _LEAF = "AccumulateGrad"
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
-_NODES = 5000
-"""A term whose graph has more nodes is no penalty, and not looked into."""
+_NODES = 5000  # a term whose graph has more nodes is no penalty, and not looked into
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of a loss.
+    """One summand of a loss."""
 
-    Args:
-        mean_over: of how many items it is a mean; None where it is none.
-        is_sum: whether it is a sum of several items.
-        factors: the numbers by which it is multiplied.
-        digest: of all that its gradient depends on; None where that is not known.
-    """
-
-    mean_over: int | None
-    is_sum: bool
-    factors: tuple[float, ...]
-    digest: int | None
+    mean_over: int | None  # the number of items that it is a mean of
+    is_sum: bool  # of several items
+    factors: tuple[float, ...]  # by which it is multiplied
+    digest: int | None  # of all that its gradient depends on, if that is known
 
 
 @dataclass(slots=True)
@@ -64,26 +57,24 @@ class Passes:
 
     Attributes:
         losses: the terms of each loss.
-        mixed: the functions on the way that compare or take together what stands along a dimension, with its size.
-        gradients: what ``torch.autograd.grad`` gave for weights, by the line that asked.
+        mixed: the functions in the graph that compare or combine items along dimension 0, with its size.
+        gradients: what ``torch.autograd.grad`` gave for weights, by the line that called it.
         twice: whether losses may hold gradients, which are matrix products over rows by themselves.
     """
 
     losses: list[list[Term]] = field(default_factory=list)
     mixed: set[tuple[str, int]] = field(default_factory=set)
-    gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
     twice: bool = False
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
-        """A backward pass is about to begin.
+        """A backward pass is about to begin at ``tensors``.
 
-        Args:
-            tensors: what ``torch.autograd.backward`` was given.
-            saved: whether what the graph has saved may be looked at: hooks would compute it once more.
+        With ``saved``, the tensors that the graph has saved may be looked at: hooks would compute them once more.
         """
-        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            root = tensor.grad_fn if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 else None
+        for tensor in _listed(tensors):
+            root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None and not any(root is each for each in self._seen):
                 self._seen.append(root)
                 found = list(_terms(root))
@@ -91,8 +82,8 @@ class Passes:
                 self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
 
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The step calls a function of torch, on data as may be."""
-        if func in _OF_DATA and args and isinstance(args[0], torch.Tensor):
+        """The step calls a function of torch, perhaps on data."""
+        if func in _OF_DATA and args and isinstance(args[0], Tensor):
             with DisableTorchFunction():
                 sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
             given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
@@ -103,30 +94,61 @@ class Passes:
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
-        roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, torch.Tensor) and each.grad_fn]
+        roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, Tensor) and each.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
-            self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, torch.Tensor)]
+            self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, Tensor)]
 
-    def summed(self, value: torch.Tensor) -> None:
+    def summed(self, value: Tensor) -> None:
         """The step sums a tensor over the replicas."""
         for line, gradients in list(self.gradients.items()):
             if any(value is each or value.shape == each.shape for each in gradients):
                 del self.gradients[line]
 
 
-def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> bool:
-    """Whether a loss of all replicas is a mean over each one's rows, which nothing turns into a part of one mean.
+def loss_warnings(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> Iterator[str]:
+    """What is to be said of a step's losses.
 
     Args:
         passes: of each local replica.
         rows: of each one's batch.
         replicas: how many there are, of all workers.
     """
-    known = [(each.losses, count) for each, count in zip(passes, rows, strict=True) if count]
-    total = sum(count for _, count in known)
-    if len(known) < min(2, len(rows)):
-        return False
-    uneven = len({count for _, count in known}) > 1
+    known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
+    side_by_side = list(_side_by_side([each.losses for each, _ in known]))
+    counts = [count for _, count in known]
+    enough = len(known) >= min(2, len(rows))
+    if enough and any(_is_mean_over_shards(terms, counts, len(rows), replicas) for terms in side_by_side):
+        yield (
+            f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
+            'compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
+            "global_batch_size=rows), which divides by the global batch"
+        )
+    if len(known) >= 2 and _counts_for_each(side_by_side, replicas):
+        yield (
+            "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
+            f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
+        )
+    several = [{name for name, size in each.mixed if size == n} for each, n in known if n > 1 and each.losses]
+    mixing = sorted(set.intersection(*several)) if len(several) >= 2 else []
+    if mixing:
+        yield (
+            f"compares or combines the rows of its shard ({', '.join(mixing)}), where one device has all rows of the "
+            "batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), or take means and "
+            'variances from sums, all_reduce("sum", value.sum(0))'
+        )
+    lines = dict.fromkeys(line for each in passes for line in each.gradients)
+    if lines:
+        yield (
+            f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
+            "replica's rows; where it does more with them than to add them up over rows (norms, projections, "
+            'penalties), sum them first with ls.get_replica_context().all_reduce("sum", gradient), or call '
+            "backward() and read .grad, which is the sum over all replicas"
+        )
+
+
+def _is_mean_over_shards(terms: Sequence[Term], counts: Sequence[int], local: int, replicas: int) -> bool:
+    """Whether a term of all replicas is a mean over each one's rows that nothing turns into a part of one mean."""
+    total, uneven = sum(counts), len(set(counts)) > 1
 
     def wrong(term: Term, count: int) -> bool:
         size = term.mean_over
@@ -135,62 +157,38 @@ def means_over_shards(passes: Sequence[Passes], rows: Sequence[int | None], repl
         parts = [float(count), count / total, 1 / total]
         if size == total or not uneven:
             parts.append(1 / replicas)
-        if replicas != len(rows) and term.factors:
+        if replicas != local and term.factors:
             return False  # the global batch is not known here
         return not any(math.isclose(factor, part) for factor in term.factors for part in parts if part != 1)
 
-    def of_one_row(terms: Sequence[Term]) -> bool:
-        return all(term.mean_over == 1 for term in terms) and max(count for _, count in known) > 1
+    def divided(part: float) -> bool:
+        pairs = zip(terms, counts, strict=True)
+        return all(any(math.isclose(factor, part * count) for factor in term.factors) for term, count in pairs)
 
-    def of_each(terms: Sequence[Term]) -> bool:
-        """Whether sums are divided by what differs between replicas, as the items that a mask leaves do."""
-        differ = terms[0].is_sum and len({term.factors for term in terms}) > 1
-        counts = [count for _, count in known]
-        return differ and not any(
-            all(
-                any(math.isclose(f, part * count) for f in term.factors)
-                for term, count in zip(terms, counts, strict=True)
-            )
-            for part in (1.0, 1 / total)
-        )
-
-    return any(
-        of_each(terms)
-        or (not of_one_row(terms) and all(wrong(term, count) for term, (_, count) in zip(terms, known, strict=True)))
-        for terms in _side_by_side([losses for losses, _ in known])
-    )
+    # Sums that are divided by what differs between replicas, as the number of items that a mask leaves.
+    if terms[0].is_sum and len({term.factors for term in terms}) > 1 and not (divided(1.0) or divided(1 / total)):
+        return True
+    of_one_row = all(term.mean_over == 1 for term in terms) and max(counts) > 1
+    return not of_one_row and all(map(wrong, terms, counts))
 
 
-def counted_by_each(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> bool:
-    """Whether a term of a loss is the same in all replicas, and not divided among them. Arguments as above."""
-    known = [each.losses for each, count in zip(passes, rows, strict=True) if count]
-    if len(known) < 2:
-        return False
-    found = list(_side_by_side(known))
-    same = [terms for terms in found if terms[0].digest is not None and len({term.digest for term in terms}) == 1]
-    if len(same) == len(found):
+def _counts_for_each(side_by_side: Sequence[Sequence[Term]], replicas: int) -> bool:
+    """Whether a term of a loss is the same in all replicas, and not divided among them."""
+    same = [terms for terms in side_by_side if terms[0].digest is not None and len({t.digest for t in terms}) == 1]
+    if len(same) == len(side_by_side):
         return False  # so are the shards
     return any(not any(math.isclose(factor, 1 / replicas) for factor in terms[0].factors) for terms in same)
 
 
-def over_rows(passes: Sequence[Passes], rows: Sequence[int | None]) -> list[str]:
-    """What in the losses of all replicas compares or takes together each one's own rows."""
-    pairs = zip(passes, rows, strict=True)
-    known = [(each.mixed, count) for each, count in pairs if count and count > 1 and each.losses]
-    if len(known) < 2:
-        return []
-    return sorted(set.intersection(*({name for name, size in mixed if size == count} for mixed, count in known)))
-
-
 def _side_by_side(losses: Sequence[Sequence[Sequence[Term]]]) -> Iterator[tuple[Term, ...]]:
-    """The replicas' terms, each with its like; nothing of those that have not the same number of them."""
+    """Each term of a loss with those of the other replicas; nothing of losses with different numbers of terms."""
     for of_one_loss in zip(*losses, strict=False):
         if len({len(terms) for terms in of_one_loss}) == 1:
             yield from zip(*of_one_loss, strict=True)
 
 
 def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
-    """What a loss is the sum of, each with the numbers that it is multiplied by."""
+    """The nodes that a loss is the sum of, each with the numbers that it is multiplied by."""
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
     for _ in range(_NODES):
         if not waiting:
@@ -208,36 +206,36 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
 def _factor(node: Any) -> Iterator[float]:
     """By what a product or quotient of one node's result multiplies it."""
     for name in ("_saved_other", "_saved_self"):
-        value = _kept(node, name)
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = _saved(node, name)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             number = float(value.detach())
             yield 1 / number if _name(node).startswith("DivBackward") and number else number
             return
 
 
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
-    is_sum = _name(node).startswith("SumBackward") and bool(_kept(node, "_saved_self_sym_sizes"))
+    is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
     return Term(_mean_over(node, factors, saved=saved), is_sum, factors, _digest(node) if saved else None)
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
     name = _name(node)
     if name.startswith(_MEANS):
-        sizes = _kept(node, "_saved_self_sym_sizes")
+        sizes = _saved(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
         if not sizes or (child is not None and _name(child).startswith(_LISTS)):
             return None
         size = int(sizes[0])
         by_hand = any(math.isclose(factor, 1 / size) for factor in factors) if size else False
         return size if name.startswith("MeanBackward") or by_hand else None
-    if not saved or _kept(node, "_saved_reduction") != _MEAN_REDUCTION:
+    if not saved or _saved(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
-    given = _kept(node, "_saved_self")
-    return int(given.shape[0]) if isinstance(given, torch.Tensor) and given.ndim else None
+    given = _saved(node, "_saved_self")
+    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else None
 
 
 def _digest(root: Any) -> int | None:
-    """Of what a term's gradient depends on, where nothing but weights, and all that is saved, tells it."""
+    """Of what a term's gradient depends on, if weights and saved tensors are all of it."""
     digest, weights, binary, kept = 0, False, False, False
     seen, waiting = {root}, [root]
     while waiting:
@@ -253,7 +251,7 @@ def _digest(root: Any) -> int | None:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [each for each in _listed(value) if isinstance(each, torch.Tensor)]
+            tensors = [each for each in _listed(value) if isinstance(each, Tensor)]
             if any(each.numel() == 0 or not each.untyped_storage().size() for each in tensors):  # of no rows, or freed
                 return None
             kept = kept or any(each.ndim for each in tensors)
@@ -270,7 +268,7 @@ def _digest(root: Any) -> int | None:
 
 
 def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[tuple[str, int]]:
-    """The functions behind a loss, but its own terms, that go over a dimension 0, with its size."""
+    """The functions behind a loss, except its own terms, that go over a dimension 0, with its size."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
@@ -290,8 +288,8 @@ def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[
 
 
 def _multiplied(node: Any, *, twice: bool) -> Iterator[int]:
-    """Over how many items a matrix product adds up, and of how many it takes each with each."""
-    one, other = _kept(node, "_saved_self"), _kept(node, "_saved_mat2")
+    """The number of items that a matrix product adds up, and the number of which it takes each with each."""
+    one, other = _saved(node, "_saved_self"), _saved(node, "_saved_mat2")
     if any(_is_weight(each) for each, _ in node.next_functions):
         return
     if not twice and (one is not None or other is not None):
@@ -301,7 +299,7 @@ def _multiplied(node: Any, *, twice: bool) -> Iterator[int]:
 
 
 def _summed_in(node: Any) -> Iterator[int]:
-    """Over how many items a number is a sum, be it of several, or with a number added."""
+    """The numbers of items that a number is a sum of, also of several sums, or with a number added."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -311,7 +309,7 @@ def _summed_in(node: Any) -> Iterator[int]:
         if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
             waiting += [each for each, _ in node.next_functions]
         elif name.startswith("SumBackward"):
-            sizes = _kept(node, "_saved_self_sym_sizes")
+            sizes = _saved(node, "_saved_self_sym_sizes")
             if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
                 yield int(sizes[0])
 
@@ -327,16 +325,16 @@ def _is_weight(node: Any) -> bool:
 
 
 def _sizes(node: Any, *, saved: bool) -> Sequence[int]:
-    sizes: Sequence[int] | None = _kept(node, "_saved_self_sym_sizes")
+    sizes: Sequence[int] | None = _saved(node, "_saved_self_sym_sizes")
     if sizes or not saved:
         return sizes or ()
-    given = _kept(node, "_saved_self")
-    given = _kept(node, "_saved_result") if given is None else given
-    return tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+    given = _saved(node, "_saved_self")
+    given = _saved(node, "_saved_result") if given is None else given
+    return tuple(given.shape) if isinstance(given, Tensor) else ()
 
 
 def _goes_over_the_first(node: Any, dims: int) -> bool:
-    given = _kept(node, "_saved_dim")
+    given = _saved(node, "_saved_dim")
     if given is None or given == ():
         return True
     return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(given))
@@ -347,7 +345,7 @@ def _name(node: Any) -> str:
     return "" if isinstance(node, _OF_PYTHON) else type(node).__name__
 
 
-def _kept(node: Any, name: str) -> Any:
+def _saved(node: Any, name: str) -> Any:
     """What a function has saved; None where it is freed, or has been changed in place since."""
     try:
         return getattr(node, name, None)

@@ -1,14 +1,15 @@
 """What all strategies have in common: run, reduce, gather, mirror, variables and datasets.
 
-An ``Executor`` says where replicas run; ``Strategy`` builds everything else on it. ``ThreadedStrategy`` runs local
-replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in the caller's thread.
+``ThreadedStrategy`` runs local replicas in threads. ``DefaultStrategy`` is the one outside every scope: one device, in
+the caller's thread. ``with strategy.scope()`` sets the ambient strategy; nothing else is ambient.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextvars import ContextVar
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar, overload
 
@@ -17,16 +18,15 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, select
+from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.collectives.tensor_like import read_for_reduction, read_per_replica
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard
 from lockstep.data.structure import replica_leaves, rows_of
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -36,18 +36,70 @@ from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import DeviceMemory
 from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.batch_size import Bracket, Trials, search_batch_size
+from lockstep.strategies.batch_size import BatchSizeSearch, Bracket
 from lockstep.strategies.first_run import FirstRun
-from lockstep.strategies.scope import Scope, current_strategy, entered
+
+_open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
+"""The open scopes, the innermost last: all of one strategy. A value, so that no scope object has a state of its own."""
 
 
-class Executor(ABC):
-    """Where the replicas of a strategy run, and how."""
+def has_strategy() -> bool:
+    """Whether this code runs inside a strategy's scope or replica."""
+    return bool(_open.get())
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this code runs once for all replicas: in a scope and outside a replica, or in a ``merge_call``."""
+    return has_strategy() and get_replica_context() is None
+
+
+def current_strategy() -> Strategy | None:
+    """The strategy whose scope or replica this is; None outside."""
+    scopes = _open.get()
+    return scopes[-1] if scopes else None
+
+
+class Scope(ContextDecorator):
+    """What ``strategy.scope()`` returns: makes the strategy the ambient one, as often as wanted, also inside itself."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        """Raises a UsageError if another strategy's scope is open, or if this is inside a replica."""
+        if get_replica_context() is not None:
+            raise UsageError(
+                "a scope is for all replicas together and was entered inside one; enter it outside strategy.run"
+            )
+        outer = current_strategy()
+        if outer is not None and outer is not self._strategy:
+            raise UsageError(
+                f"{self._strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one "
+                "strategy"
+            )
+        _open.set((*_open.get(), self._strategy))
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        _open.set(_open.get()[:-1])
+
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
+
+
+R = TypeVar("R")
+
+
+class Strategy(ABC):
+    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
+
+    def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
+        self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     @abstractmethod
@@ -74,9 +126,9 @@ class Executor(ABC):
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """Sets the guard of each local replica, which looks at its calls of torch functions."""
 
-    @abstractmethod
     def trial(self) -> AbstractContextManager[None]:
         """A block after which the replicas' random generators and memory peaks are as before."""
+        return nullcontext()
 
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
@@ -88,22 +140,16 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the replicas' threads and connections. Idempotent; afterwards ``run`` raises."""
+        """Ends the replicas' threads and, among several workers, leaves the job; the others may go on alone.
+
+        Idempotent; afterwards ``run`` raises. The threads also end when the strategy is garbage collected and at
+        interpreter exit.
+        """
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of all workers, which divide each global batch."""
         return self.workers.num_replicas
-
-
-R = TypeVar("R")
-
-
-class Strategy(Executor):
-    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
-
-    def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
-        self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
 
     @property
     def mirrored_modules(self) -> tuple[MirroredModule, ...]:
@@ -160,19 +206,15 @@ class Strategy(Executor):
         if observer is not None:
             observer.run_begins(self, views)
         bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
-        rows = [_rows(view) for view in views]
+        # The rows of each shard, taken from its first argument that has rows.
+        rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
-            given = tree_leaves((args, kwargs))
-            distributed = any(isinstance(leaf, PerReplica) for leaf in given)
+            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        with (
-            entered(self),
-            looking,
-            self._mirrored.settled(),
-            self._mirrored.clearing_after_failure(len(self.devices)),
-        ):
+        clearing = self._mirrored.clearing_after_failure(len(self.devices))
+        with Scope(self), looking, self._mirrored.settled(), clearing:
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
@@ -196,11 +238,8 @@ class Strategy(Executor):
         """
         self._outside("reduce")
         op, value = ReduceOp.of(op), read_for_reduction(value)
-        if (
-            op is ReduceOp.MEAN
-            and axis is None
-            and not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
-        ):
+        differs = axis is not None or any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
+        if op is ReduceOp.MEAN and not differs:
             return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
@@ -271,12 +310,7 @@ class Strategy(Executor):
         return made
 
     def distribute_dataset(
-        self,
-        dataset: Iterable[Any],
-        *,
-        shard: Shard = "batch",
-        prefetch: int | None = None,
-        lists: Lists = "auto",
+        self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None, lists: Lists = "auto"
     ) -> DistributedDataset:
         """Divides each global batch of ``dataset`` among the replicas; see ``DistributedDataset``.
 
@@ -323,12 +357,10 @@ class Strategy(Executor):
         """Finds the largest global batch whose step fits all replicas, by trial steps. Call it outside replicas.
 
         From ``start`` the size is doubled while it fits, or halved while it does not; a bisection follows. Each size is
-        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state
-        and variables of this strategy, and random generators. No memory stays allocated.
-
-        A size fits if no replica runs out of memory. Replicas on a CPU must also stay within a budget, since the system
-        kills a process that exceeds it. A size is tried there only if it is predicted to fit from smaller ones, and the
-        search ends within 1/64 of the size, so the result may differ a little between calls.
+        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state,
+        variables, and random generators. A size fits if no replica runs out of memory. Replicas on a CPU must also stay
+        within a budget, since the system kills a process that exceeds it. A size is tried there only if it is predicted
+        to fit, and the search ends within 1/64 of the size, so the result may differ a little between calls.
 
         Args:
             step: the step function; each replica calls it with its shard.
@@ -337,10 +369,10 @@ class Strategy(Executor):
             start: the first size to try.
             limit: the largest size to try, such as the number of examples. None is no limit, for steps that run out of
                 memory at some size.
-            multiple_of: the result is a multiple of this; None is the number of replicas, so that all shards are equal.
-            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use. None is
-                what it uses now plus 0.8 of what the machine, or the control group, has available. Batches that are
-                read ahead are not included.
+            multiple_of: the result is a multiple of this; None is the number of replicas.
+            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use, without
+                batches that are read ahead. None is what it uses now plus 0.8 of what the machine, or the control
+                group, has available.
 
         Raises:
             DeviceMemoryError: ``multiple_of`` examples do not fit.
@@ -355,13 +387,9 @@ class Strategy(Executor):
                 f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
                 "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
             )
-        bracket = Bracket(
-            start=start, multiple_of=self.num_replicas_in_sync if multiple_of is None else multiple_of, limit=limit
-        )
-        trials = Trials(
-            self, step, make_batch, optimizers=self._mirrored.optimizers, variables=self._mirrored.variables
-        )
-        return search_batch_size(trials, bracket, memory_mb=memory_mb)
+        multiple_of = self.num_replicas_in_sync if multiple_of is None else multiple_of
+        bracket = Bracket(start=start, multiple_of=multiple_of, limit=limit)
+        return BatchSizeSearch(self, step, make_batch, self._mirrored, memory_mb).run(bracket)
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
@@ -379,24 +407,16 @@ class Strategy(Executor):
             )
 
 
-def _rows(view: Any) -> int | None:
-    """The number of rows of a replica's shard, taken from its first argument that has rows."""
-    for leaf in replica_leaves(view):
-        if (rows := rows_of(leaf)) is not None:
-            return rows
-    return None
-
-
 class ThreadedStrategy(Strategy):
     """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
     Args:
-        devices: the devices of the local replicas, in replica order.
+        devices: of the local replicas, in replica order.
         workers: all workers.
         runner: the replicas' threads.
         make_exchange: makes the exchange of an optimizer's gradients.
         partition: which part of a model this worker holds; None is all of it.
-        guard: a context to run each body in, in its replica's thread.
+        guard: a context around each replica's part of a run, in its thread.
     """
 
     def __init__(
@@ -410,40 +430,28 @@ class ThreadedStrategy(Strategy):
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(make_exchange, partition)
-        self._guard = guard
-        self._devices = devices
-        self._workers = workers
-        self._runner = runner
+        self._devices, self._workers, self._runner, self._guard = devices, workers, runner, guard
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        """The logical devices of the local replicas, in replica order."""
         return self._devices
 
     @property
     def workers(self) -> Communicator:
-        """The workers that run this strategy's replicas."""
         return self._workers
 
     @property
     def generators(self) -> ReplicaGenerators:
-        """The random generators of the local replicas, whose states checkpoints save."""
         return self._runner.generators
 
     def trial(self) -> AbstractContextManager[None]:
-        """A block after which the replicas' random generators and memory peaks are as before."""
         return self._runner.trial()
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """What the local replicas' GPUs, or shares of them, have of memory now, and the most they had, in bytes."""
         self._outside("device_memory")
         return self._runner.device_memory()
 
     def close(self) -> None:
-        """Ends the replica threads and, among several workers, leaves the job; the others may go on alone.
-
-        The threads also end when the strategy is garbage collected and at interpreter exit.
-        """
         self._runner.close()
         self._workers.close()
 
@@ -463,9 +471,11 @@ def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[
         return body()
 
 
-def observed(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
-    """The devices that an observer wants in place of these; without one, these."""
-    observer = current_observer()
+def chosen_devices(given: Sequence[str | torch.device | LogicalDevice] | None) -> tuple[LogicalDevice, ...]:
+    """The devices of a strategy: those given, all if None, or those that an observer wants in their place."""
+    if isinstance(given, str):
+        raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
+    devices, observer = resolve_devices(given), current_observer()
     return devices if observer is None else observer.devices_chosen(devices)
 
 
@@ -479,20 +489,13 @@ class DefaultStrategy(Strategy):
 
     @cached_property
     def workers(self) -> Communicator:
-        """This process alone."""
         return SingleWorkerCommunicator(1)
 
     @cached_property
     def generators(self) -> ReplicaGenerators:
-        """The one replica draws from torch's own generators."""
-        return ReplicaGenerators([], [], [])
-
-    def trial(self) -> AbstractContextManager[None]:
-        """There is nothing of its own to keep: the random numbers are torch's."""
-        return nullcontext()
+        return ReplicaGenerators([], [])  # torch's own
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """What this process has of its GPU: a plain torch program keeps no accounts."""
         device = self.devices[0]
         driver = driver_of(device)
         if driver is None:
@@ -512,10 +515,8 @@ class DefaultStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         device = self.devices[0]
-        context = ReplicaContext(
-            self, 0, device, ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0), IssueGate(1)
-        )
-        with in_context(context):
+        barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)
+        with in_context(ReplicaContext(self, 0, device, barrier, IssueGate(1))):
             return [bodies[0]()]
 
     def __repr__(self) -> str:

@@ -2,8 +2,8 @@
 
     size -> make_batch -> shards -> step, twice, in every replica -> fits? peak? -> restore everything -> next size
 
-``Bracket`` chooses the next size by pure functions on numbers. ``TrialState`` restores, bit for bit, what a trial step
-has changed.
+``Bracket`` and ``PeakLine`` choose the next size by pure functions on numbers. ``TrialState`` restores, bit for bit,
+what a trial step has changed. ``BatchSizeSearch`` runs the trials.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import gc
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from lockstep._torch_compat import tree_map
 from lockstep.config import LogicalDevice
@@ -27,9 +26,8 @@ from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import batch_rows
 from lockstep.errors import ConfigError, DataError, DeviceMemoryError
-from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.mirroring.variable import MirroredVariable
+from lockstep.mirroring.registry import MirroredObjects
 from lockstep.replicas.cpu.memory import ResidentPeak, available_mb, give_back_freed_memory, resident_mb
 from lockstep.replicas.device.driver import gpu_driver
 
@@ -37,39 +35,32 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
 
-_FURTHEST = 16
-"""By how many times a size may be above the largest that has been tried, however much memory seems to be left."""
-_FINE = 64
-"""Where the projected peak ends the search, gains below 1/64 of the size are not worth another trial."""
-_NOISE_MB = 1.0
-"""Differences of the resident memory below this say nothing."""
+SHARE_OF_AVAILABLE = 0.8
+"""Without ``memory_mb``, the part of the memory still available on the host that the replicas of a CPU may take."""
+_RUNS_A_TRIAL = 2  # the first step makes the optimizer's state, so that only the second takes what all others will
+_FURTHEST = 16  # how many times the largest size that was tried may be exceeded, however much memory seems to be left
+_FINE = 64  # where the projected peak ends the search, gains below 1/64 of the size are not worth another trial
+_NOISE_MB = 1.0  # differences of the resident memory below this say nothing
+# Part of the memory above the smallest size's peak that a projection leaves free: after many steps the heap has gaps.
+# MobileNetV2 at 64x64 had 2 to 9% more resident after six steps than in a step that began with a tidy heap.
 _MARGIN = 0.05
-"""Part of the memory above the smallest size's peak that a projection leaves free: after many steps the heap has gaps.
-MobileNetV2 at 64x64 had 2 to 9% more resident after six steps than in a step that began with a tidy heap."""
-_WELL_BELOW = 0.75
-"""Part of a size up to which a smaller one tells how memory grows."""
+_WELL_BELOW = 0.75  # part of a size up to which a smaller one shows how memory grows
+_CPU_ALLOCATOR = "can't allocate memory"  # what torch's allocator for the CPU says in a plain RuntimeError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bracket:
     """Between the largest size that fits and the smallest that does not. Sizes are rows of a global batch.
 
-    Args:
-        start: the size to begin with.
-        multiple_of: what the result is a multiple of.
-        limit: the largest size of interest; None is without end.
-        fits: the largest size that was tried and fits; 0 before one has.
-        fails: the smallest size that was tried and does not fit; None before one has not.
-
     Raises:
         ConfigError: a number that is no positive whole number, or a limit below ``multiple_of``.
     """
 
-    start: int
-    multiple_of: int
-    limit: int | None = None
-    fits: int = 0
-    fails: int | None = None
+    start: int  # the size to begin with
+    multiple_of: int  # the result is a multiple of it
+    limit: int | None = None  # the largest size of interest
+    fits: int = 0  # the largest size that was tried and fits
+    fails: int | None = None  # the smallest size that was tried and does not fit
 
     def __post_init__(self) -> None:
         for name in ("start", "multiple_of", "limit"):
@@ -131,15 +122,10 @@ class Bracket:
 
 @dataclass(frozen=True)
 class PeakLine:
-    """Peaks of tried sizes, on a line: what is resident anyway, and so much for each row.
+    """Peaks of tried sizes, on a line: what is resident anyway, and so much for each row."""
 
-    Args:
-        points: (rows, MB resident at the peak) of the sizes that ran, by rows.
-        resting_mb: resident after the smallest, with what a step leaves for the next, such as optimizer state.
-    """
-
-    points: tuple[tuple[int, float], ...] = ()
-    resting_mb: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()  # (rows, MB resident at the peak) of the sizes that ran, by rows
+    resting_mb: float = 0.0  # resident after the smallest, with what a step leaves for the next: optimizer state
 
     def after(self, rows: int, *, peak_mb: float, resting_mb: float) -> PeakLine:
         """The line when ``rows`` have been run."""
@@ -168,119 +154,68 @@ class PeakLine:
         return max(max(_NOISE_MB, peak_mb - other_mb) / (rows - other) for other, other_mb in (below[0], below[-1]))
 
 
-_Undo = Callable[[], None]
-
-
 class TrialState:
     """What trial steps may change: weights, buffers, gradients, training mode, optimizers, variables, random numbers.
 
     The replicas' own random numbers are the strategy's business.
-
-    Args:
-        modules: the strategy's mirrored modules.
-        optimizers: its mirrored optimizers.
-        variables: its variables.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[MirroredModule],
-        optimizers: Iterable[MirroredOptimizer],
-        variables: Iterable[MirroredVariable],
-    ) -> None:
-        self._undo: list[_Undo] = [_random_numbers()]
-        for module in modules:
-            self._undo += _module(module)
-        for optimizer in optimizers:
-            self._undo.append(_optimizer(optimizer))
-        for variable in variables:
-            self._undo += [_tensor(value) for value in variable.values]
+    def __init__(self, mirrored: MirroredObjects) -> None:
+        copies = [copy for module in mirrored.modules for copy in module.copies]
+        parameters = [parameter for copy in copies for parameter in copy.parameters()]
+        parts = [part for copy in copies for part in copy.modules()]
+        # The replicas' copies may share the storage of their weights: each storage is kept once.
+        weights = {(weight.data_ptr(), weight.shape): weight for weight in parameters}.values()
+        variables = [value for variable in mirrored.variables for value in variable.values]
+        self._tensors = [_Kept(tensor) for tensor in (*weights, *variables)]
+        self._gradients = [(each, None if each.grad is None else _Kept(each.grad)) for each in parameters]
+        self._buffers = [
+            (part, name, _Kept(buffer)) for part in parts for name, buffer in part.named_buffers(recurse=False)
+        ]
+        self._modes = [(part, part.training) for part in (*mirrored.modules, *parts)]
+        self._optimizers = [(each, *_kept_optimizer(each)) for each in mirrored.optimizers]
+        self._random_numbers = _random_numbers()
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Makes everything what it was. May be called more than once."""
-        for undo in self._undo:
-            undo()
+        _set_random_numbers(*self._random_numbers)
+        for kept in self._tensors:
+            kept.put_back()
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.put_back()
+        for part, name, buffer in self._buffers:
+            setattr(part, name, buffer.put_back())  # a module may give a buffer a new tensor
+        for part, training in self._modes:
+            part.training = training
+        for optimizer, state, groups in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update({parameter: _put_back(kept) for parameter, kept in state.items()})
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                parameters = group["params"]
+                group.clear()
+                group.update({"params": parameters, **_put_back(settings)})
+            optimizer.storages.reset()
 
 
 class _Kept:
     """A tensor and a copy of what it held. Not a tensor itself, so that it is a leaf of any structure."""
 
     def __init__(self, live: torch.Tensor) -> None:
-        self.live = live
+        self._live = live
         self._held = live.detach().to("cpu", copy=True)
 
     def put_back(self) -> torch.Tensor:
-        self.live.detach().copy_(self._held)
-        return self.live
+        self._live.detach().copy_(self._held)
+        return self._live
 
 
-def _tensor(live: torch.Tensor) -> _Undo:
-    kept = _Kept(live)
-
-    def undo() -> None:
-        kept.put_back()
-
-    return undo
+def _kept_optimizer(optimizer: MirroredOptimizer) -> tuple[dict[Any, Any], list[Any]]:
+    settings = ({name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups)
+    return {parameter: _keep(state) for parameter, state in optimizer.state.items()}, list(map(_keep, settings))
 
 
-def _module(module: MirroredModule) -> list[_Undo]:
-    # The replicas' copies may share the storage of their weights: each storage is kept once.
-    every = [parameter for duplicate in module.copies for parameter in duplicate.parameters()]
-    weights = {(weight.data_ptr(), weight.shape): weight for weight in every}
-    parts = [part for duplicate in module.copies for part in duplicate.modules()]
-    return [
-        *map(_tensor, weights.values()),
-        *map(_gradient, every),
-        *(_buffer(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)),
-        *(_mode(part) for part in [module, *parts]),
-    ]
-
-
-def _gradient(parameter: nn.Parameter) -> _Undo:
-    kept = None if parameter.grad is None else _Kept(parameter.grad)
-
-    def undo() -> None:
-        parameter.grad = None if kept is None else kept.put_back()
-
-    return undo
-
-
-def _buffer(part: nn.Module, name: str, buffer: torch.Tensor) -> _Undo:
-    kept = _Kept(buffer)
-
-    def undo() -> None:
-        setattr(part, name, kept.put_back())  # a module may give a buffer a new tensor
-
-    return undo
-
-
-def _mode(part: nn.Module) -> _Undo:
-    training = part.training
-
-    def undo() -> None:
-        part.training = training
-
-    return undo
-
-
-def _optimizer(optimizer: MirroredOptimizer) -> _Undo:
-    state = {parameter: _kept(of_parameter) for parameter, of_parameter in optimizer.state.items()}
-    groups = [_kept({name: value for name, value in g.items() if name != "params"}) for g in optimizer.param_groups]
-
-    def undo() -> None:
-        optimizer.state.clear()
-        optimizer.state.update({parameter: _put_back(kept) for parameter, kept in state.items()})
-        for group, kept in zip(optimizer.param_groups, groups, strict=True):
-            parameters = group["params"]
-            group.clear()
-            group.update({"params": parameters, **_put_back(kept)})
-        optimizer.storages.reset()
-
-    return undo
-
-
-def _kept(structure: Any) -> Any:
+def _keep(structure: Any) -> Any:
     return tree_map(lambda leaf: _Kept(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), structure)
 
 
@@ -288,126 +223,82 @@ def _put_back(structure: Any) -> Any:
     return tree_map(lambda leaf: leaf.put_back() if isinstance(leaf, _Kept) else copy.deepcopy(leaf), structure)
 
 
-def _random_numbers() -> _Undo:
+def _random_numbers() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
     """What torch, Python, and NumPy where it is loaded, draw next."""
     numpy = sys.modules.get("numpy")
-    of_cpu, of_python = torch.get_rng_state(), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    of_gpus = torch.cuda.get_rng_state_all() if in_use else []
-
-    def undo() -> None:
-        torch.set_rng_state(of_cpu)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-        if of_gpus:
-            torch.cuda.set_rng_state_all(of_gpus)
-
-    return undo
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(), of_gpus
 
 
-SHARE_OF_AVAILABLE = 0.8
-"""Without ``memory_mb``, the part of the memory still available on the host that the replicas of a CPU may take."""
-RUNS_A_TRIAL = 2
-"""The first step makes the optimizer's state, so that only the second takes what all others will."""
-# What torch's allocator for the CPU says in a plain RuntimeError.
-_CPU_ALLOCATOR = "can't allocate memory"
+def _set_random_numbers(of_cpu: torch.Tensor, of_python: Any, of_numpy: Any, of_gpus: list[torch.Tensor]) -> None:
+    torch.set_rng_state(of_cpu)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
+    if of_gpus:
+        torch.cuda.set_rng_state_all(of_gpus)
 
 
-@dataclass(frozen=True)
-class Trials:
-    """What a search runs, and what it puts back.
+class BatchSizeSearch:
+    """The search of ``Strategy.find_batch_size``, which describes the arguments and errors. Outside replicas."""
 
-    Args:
-        strategy: whose replicas are to hold the batch.
-        step: called with its shard in every replica.
-        make_batch: gives a global batch of so many rows.
-        optimizers: the strategy's mirrored optimizers.
-        variables: the strategy's variables.
-    """
-
-    strategy: Strategy
-    step: Callable[[Any], Any]
-    make_batch: Callable[[int], Any]
-    optimizers: Iterable[MirroredOptimizer] = ()
-    variables: Iterable[MirroredVariable] = ()
-
-
-def search_batch_size(trials: Trials, bracket: Bracket, *, memory_mb: float | None = None) -> int:
-    """The largest size that fits, found by trying; everything is then as it was before. Outside replicas.
-
-    Args:
-        trials: what is tried.
-        bracket: where to look.
-        memory_mb: see ``Strategy.find_batch_size``.
-
-    Raises:
-        DeviceMemoryError: not even the smallest size fits.
-        ConfigError: a budget that cannot be kept.
-        DataError: ``make_batch`` gives another number of rows than asked for.
-    """
-    try:
-        bracket, reason = _searched(_Search(trials, _budget(trials.strategy.devices, memory_mb)), bracket)
-    finally:
-        gc.collect()
-        _give_back(trials.strategy.devices)
-    if not bracket.result:
-        raise DeviceMemoryError(
-            f"a global batch of {bracket.multiple_of}, the smallest to try, does not fit {trials.strategy!r}: "
-            f"{reason}; use shorter or smaller examples, a smaller model, or more memory"
-        )
-    return bracket.result
-
-
-def _searched(search: _Search, bracket: Bracket) -> tuple[Bracket, str]:
-    """The bracket when nothing is left to try, and what was in the way of more."""
-    while (size := bracket.candidate(search.reach())) is not None:
-        bracket = bracket.after(size, fitted=search.fits(size))
-    return bracket, search.reason
-
-
-class _Search:
-    """Runs the trials and keeps what they took."""
-
-    def __init__(self, trials: Trials, budget_mb: float | None) -> None:
-        self._trials = trials
-        self._before = TrialState(trials.strategy.mirrored_modules, trials.optimizers, trials.variables)
-        self._budget_mb = budget_mb
+    def __init__(
+        self,
+        strategy: Strategy,
+        step: Callable[[Any], Any],
+        make_batch: Callable[[int], Any],
+        mirrored: MirroredObjects,
+        memory_mb: float | None,
+    ) -> None:
+        self._strategy, self._step, self._make_batch = strategy, step, make_batch
+        self._budget_mb = _budget(strategy.devices, memory_mb)
+        self._before = TrialState(mirrored)
         self._line = PeakLine()
-        self.reason = "" if budget_mb is None else f"the budget of {budget_mb:,.0f} MB for this process"
-        """What was in the way of the smallest size that does not fit."""
+        # What was in the way of the smallest size that does not fit.
+        self._reason = "" if self._budget_mb is None else f"the budget of {self._budget_mb:,.0f} MB for this process"
 
-    def reach(self) -> int | None:
+    def run(self, bracket: Bracket) -> int:
+        """The largest size that fits; everything is then as it was before."""
+        try:
+            while (size := bracket.candidate(self._reach())) is not None:
+                bracket = bracket.after(size, fitted=self._fits(size))
+        finally:
+            del self._before
+            gc.collect()
+            _give_back(self._strategy.devices)
+        if not bracket.result:
+            raise DeviceMemoryError(
+                f"a global batch of {bracket.multiple_of}, the smallest to try, does not fit {self._strategy!r}: "
+                f"{self._reason}; use shorter or smaller examples, a smaller model, or more memory"
+            )
+        return bracket.result
+
+    def _reach(self) -> int | None:
         """The largest size that is projected to stay inside the budget; None where there is none to keep."""
         return None if self._budget_mb is None else self._line.reach(self._budget_mb)
 
-    def fits(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         """Whether a global batch of ``size`` goes through; afterwards everything is as it was before."""
         with self._undone():
             with ResidentPeak() as peak:
                 failure = self._failure(size)
             # A replica's thread may still hold what it was given last; it lets go before it takes the next.
-            self._trials.strategy.run(_of_its_own(lambda _: None), (None,))
+            self._strategy.run(_of_its_own(lambda _: None), (None,))
             gc.collect(1)  # what is young: a graph and an error's frames may hold each other
-            _give_back(self._trials.strategy.devices)
+            _give_back(self._strategy.devices)
             resting_mb = resident_mb()
-        if failure is not None:
-            self.reason = failure
-            return False
-        if self._budget_mb is None:
-            return True
-        self._line = self._line.after(size, peak_mb=peak.peak_mb, resting_mb=resting_mb)
-        if peak.peak_mb > self._budget_mb:
-            taken, budget = f"{peak.peak_mb:,.0f} MB", f"{self._budget_mb:,.0f} MB"
-            self.reason = f"a batch of {size} took this process to {taken} of a budget of {budget}"
-            return False
-        return True
+        if failure is None and self._budget_mb is not None:
+            self._line = self._line.after(size, peak_mb=peak.peak_mb, resting_mb=resting_mb)
+            if peak.peak_mb > self._budget_mb:
+                taken, budget = f"{peak.peak_mb:,.0f} MB", f"{self._budget_mb:,.0f} MB"
+                failure = f"a batch of {size} took this process to {taken} of a budget of {budget}"
+        self._reason = failure or self._reason
+        return failure is None
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Whatever runs inside the block, and however it ends, nothing of it stays."""
-        with self._trials.strategy.trial():
+        with self._strategy.trial():
             try:
                 yield
             finally:
@@ -416,30 +307,29 @@ class _Search:
     def _failure(self, size: int) -> str | None:
         """What ran out of memory, if anything did. What happens inside is out of reach once this has returned."""
         try:
-            _run(self._trials, size)
+            self._try(size)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+            plain = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            if plain and _CPU_ALLOCATOR not in str(error):
                 raise
             _forget_frames(error)
             notes = getattr(error, "__notes__", [])
             return " ".join([f"a batch of {size} ended in", str(error) or type(error).__name__, *notes])
         return None
 
-
-def _run(trials: Trials, size: int) -> None:
-    strategy = trials.strategy
-    batch = trials.make_batch(size)
-    rows = batch_rows(BatchLayout(sizes=[size]).marked(batch))
-    if rows != size:
-        raise DataError(
-            f"make_batch({size}) gave {rows} rows, expected {size}; give as many as asked for, "
-            f"or limit=... if there are no more"
-        )
-    step = _of_its_own(trials.step)
-    for shards in DistributedDataset([batch], strategy.devices, prefetch=0):
-        for _ in range(RUNS_A_TRIAL):
-            strategy.run(step, (shards,))
-            _give_back(strategy.devices)  # or gaps in the heap would decide what the next step seems to take
+    def _try(self, size: int) -> None:
+        batch = self._make_batch(size)
+        rows = batch_rows(BatchLayout(sizes=[size]).marked(batch))
+        if rows != size:
+            raise DataError(
+                f"make_batch({size}) gave {rows} rows, expected {size}; give as many as asked for, "
+                f"or limit=... if there are no more"
+            )
+        step, devices = _of_its_own(self._step), self._strategy.devices
+        for shards in DistributedDataset([batch], devices, prefetch=0):
+            for _ in range(_RUNS_A_TRIAL):
+                self._strategy.run(step, (shards,))
+                _give_back(devices)  # or gaps in the heap would decide what the next step seems to take
 
 
 class _Step:
@@ -471,10 +361,7 @@ def _give_back(devices: Sequence[LogicalDevice]) -> None:
 
 
 def default_budget_mb(devices: Sequence[LogicalDevice]) -> float | None:
-    """MB that the process may have resident without ``memory_mb``; None where every replica is on a GPU.
-
-    What it has now and a share of what the host has available. A GPU knows its own limits.
-    """
+    """MB that the process may have resident without ``memory_mb``; None where every replica is on a GPU."""
     if not any(device.kind == "CPU" for device in devices):
         return None
     return resident_mb() + SHARE_OF_AVAILABLE * available_mb()
@@ -498,10 +385,6 @@ def _budget(devices: Sequence[LogicalDevice], memory_mb: float | None) -> float 
             "give the most that it may have, weights and program included"
         )
     return memory_mb
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -26,12 +26,24 @@ from lockstep.mirroring.module.module import MirroredModule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (list, dict, set, deque)
-_NUMBERS = (int, float)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _ARRAY_BYTES = 2**20
 """The contents of larger NumPy arrays are not compared."""
 LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
 """The folders of torch and of this package, whose own functions are not looked at."""
+
+
+def plain_function(fn: Any) -> Any:
+    """The function under partials and bound methods."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__func__", fn)
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """The forward and backward hooks of a module, without its submodules'."""
+    for kind in _HOOKS:
+        yield from vars(module).get(kind, {}).values()
 
 
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -47,26 +59,27 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     if code is not None and code.co_filename.startswith(LIBRARIES):
         return
     if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
-        yield from watched_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
+        yield from mutable_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
     if code is not None:
         cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
-        yield from watched_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
-        yield from watched_in("", [(name, plain.__globals__.get(name)) for name in code.co_names])
+        yield from mutable_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
+        yield from mutable_in("", [(name, plain.__globals__.get(name)) for name in code.co_names])
 
 
-def watched_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Those of the given names and values that a program can change, and such attributes of the user\'s objects."""
+def mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Those of the given names and values that a program can change, and such attributes of the user's objects."""
     for name, value in items:
-        if _iswatched_in(value):
+        if _is_mutable(value):
             yield prefix + name, value
         elif not isinstance(value, nn.Module) and is_of_the_user(value):
             for attribute, kept in vars(value).items():
-                if _iswatched_in(kept):
+                if _is_mutable(kept):
                     yield f"{prefix}{name}.{attribute}", kept
 
 
-def _iswatched_in(value: Any) -> bool:
-    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in _NUMBERS
+def _is_mutable(value: Any) -> bool:
+    """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
+    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in (int, float)
     return simple or _is_array(value) or is_generator(value)
 
 
@@ -75,10 +88,8 @@ def is_of_the_user(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
         return False
-    if kind.__module__ == "__main__":
-        return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and not file.startswith((*_INSTALLED, *LIBRARIES))
+    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *LIBRARIES)))
 
 
 def _is_array(value: Any) -> bool:
@@ -110,25 +121,8 @@ def state_of(value: Any) -> Any:
     return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value
 
 
-def plain_function(fn: Any) -> Any:
-    """The function under partials and bound methods."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    return getattr(fn, "__func__", fn)
-
-
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The forward and backward hooks of a module, without its submodules'."""
-    for kind in _HOOKS:
-        yield from vars(module).get(kind, {}).values()
-
-
 class HookStores:
-    """The containers and objects outside of modules that their hooks reach, and the tensors in them before a run.
-
-    Args:
-        modules: the mirrored modules.
-    """
+    """The containers and objects outside of modules that their hooks reach, and the tensors in them before a run."""
 
     def __init__(self, modules: Sequence[MirroredModule]) -> None:
         self._modules = modules
@@ -142,8 +136,9 @@ class HookStores:
         """
         for hook, name, store in self._stores():
             seen = {id(each) for each in self._before.get(id(store), ())}
-            fresh = [each for each in _tensors(store) if id(each) not in seen]
-            if fresh and not _by_replica(store, replicas):
+            fresh = any(id(each) not in seen for each in _tensors(store))
+            by_replica = isinstance(store, dict) and set(range(replicas)) <= {key for key in store if type(key) is int}
+            if fresh and not by_replica:
                 raise UsageError(
                     f"the hook {hook} keeps tensors of the step in {name}, outside of the module, where the replicas "
                     "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
@@ -151,29 +146,27 @@ class HookStores:
                 )
 
     def _stores(self) -> Iterator[tuple[str, str, Any]]:
-        for module in self._modules:
-            for copy in module.copies:
-                parts = list(copy.modules())
-                hooks = [hook for part in parts for hook in hooks_of(part)]
-                own = {id(value) for part in parts for value in vars(part).values()} if hooks else set()
-                for hook in hooks:
-                    for name, store in self._reached(hook):
-                        if id(store) not in own:
-                            yield getattr(hook, "__qualname__", type(hook).__name__), name, store
+        for copy in (copy for module in self._modules for copy in module.copies):
+            parts = list(copy.modules())
+            hooks = [hook for part in parts for hook in hooks_of(part)]
+            own = {id(value) for part in parts for value in vars(part).values()} if hooks else set()
+            for hook in hooks:
+                for name, store in _reached(hook):
+                    if id(store) not in own:
+                        yield getattr(hook, "__qualname__", type(hook).__name__), name, store
 
-    def _reached(self, hook: Any) -> Iterator[tuple[str, Any]]:
-        while isinstance(hook, partial):
-            for value in hook.args:
-                if isinstance(value, _CONTAINERS):
-                    yield "an argument of a partial", value
-            hook = hook.func
-        if isinstance(hook, FunctionType):
-            for name, value in captured_by(hook):
-                if isinstance(value, _CONTAINERS) or _is_object(value):
-                    yield repr(name), value
-        holder = hook.__self__ if isinstance(hook, MethodType) else hook
-        if _is_object(holder):
-            yield f"a {type(holder).__name__}", holder
+
+def _reached(hook: Any) -> Iterator[tuple[str, Any]]:
+    while isinstance(hook, partial):
+        yield from (("an argument of a partial", value) for value in hook.args if isinstance(value, _CONTAINERS))
+        hook = hook.func
+    if isinstance(hook, FunctionType):
+        for name, value in captured_by(hook):
+            if isinstance(value, _CONTAINERS) or _is_object(value):
+                yield repr(name), value
+    holder = hook.__self__ if isinstance(hook, MethodType) else hook
+    if _is_object(holder):
+        yield f"a {type(holder).__name__}", holder
 
 
 def _is_object(value: Any) -> bool:
@@ -185,8 +178,3 @@ def _tensors(store: Any) -> list[torch.Tensor]:
     content = store if isinstance(store, _CONTAINERS) else dict(vars(store))
     content = list(content) if isinstance(content, (set, deque)) else content
     return [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-
-
-def _by_replica(store: Any, replicas: int) -> bool:
-    """Whether it is a dict with one entry for each replica number."""
-    return isinstance(store, dict) and set(range(replicas)) <= {key for key in store if type(key) is int}

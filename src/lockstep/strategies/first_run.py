@@ -23,7 +23,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep._torch_compat import DisableTorchFunction, NormBase, disable_dispatch_modes, tree_leaves
 from lockstep.errors import LockstepError, UsageError
@@ -31,7 +31,7 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
-from lockstep.strategies.backward_check import Passes, counted_by_each, means_over_shards, over_rows
+from lockstep.strategies.backward_check import Passes, loss_warnings
 from lockstep.strategies.captured import (
     LIBRARIES,
     HookStores,
@@ -39,9 +39,9 @@ from lockstep.strategies.captured import (
     hooks_of,
     is_generator,
     is_of_the_user,
+    mutable_in,
     plain_function,
     state_of,
-    watched_in,
 )
 
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
@@ -53,12 +53,11 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
 class FirstRun:
-    """The first run of one step function.
+    """The first run of one step function ``fn``.
 
     Args:
-        fn: the step function.
         modules: the strategy's mirrored modules.
-        replicas: how many replicas there are, of all workers.
+        replicas: the number of replicas of all workers.
         rows: of each local replica's batch; None where it has none.
         distributed: whether any argument has a value for each replica.
     """
@@ -72,13 +71,10 @@ class FirstRun:
         *,
         distributed: bool,
     ) -> None:
-        self._fn = fn
-        self._modules = modules
-        self._replicas = replicas
-        self._rows = rows
+        self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
         self._distributed = distributed
-        self._fed: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in rows]
-        self._ran: dict[CodeType, dict[str, Any]] = {}
+        self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
+        self._ran: dict[CodeType, dict[str, Any]] = {}  # functions with their globals
         self._passes = [Passes() for _ in rows]
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
@@ -86,8 +82,9 @@ class FirstRun:
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
         captured = {name: (value, state_of(value)) for name, value in self._captured()}
-        before = [[_values(_counting_buffers(copy)) for copy in module.copies] for module in self._modules]
-        drawn, stores = _stream_states(), HookStores(self._modules)
+        buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
+        before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
+        drawn, stores = _generator_states(), HookStores(self._modules)
         for module in self._modules:
             module.on_call = self._called
         try:
@@ -102,12 +99,11 @@ class FirstRun:
                 module.on_call = None
         if len(self._rows) > 1:
             stores.check(len(self._rows))
-            self._tell_of_draws(drawn)
-            self._tell_of_captured(captured)
-        self._tell_of_buffers(before)
-        self._tell_of_inputs()
-        if self._distributed and not _is_of_libraries(self._fn):
-            self._tell_of_losses()
+            self._warn_of_draws(drawn)
+            self._warn_of_captured(captured)
+        self._warn_of_buffers(before)
+        self._warn_of_inputs()
+        self._warn_of_losses()
 
     def body(self, body: Callable[[], Any]) -> Callable[[], Any]:
         """One replica's part of the run, with a note of each function that it runs through."""
@@ -146,7 +142,7 @@ class FirstRun:
             passes.begins_at(local["tensors"], saved=_SAVING_HOOKS not in self._ran)
         elif event == "call" and frame.f_code is _SUMMING:
             for leaf in tree_leaves(local["value"]):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, Tensor):
                     passes.summed(leaf)
         elif event == "call" and frame.f_code is _GRADIENTS:
             passes.twice = True
@@ -158,8 +154,8 @@ class FirstRun:
         """A mirrored module is called in a replica."""
         context = get_replica_context()
         if context is not None and module.training and torch.is_grad_enabled():
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-            self._fed[context.local_replica].append(tuple(tensors))
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+            self._inputs[context.local_replica].append(tensors)
 
     def _captured(self) -> Iterator[tuple[str, Any]]:
         hooks = (hook for module in self._modules for part in module.module.modules() for hook in hooks_of(part))
@@ -168,108 +164,77 @@ class FirstRun:
         owner = getattr(self._fn, "__self__", None)
         parts = {id(part) for module in self._modules for part in (module, *module.module.modules())}
         if isinstance(owner, nn.Module) and is_of_the_user(owner) and id(owner) not in parts:
-            yield from watched_in(f"{type(owner).__name__}.", vars(owner).items())
+            yield from mutable_in(f"{type(owner).__name__}.", vars(owner).items())
 
-    def _tell_of_draws(self, before: dict[str, Any]) -> None:
-        now = _stream_states()
+    def _warn_of_draws(self, before: dict[str, Any]) -> None:
+        now = _generator_states()
         for name in before:
             lines = _draws(self._ran, name) if before[name] != now[name] else []
             if lines:
-                self._tell(
+                self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
                     "so numbers differ from run to run; draw with torch, where each replica has its own, or give each "
                     "replica a generator of its own with ls.PerReplica"
                 )
 
-    def _tell_of_captured(self, before: dict[str, tuple[Any, Any]]) -> None:
-        now = [
-            (name, value) for name, value in self._captured() if name in before and before[name][1] != state_of(value)
-        ]
-        generators = [name for name, value in now if is_generator(value)]
-        changed = [name for name, value in now if not is_generator(value)]
+    def _warn_of_captured(self, before: dict[str, tuple[Any, Any]]) -> None:
+        generators: dict[str, None] = {}
+        changed: dict[str, None] = {}
+        for name, value in self._captured():
+            if name in before and before[name][1] != state_of(value):
+                (generators if is_generator(value) else changed)[repr(name)] = None
         if generators:
-            self._tell(
-                f"draws from {', '.join(map(repr, dict.fromkeys(generators)))}, a random generator that all replicas "
-                "have in common, so numbers differ from run to run; draw with torch, where each replica has its own, "
-                "or give each replica a generator of its own with ls.PerReplica"
+            self._warn(
+                f"draws from {', '.join(generators)}, a random generator that all replicas have in common, so numbers "
+                "differ from run to run; draw with torch, where each replica has its own, or give each replica a "
+                "generator of its own with ls.PerReplica"
             )
         if changed:
-            self._tell(
-                f"changes {', '.join(map(repr, dict.fromkeys(changed)))} from outside it, which every one of "
-                f"{len(self._rows)} replicas does; return the value from the step, and change it after strategy.run"
+            self._warn(
+                f"changes {', '.join(changed)} from outside it, which every one of {len(self._rows)} replicas does; "
+                "return the value from the step, and change it after strategy.run"
             )
 
-    def _tell_of_buffers(self, before: Sequence[Sequence[dict[str, torch.Tensor]]]) -> None:
+    def _warn_of_buffers(self, before: Sequence[Sequence[dict[str, Tensor]]]) -> None:
         for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
             for name in [name for name in copies[0] if all(name in each for each in (*copies, *olds))]:
                 now, old = [each[name] for each in copies], [each[name] for each in olds]
-                if not self._alike(now, old):
+                if not _as_on_one_device(now, old, self._rows[0] or 0):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
-                    self._tell(
+                    self._warn(
                         f"changes the buffer {name!r} of {type(module.module).__name__}, in each replica by its own "
                         f"shard, and read outside it is {how}; where it counts rows or adds up values, sum those with "
                         'ls.get_replica_context().all_reduce("sum", value) before they are added'
                     )
 
-    def _alike(self, now: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> bool:
-        """Whether a buffer is what one device would have."""
-        if all(torch.equal(each, before) for each, before in zip(now, old, strict=True)):
-            return True
-        if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
-            return False
-        if now[0].shape != old[0].shape:
-            return True
-        added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
-        rows = self._rows[0] or 0
-        counts_rows = rows > 1 and bool((added == rows).any())
-        return not counts_rows and (now[0].is_floating_point() or bool(((added == 0) | (added == 1)).all()))
-
-    def _tell_of_inputs(self) -> None:
-        first, *others = self._fed
-        alone = not others and not self._distributed
-        for at, tensors in enumerate(first):
-            same = all(len(fed) > at and _same_objects(fed[at], tensors) for fed in others) and (others or alone)
+    def _warn_of_inputs(self) -> None:
+        first, *others = self._inputs
+        if not others and self._distributed:
+            return
+        for number, tensors in enumerate(first):
+            same = all(
+                len(calls) > number and list(map(id, calls[number])) == list(map(id, tensors)) for calls in others
+            )
             if same and any(len(each) > 1 for each in tensors):
-                self._tell(
+                self._warn(
                     f"calls a mirrored module on one batch of shape {tuple(tensors[0].shape)} in all "
                     f"{self._replicas} replicas, and its gradients count once for each; divide it with "
                     "strategy.distribute_dataset(batches), and hand what that yields to strategy.run"
                 )
                 return
 
-    def _tell_of_losses(self) -> None:
-        if means_over_shards(self._passes, self._rows, self._replicas):
-            self._tell(
-                f"back-propagates a mean over each replica's rows, and the gradients of {self._replicas} replicas are "
-                'added up; compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
-                "global_batch_size=rows), which divides by the global batch"
-            )
-        if counted_by_each(self._passes, self._rows, self._replicas):
-            self._tell(
-                "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
-                f"{self._replicas} times; divide it among them with ls.scale_regularization_loss(term)"
-            )
-        mixing = over_rows(self._passes, self._rows)
-        if mixing:
-            self._tell(
-                f"compares or takes together the rows of its shard ({', '.join(mixing)}), where one device "
-                "has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), "
-                'or take means and variances from sums, all_reduce("sum", value.sum(0))'
-            )
-        lines = dict.fromkeys(line for passes in self._passes for line in passes.gradients)
-        if lines:
-            self._tell(
-                f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
-                "replica's rows; where it does more with them than to add them up over rows (norms, projections, "
-                'penalties), sum them first with ls.get_replica_context().all_reduce("sum", gradient), or call '
-                "backward() and read .grad, which is the sum over all replicas"
-            )
-
-    def _tell(self, what: str) -> None:
+    def _warn_of_losses(self) -> None:
         code = getattr(plain_function(self._fn), "__code__", None)
+        if self._distributed and not (code is not None and code.co_filename.startswith(LIBRARIES)):
+            for message in loss_warnings(self._passes, self._rows, self._replicas):
+                self._warn(message)
+
+    def _warn(self, what: str) -> None:
+        plain = plain_function(self._fn)
+        code = getattr(plain, "__code__", None)
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-        name = getattr(plain_function(self._fn), "__qualname__", type(self._fn).__qualname__)
+        name = getattr(plain, "__qualname__", type(self._fn).__qualname__)
         warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
 
 
@@ -288,11 +253,6 @@ def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
         raise cause from error
 
 
-def _is_of_libraries(fn: Any) -> bool:
-    code = getattr(plain_function(fn), "__code__", None)
-    return code is not None and code.co_filename.startswith(LIBRARIES)
-
-
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
     while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
@@ -300,21 +260,26 @@ def _line_of(frame: FrameType) -> str:
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
 
-def _counting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def _counting_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of a module by name, without those of norm layers, which are averaged on purpose."""
     known = {id(buffer) for part in module.modules() if isinstance(part, NormBase) for buffer in part.buffers()}
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
 
 
-def _values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -> bool:
+    """Whether the copies of a buffer are what one device would have."""
+    if all(torch.equal(each, before) for each, before in zip(now, old, strict=True)):
+        return True
+    if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
+        return False
+    if now[0].shape != old[0].shape:
+        return True
+    added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
+    counts_rows = rows > 1 and bool((added == rows).any())
+    return not counts_rows and (now[0].is_floating_point() or bool(((added == 0) | (added == 1)).all()))
 
 
-def _same_objects(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    return len(ours) == len(theirs) and all(mine is other for mine, other in zip(ours, theirs, strict=True))
-
-
-def _stream_states() -> dict[str, Any]:
+def _generator_states() -> dict[str, Any]:
     """The states of the global random generators."""
     states: dict[str, Any] = {"Python": random.getstate()}
     if "numpy" in sys.modules:
@@ -325,14 +290,15 @@ def _stream_states() -> dict[str, Any]:
 
 def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
     """The lines of functions that have run that name a function of a global random generator."""
-    stream = random if name == "Python" else sys.modules["numpy"].random
-    home = {random.__file__, *LIBRARIES, str(Path(getattr(stream, "__file__", "")).parent)}
+    stream: Any = random if name == "Python" else sys.modules["numpy"].random
+    libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     found: dict[str, None] = {}
     for code, names in list(ran.items()):
-        if code.co_filename.startswith(tuple(home - {str(Path(random.__file__).parent)})):
+        if code.co_filename.startswith(libraries):
             continue
         for line, value in _names(code, names):
-            if _belongs(value, stream):
+            owner = getattr(value, "__self__", None)
+            if owner is not None and not isinstance(owner, ModuleType) and owner is stream.random.__self__:
                 found[f"{Path(code.co_filename).name}:{line} in {code.co_name}"] = None
     return list(found)
 
@@ -356,9 +322,3 @@ def _names(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[int, Any]]:
         above = value
         if value is not None and instruction.positions is not None:
             yield instruction.positions.lineno or code.co_firstlineno, value
-
-
-def _belongs(function: Any, stream: Any) -> bool:
-    """Whether a function is a method of a module's global generator."""
-    owner = getattr(function, "__self__", None)
-    return owner is not None and not isinstance(owner, ModuleType) and owner is stream.random.__self__

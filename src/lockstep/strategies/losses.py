@@ -13,23 +13,19 @@ number in the whole batch:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
-from lockstep.strategies.scope import in_cross_replica_context
+from lockstep.strategies.base import in_cross_replica_context
 
 _NAME = "compute_average_loss"
 
 
 def compute_average_loss(
-    per_example_loss: torch.Tensor,
-    *,
-    sample_weight: torch.Tensor | None = None,
-    global_batch_size: int | None = None,
+    per_example_loss: torch.Tensor, *, sample_weight: torch.Tensor | None = None, global_batch_size: int | None = None
 ) -> torch.Tensor:
     """The sum of this shard's losses over the global batch size. Inside a replica; outside a scope, one device's mean.
 
@@ -68,11 +64,10 @@ def compute_average_loss(
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
             raise ConfigError(f"global_batch_size={global_batch_size!r}; expected the number of examples, at least 1")
         return total / global_batch_size
-    rows: Any = per_example_loss.shape[0]
+    rows: int = per_example_loss.shape[0]
     if context is not None:
         rows = context.meet(_NAME, rows, partial(_rows_of_all, context.workers))
-    average: torch.Tensor = total / max(rows, 1)
-    return average
+    return total / max(rows, 1)
 
 
 def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
@@ -100,17 +95,11 @@ def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
     if weight.ndim == 1 and losses.ndim > 1 and weight.shape[0] == losses.shape[0]:
         weight = weight.reshape(-1, *[1] * (losses.ndim - 1))
-    elif 0 < weight.ndim < losses.ndim:  # a shard may have as many rows as the losses have columns
-        raise _unfit(weight, losses)
-    try:
-        torch.broadcast_to(weight, losses.shape)
-    except RuntimeError:
-        raise _unfit(weight, losses) from None
+    # One weight per column needs all dimensions: a shard may have as many rows as the losses have columns.
+    pairs = zip(reversed(weight.shape), reversed(losses.shape), strict=False)
+    if weight.ndim not in (0, losses.ndim) or any(size not in (1, other) for size, other in pairs):
+        raise ConfigError(
+            f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
+            f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
+        )
     return weight
-
-
-def _unfit(weight: torch.Tensor, losses: torch.Tensor) -> ConfigError:
-    return ConfigError(
-        f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
-        f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
-    )

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.cluster.environment import declared_job
-from lockstep.collectives.communicator import SingleWorkerCommunicator
-from lockstep.collectives.options import check_waiting_time
-from lockstep.config import LogicalDevice, resolve_devices
-from lockstep.errors import ConfigError, UsageError
+from lockstep.collectives.communicator import SingleWorkerCommunicator, check_waiting_time
+from lockstep.config import LogicalDevice
+from lockstep.errors import UsageError
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, observed
-
-DEFAULT_TIMEOUT_S = 1800.0
+from lockstep.strategies.base import ThreadedStrategy, chosen_devices
 
 
 class MirroredStrategy(ThreadedStrategy):
@@ -46,10 +43,8 @@ class MirroredStrategy(ThreadedStrategy):
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,
         *,
         seed: int | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = 1800.0,
     ) -> None:
-        if isinstance(devices, str):
-            raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
         check_waiting_time("timeout_s", timeout_s)
         job = declared_job()
         if job is not None:
@@ -57,7 +52,7 @@ class MirroredStrategy(ThreadedStrategy):
                 f"{job.source} declares a job of {job.num_workers} workers, and MirroredStrategy would train one model "
                 "in each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
             )
-        chosen = observed(resolve_devices(devices))
+        chosen = chosen_devices(devices)
         runner = ReplicaRunner(chosen, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s)
         super().__init__(chosen, SingleWorkerCommunicator(len(chosen)), runner)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,17 +16,24 @@ import torch
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
+from lockstep.collectives.communicator import (
+    CommunicationOptions,
+    Communicator,
+    SingleWorkerCommunicator,
+    check_agreement,
+    check_waiting_time,
+)
 from lockstep.collectives.distributed import DistributedCommunicator
-from lockstep.collectives.options import CommunicationOptions, check_waiting_time
-from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices, resolve_devices
-from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
+from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
+from lockstep.errors import ClusterError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, observed
+from lockstep.strategies.base import ThreadedStrategy, chosen_devices
+
+START_TIMEOUT_S = 600.0
 
 
 def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
@@ -46,19 +53,15 @@ def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
 
 
 def each_has_its_own(gpus: Sequence[int]) -> bool:
-    """Whether every worker has a GPU, and no two the same one, as NCCL wants it.
-
-    Args:
-        gpus: a number for the GPU of each worker; 0 where it has a CPU.
-    """
+    """Whether every worker has a GPU of its own, as NCCL needs; ``gpus`` are their numbers, 0 for a CPU."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
-    """Holds the workers of a divided model to a GPU each, or to none.
+    """Checks that the workers of a divided model have a GPU each, or none.
 
     Args:
-        names: how the workers are called in messages.
+        names: of the workers in messages.
         gpus: as for ``each_has_its_own``.
 
     Raises:
@@ -82,13 +85,7 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
 
 
 class WorkerJob:
-    """Waits until all workers are there. Every worker must make one.
-
-    Args:
-        cluster: who takes part; None is this process alone.
-        devices: this worker's.
-        timeout_s: how many seconds to wait for all.
-        options: how the workers talk to each other.
+    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all.
 
     Raises:
         ClusterError: workers that did not come, or disagree.
@@ -111,13 +108,12 @@ class WorkerJob:
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
             self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
-            divide_cores(self._membership.infos, cluster.index)
-            self._gpus = tuple(info["gpu"] for info in self._membership.infos)
+            infos = self._membership.infos
+            divide_cores(infos, cluster.index)
+            self._gpus = tuple(info["gpu"] for info in infos)
+            replicas = [info["replicas"] for info in infos]
             self.workers = DistributedCommunicator(
-                self._membership,
-                [info["replicas"] for info in self._membership.infos],
-                nccl=self._nccl,
-                timeout_s=options.timeout_s,
+                self._membership, replicas, nccl=self._nccl, timeout_s=options.timeout_s
             )
 
     @property
@@ -126,25 +122,16 @@ class WorkerJob:
         return each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
 
     def check_gpus(self) -> None:
-        """For workers that divide a model: each has a GPU of its own, or none has one. Every worker must call it.
-
-        Raises:
-            ClusterError: it is not so; on every worker.
-        """
-        with self._ending():
+        """Raises a ClusterError on every worker unless each has a GPU of its own, or none has one."""
+        with self._leaving_on_error():
             check_gpus(self.workers.names, self._gpus)
 
     def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
-        """The seed of all workers; and all go on from the chief's random numbers, so that all shuffle alike.
+        """The seed of all workers, who go on from the chief's random numbers, so that all shuffle alike.
 
-        Args:
-            seed: that this one was given.
-            settings: whatever else must be equal, a line each.
-
-        Raises:
-            ClusterError: the workers were given different seeds or options.
+        A ClusterError is raised if the workers were given different seeds, options, or ``settings``, a line each.
         """
-        with self._ending():
+        with self._leaving_on_error():
             check_agreement(self.workers, "the seed", [f"seed={seed}"])
             check_agreement(self.workers, "the settings of the strategy", [repr(self._options), *settings])
             chiefs = self.workers.all_gather_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
@@ -155,11 +142,9 @@ class WorkerJob:
         return int(chiefs) if seed is None else seed
 
     def group(self, name: str, members: Sequence[int]) -> Communicator:
-        """Some of the workers, among them this one, as if they were all. Every one of them must ask for it.
+        """A communicator of some workers, this one among them, by ascending numbers. Each of them must ask for it.
 
-        Args:
-            name: what the group is called; no worker is in two of one name.
-            members: their numbers, ascending.
+        No worker is in two groups of one name.
         """
         if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
             return SingleWorkerCommunicator(1)
@@ -172,21 +157,24 @@ class WorkerJob:
             team=name,
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the others that this worker ends with ``error``."""
+    def make_runner(self, seed: int, *, first_replica: int) -> ReplicaRunner:
+        """The local replicas' threads. Their runs fail once another worker has ended the job, and vice versa."""
+        runner = ReplicaRunner(
+            self._devices, seed=seed, timeout_s=self._options.timeout_s, first_replica=first_replica, failing=self._fail
+        )
+        if self._membership is not None:
+            self._membership.subscribe(runner.abort)
+        return runner
+
+    def _fail(self, error: BaseException) -> None:
         # A loss that is not finite all workers raise together, and may go on together.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
             self._membership.report_failure(error)
 
-    def when_over(self, stop: Callable[[BaseException], None]) -> None:
-        """Has ``stop`` called once, from another thread, when another worker has ended the job."""
-        if self._membership is not None:
-            self._membership.subscribe(stop)
-
     def make_exchange(
         self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], group: Communicator | None = None
     ) -> GradientExchange:
-        """How the gradients of an optimizer over ``parameters`` are summed. Every worker must ask for it.
+        """How the gradients of an optimizer are summed. Every worker must ask for it.
 
         Args:
             parameters: per parameter its local copies.
@@ -210,32 +198,21 @@ class WorkerJob:
     def make_sharing(
         self, parameters: Sequence[Copies], group: Communicator, kinds: Sequence[Hashable]
     ) -> ShardingGroup | None:
-        """The workers of a group as those who share the state of an optimizer; None where there is one.
+        """The workers of ``group``, which hold the same weights, if several divide the state of an optimizer.
 
-        Every one of them must ask for it, right after its ``make_exchange``.
-
-        Args:
-            parameters: per parameter its local copies, of which there is one.
-            group: they hold the same weights.
-            kinds: per parameter, what it is like: parameters of one kind are divided by themselves.
+        Each of them must ask for it, right after its ``make_exchange``. Parameters of one kind are divided among them.
         """
         if not isinstance(group, DistributedCommunicator):
             return None
-        name = f"shares of optimizer {self._optimizers}"
-        return ShardingGroup(
-            workers=group,
-            stream=group.new_group(name, parameters[0][0].device),
-            window_bytes=self._options.bucket_bytes,
-            kinds=kinds,
-        )
+        stream = group.new_group(f"shares of optimizer {self._optimizers}", parameters[0][0].device)
+        return ShardingGroup(workers=group, stream=stream, window_bytes=self._options.bucket_bytes, kinds=kinds)
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Leaves the job, and tells the others, where what all of them look at does not fit."""
+    def _leaving_on_error(self) -> Iterator[None]:
         try:
             yield
         except LockstepError as error:
-            self.fail(error)
+            self._fail(error)
             self.workers.close()
             raise
 
@@ -246,9 +223,6 @@ def _gpu_id(device: torch.device) -> int:
         return 0
     name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
-
-
-START_TIMEOUT_S = 600.0
 
 
 class MultiWorkerMirroredStrategy(ThreadedStrategy):
@@ -266,7 +240,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
             any, this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
-        communication: how they talk to each other afterwards.
+        communication: how they communicate afterwards.
 
     Raises:
         ConfigError: an unknown device, or one named twice; a number that cannot be.
@@ -288,21 +262,12 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         timeout_s: float = START_TIMEOUT_S,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        if isinstance(devices, str):
-            raise ConfigError(f"devices is a list, got the string {devices!r}; write devices=[{devices!r}]")
         check_waiting_time("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        chosen = observed(resolve_devices(own_devices(self.cluster) if devices is None else devices))
+        chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
         job = WorkerJob(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
-        runner = ReplicaRunner(
-            chosen,
-            seed=job.agree(seed),
-            timeout_s=self.communication.timeout_s,
-            first_replica=job.workers.first_replica,
-            failing=job.fail,
-        )
-        job.when_over(runner.abort)
+        runner = job.make_runner(job.agree(seed), first_replica=job.workers.first_replica)
         super().__init__(chosen, job.workers, runner, job.make_exchange)
 
     def __repr__(self) -> str:

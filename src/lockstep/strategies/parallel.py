@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -18,10 +17,16 @@ from torch.optim import Optimizer
 
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object, check_agreement
-from lockstep.collectives.mesh_communicator import MeshCommunicator
-from lockstep.collectives.options import CommunicationOptions, check_waiting_time
-from lockstep.config import LogicalDevice, resolve_devices
+from lockstep.collectives.communicator import (
+    CommunicationOptions,
+    Communicator,
+    MeshCommunicator,
+    SingleWorkerCommunicator,
+    all_gather_object,
+    check_agreement,
+    check_waiting_time,
+)
+from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
@@ -29,31 +34,34 @@ from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy, Pipelined
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
-from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
-from lockstep.parallel.sequence_parallel import SequenceSharding
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tensor_parallel import (
+    WHOLE,
+    SequenceSharding,
+    SpecNames,
+    TensorPlan,
+    TensorSharding,
+    shard_layers,
+    ties_of,
+)
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
-from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, observed
-from lockstep.strategies.multi_worker import WorkerJob, own_devices
+from lockstep.strategies.base import ThreadedStrategy, chosen_devices
+from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, own_devices
 
 if TYPE_CHECKING:
     from lockstep.parallel.fsdp import StageWeights
-    from lockstep.parallel.pipeline_stage import PipelineSplit
-    from lockstep.parallel.tensor_parallel import TensorPlan
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The communicators of one worker of a mesh.
+    """The communicators of one worker of a mesh, made in an order that cannot deadlock. Every worker must make them.
 
-    Args:
+    Attributes:
         grid: the mesh.
         place: this worker's coordinates in it.
         job: all workers.
@@ -63,20 +71,20 @@ class MeshGroups:
         pipeline_ends: the first and the last of them; None for other workers, and without a pipeline.
     """
 
-    grid: MeshLayout
-    place: MeshCoordinate
-    job: Communicator
-    peers: Communicator
-    replica: Communicator
-    pipeline: Communicator | None = None
-    pipeline_ends: Communicator | None = None
+    def __init__(self, job: WorkerJob, grid: MeshLayout) -> None:
+        index = job.workers.index
+        stages = grid.pipeline_group(index)
+        ends = (stages[0], stages[-1])
+        self.grid, self.place, self.job = grid, grid.coordinate(index), job.workers
+        self.peers = job.group("peers", grid.data_group(index))
+        self.replica = job.group("replica", grid.replica_group(self.place.replica))
+        self.pipeline = job.group("pipeline", stages) if grid.pipeline > 1 else None
+        self.pipeline_ends = job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None
 
     def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
-        """A communicator in which each replica is one worker.
+        """A communicator in which each replica is one worker; the one of stage ``last`` has the outputs.
 
-        Args:
-            last: the stage of the worker that has the outputs.
-            ends_with: called before the groups are closed, which are closed before the job.
+        ``ends_with`` is called before the groups are closed, and those before the job.
         """
         return MeshCommunicator(
             self.job,
@@ -93,30 +101,6 @@ class MeshGroups:
                 group.close()
 
 
-def make_groups(job: WorkerJob, grid: MeshLayout) -> MeshGroups:
-    """Makes this worker's groups, in an order that cannot deadlock. Every worker must call it.
-
-    Args:
-        job: the job that all workers have joined.
-        grid: a mesh of as many workers.
-    """
-    index = job.workers.index
-    place, stages = grid.place(index), grid.line(index)
-    ends = (stages[0], stages[-1])
-    return MeshGroups(
-        grid=grid,
-        place=place,
-        job=job.workers,
-        peers=job.group("peers", grid.peers(index)),
-        replica=job.group("replica", grid.members(place.replica)),
-        pipeline=job.group("pipeline", stages) if grid.pipeline > 1 else None,
-        pipeline_ends=job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None,
-    )
-
-
-START_TIMEOUT_S = 600.0
-
-
 class ParallelStrategy(ThreadedStrategy):
     """Trains one model whose copies are each divided among several workers.
 
@@ -128,7 +112,7 @@ class ParallelStrategy(ThreadedStrategy):
         data: replicas; -1 is as many as the workers allow.
         pipeline: workers that divide the layers of a copy, in stages.
         tensor: workers that share each layer.
-        microbatches: parts of a shard in a pipeline; None is two for every worker of it.
+        microbatches: parts of a shard in a pipeline; None is two for each of its workers.
         schedule: the order in which a pipeline takes them: "1f1b", "gpipe", "interleaved", "zero_bubble" or
             "zero_bubble_v".
         stages_per_worker: stages that each worker of a pipeline holds; None is two where the schedule is one of the
@@ -178,25 +162,26 @@ class ParallelStrategy(ThreadedStrategy):
         check_waiting_time("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
-        self.grid: MeshLayout = choose_mesh_layout(_workers(self.cluster), data=data, pipeline=pipeline, tensor=tensor)
+        cluster = self.cluster
+        workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
+        self.grid: MeshLayout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
         pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
-        devices = observed(resolve_devices([own_devices(self.cluster)[0] if device is None else device]))
+        devices = chosen_devices([own_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
-        _check_sequence_parallel(sequence_parallel, self.grid.tensor)
+        if sequence_parallel and self.grid.tensor == 1:
+            raise ConfigError(
+                "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
+                " choose tensor=2 or more, or leave it out"
+            )
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
-        self._groups = make_groups(job, self.grid)
-        own_seed = _stage_seed(seed, self._groups.place.stage)
-        runner = ReplicaRunner(
-            devices,
-            seed=own_seed,
-            timeout_s=self.communication.timeout_s,
-            first_replica=self._groups.place.replica,
-            failing=job.fail,
-        )
-        job.when_over(runner.abort)
+        self._groups = MeshGroups(job, self.grid)
+        # Stages draw numbers of their own: layers of two stages must not drop the same units.
+        stage = self._groups.place.stage
+        own_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
+        runner = job.make_runner(own_seed, first_replica=self._groups.place.replica)
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
 
@@ -240,19 +225,18 @@ class ParallelStrategy(ThreadedStrategy):
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
-        firsts, shared = [copies[0] for copies in parameters], self._parts.shards_weights
-        # Of shared weights the gradients have been summed by the backward pass.
-        peers = SingleWorkerCommunicator(1) if shared else self._groups.peers
+        firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights
+        # The gradients of sharded weights have been summed by the backward pass.
+        peers = SingleWorkerCommunicator(1) if sharded else self._groups.peers
         between_replicas = self._job.make_exchange(parameters, groups, peers)
         if self._mesh is None and self.devices[0].kind == "GPU":
             return between_replicas  # nobody to exchange with: nothing need pass through the host
-        sharing = None
-        if self._shard_optimizer:
-            sharing = self._job.make_sharing(parameters, peers, self._parts.kinds(firsts))
+        kinds = self._parts.kinds(firsts)
+        sharing = self._job.make_sharing(parameters, peers, kinds) if self._shard_optimizer else None
         return PartExchange(
             between_replicas=between_replicas,
             workers=self.workers,
-            holders=self._groups.job if shared else self._groups.replica,
+            holders=self._groups.job if sharded else self._groups.replica,
             counted=self._parts.counted(firsts),
             tied=self._parts.tied(firsts),
             tied_group=self._groups.pipeline_ends,
@@ -261,9 +245,9 @@ class ParallelStrategy(ThreadedStrategy):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Raises, for a connection between workers that broke, what broke it. Goes around what a replica does."""
+        """Around a replica's part of a run: an error of a broken connection between workers says what broke it."""
         try:
-            with self._parts.draws.going_along():
+            with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
@@ -272,35 +256,17 @@ class ParallelStrategy(ThreadedStrategy):
             raise explained from error
 
 
-def _workers(cluster: ClusterSpec | None) -> int:
-    return cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
-
-
-def _stage_seed(seed: int, stage: int) -> int:
-    """Stages draw numbers of their own: layers of two stages must not drop the same units."""
-    return seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
-
-
-def _check_sequence_parallel(asked: bool, tensor: int) -> None:
-    if asked and tensor == 1:
-        raise ConfigError(
-            "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one; "
-            "choose tensor=2 or more, or leave it out"
-        )
-
-
 class ModelParts(PartitionPolicy):
     """This worker's parts of models.
 
     Args:
-        groups: the workers.
-        mesh: of all; None where there is one worker.
+        groups: the communicators of this worker.
+        mesh: of all workers; None if there is one.
         pipelining: how pipelines run.
-        shard_parameters: whether each replica holds a share of the weights.
-        own: the generator from which this worker draws for what it alone holds.
+        shard_parameters: as in ParallelStrategy, and so ``sequence_parallel``.
+        own: the generator of random numbers for what this worker alone holds.
         device: of this worker.
-        sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
-        seed: from which the first weights of models on the meta device are drawn; the same on every worker.
+        seed: of the initial weights of models on the meta device; the same on every worker.
     """
 
     def __init__(
@@ -316,29 +282,25 @@ class ModelParts(PartitionPolicy):
         sequence_parallel: bool = False,
     ) -> None:
         self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
-        self._pipelining = pipelining
+        self._pipelining, self._device = pipelining, device
         self.parts = mesh is not None
         self.shards_weights = shard_parameters and groups.grid.data > 1
-        self._device = device
-        self._draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
+        self.draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
         self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
 
     def peers(self, workers: Communicator) -> Communicator:
-        """Those with the same part, one per replica."""
         return self._groups.peers
 
     def take(self, module: nn.Module) -> nn.Module:
-        """This worker's part; of a plain module that by "auto"."""
-        return module if isinstance(module, ShardedModule) else self.divide(module, "auto", "auto")
+        return self.divide(module, "auto", "auto")
 
     def pipeline(self, module: nn.Module) -> Pipelined | None:
-        """The schedules of a part that is one stage of several."""
         return module.pipeline if isinstance(module, ShardedModule) else None
 
     def check(self, optimizer: Optimizer) -> None:
-        """Only what updates each number by itself gives on parts what it gives on the whole."""
+        """Raises a ConfigError unless it updates each number by itself, which is the same on parts and the whole."""
         if type(optimizer) not in ELEMENTWISE:
             known = ", ".join(each.__name__ for each in ELEMENTWISE)
             raise ConfigError(
@@ -346,18 +308,8 @@ class ModelParts(PartitionPolicy):
                 f"parts; choose one of torch's {known}"
             )
 
-    @property
-    def draws(self) -> TensorParallelRng:
-        """What this worker draws by itself."""
-        return self._draws
-
     def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
-        """Divides a module, once. Every worker must call it.
-
-        Raises:
-            ConfigError: it cannot be divided so.
-            ClusterError: another worker has another module.
-        """
+        """Divides a module, once; see ``ParallelStrategy.parallelize``. Every worker must call it."""
         if isinstance(module, ShardedModule):
             return module
         part = self._parts.get(id(module))
@@ -366,7 +318,7 @@ class ModelParts(PartitionPolicy):
         return part
 
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
-        """The numbers of those that count here for the norm of all: one's own share, and once what several hold."""
+        """The indices of the parameters that count here for the norm of all: each is counted by one holder."""
         divided = self._divided_ids()
         elsewhere = {id(each) for each in self.tied(parameters)} if self._place.stage else set()
         return frozenset(
@@ -376,13 +328,13 @@ class ModelParts(PartitionPolicy):
         )
 
     def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Of each, with whom else this worker has it in common: with another stage, with tensor ranks, or with none."""
+        """Per parameter, who else holds it: another stage ("tied n"), all tensor ranks ("whole"), or none ("own")."""
         divided = self._divided_ids()
         tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
         return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
 
     def tied(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that another stage holds too, in an order that is the same there."""
+        """The parameters that another stage holds too, in an order that is the same there."""
         given = {id(each) for each in parameters}
         return [each for part in self._parts.values() for each in part.tied if id(each) in given]
 
@@ -392,7 +344,7 @@ class ModelParts(PartitionPolicy):
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
         first = self._first_weights(module)
         if self._mesh is None:
-            _fill(module, first, WHOLE, self._device)
+            self._fill(module, first, WHOLE)
             move_to_device(module, self._device)
             return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
@@ -400,29 +352,31 @@ class ModelParts(PartitionPolicy):
         stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
-            sequences.bound([stage.parts for stage in stages] or [module.modules()])
-        _fill(module, first, division, self._device)
-        self._draws.give(module, division.apart, division.together)
+            sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
+        self._fill(module, first, division)
+        self.draws.apply_to(module, division.own_rng, division.common_rng)
         borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
+        tied, group = self._tied_of(module, ties), self._groups.pipeline
+        config: Any = module.config
+        pipeline = Pipeline(
+            stages,
+            self._pipelining,
+            group=self._mesh.mesh.get_group("pipeline"),
+            hidden=int(config.hidden_size),
+            dtype=next(parameter.dtype for parameter in module.parameters()),
+            device=self._device,
+            stage_weights=borrowing,
+        )
         return ShardedModule(
-            module,
-            division,
-            names=names,
-            ties=ties,
-            line=self._groups.pipeline,
-            tied=self._tied_of(module, ties),
-            pipeline=self._pipeline_of(module, stages, self._mesh, borrowing),
+            module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
         )
 
     def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
-        """Leaves this worker its share; and how its stages have the rest, where there are any."""
-        from lockstep.parallel.fsdp import (
-            shard_fully,  # torch's FSDP, which few ask for
-            shard_stages,
-        )
+        """Leaves this worker its shard of the weights. Returns how its stages borrow the rest, if there are stages."""
+        from lockstep.parallel.fsdp import shard_fully, shard_stages  # torch's FSDP, which few ask for
 
         if stages:
             return shard_stages(module, stages, self._pipelining, mesh.mesh["data"])
@@ -430,7 +384,7 @@ class ModelParts(PartitionPolicy):
         return None
 
     def _first_weights(self, module: nn.Module) -> DeferredInit | None:
-        """How the tensors on the meta device begin; those elsewhere become the chief's. None where all are there."""
+        """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""
         tensors = [*module.parameters(), *module.buffers()]
         there = [each for each in tensors if not each.is_meta]
         blank = f"{len(tensors) - len(there)} tensors on the meta device"
@@ -442,8 +396,12 @@ class ModelParts(PartitionPolicy):
         self._drawn += 1  # so that two models whose modules have the same names begin with different weights
         return DeferredInit(module, f"{self._seed}/model {self._drawn}")
 
+    def _fill(self, module: nn.Module, first: DeferredInit | None, division: TensorSharding) -> None:
+        if first is not None:
+            materialize(module, first, division.orders, self._device)
+
     def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
-        """How the layers divide the sequences; before the cut, whose turns go around what is done here."""
+        """How the layers divide the sequences. Called before the module is cut into stages, which wrap it."""
         if not self._sequence_parallel:
             return None
         if plan != "auto":
@@ -454,25 +412,11 @@ class ModelParts(PartitionPolicy):
         names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
         return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
 
-    def _pipeline_of(
-        self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh, borrowing: StageWeights | None
-    ) -> Pipeline:
-        config: Any = module.config
-        return Pipeline(
-            stages,
-            self._pipelining,
-            group=mesh.mesh.get_group("pipeline"),
-            hidden=int(config.hidden_size),
-            dtype=next(parameter.dtype for parameter in module.parameters()),
-            device=self._device,
-            borrowing=borrowing,
-        )
-
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
-        """The first of its names here of each weight that another stage holds too."""
-        line = self._groups.pipeline
+        """For each weight that another stage holds too, the first of its names here."""
+        group = self._groups.pipeline
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        stages = [] if line is None else all_gather_object(line, "the names of the stages", sorted(own))
+        stages = [] if group is None else all_gather_object(group, "the names of the stages", sorted(own))
         found = []
         for names in ties:
             holders = [number for number, held in enumerate(stages) if set(held) & set(names)]
@@ -485,11 +429,6 @@ class ModelParts(PartitionPolicy):
                 )
             found += [name for name in names if name in own][:1]
         return found
-
-
-def _fill(module: nn.Module, first: DeferredInit | None, division: TensorSharding, device: torch.device) -> None:
-    if first is not None:
-        materialize(module, first, division.orders, device)
 
 
 def _on_gpu(device: torch.device, own: int) -> DeviceRng | None:

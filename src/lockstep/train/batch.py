@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError
-from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.context import ReplicaContext, in_context
 
 
 class LabelledBatch(NamedTuple):
@@ -28,11 +28,7 @@ class LabelledBatch(NamedTuple):
 
 
 def unpack_labelled(item: Any) -> LabelledBatch:
-    """Splits an item of fit's or evaluate's data into inputs, targets and sample weights.
-
-    Raises:
-        DataError: the item is not a pair or triple.
-    """
+    """Splits an item of fit's or evaluate's data; raises a DataError if it is not a pair or triple."""
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "
@@ -45,11 +41,7 @@ def unpack_labelled(item: Any) -> LabelledBatch:
 
 
 def unpack_inputs(item: Any) -> Any:
-    """The inputs of an item of predict's data: the item itself, or the first of a tuple or list (x, y, ...).
-
-    Raises:
-        DataError: a tuple or list of another length.
-    """
+    """The inputs of an item of predict's data: the item itself, or the first of a tuple or list (x, y, ...)."""
     if not isinstance(item, (tuple, list)):
         return item
     if len(item) not in (1, 2, 3):
@@ -79,13 +71,7 @@ def _describe(item: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """The arguments of a loss or metric for the rows of a shard. Some of the rows can be taken, to compare the results.
-
-    Args:
-        outputs: the module's outputs.
-        batch: the targets and sample weights.
-        rows: the number of rows.
-    """
+    """The arguments of a loss or metric for the rows of a shard, of which some can be taken, to compare the results."""
 
     outputs: Any
     batch: LabelledBatch
@@ -93,8 +79,7 @@ class ShardRows:
 
     def index(self) -> Tensor | None:
         """The numbers of all rows, on their device; None if no tensor has rows."""
-        leaves = self._leaves()[0]
-        device = next((leaf.device for leaf in leaves if self._has_rows(leaf)), None)
+        device = next((leaf.device for leaf in self._leaves()[0] if self._has_rows(leaf)), None)
         return None if device is None else torch.arange(self.rows, device=device)
 
     def take(self, index: Tensor) -> ShardRows:
@@ -110,7 +95,7 @@ class ShardRows:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
             return leaf.detach().requires_grad_() if floating else leaf
 
-        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
+        return replace(self, outputs=tree_map(changed, self.outputs))
 
     def has_other_outputs(self) -> bool:
         """Whether the outputs hold tensors or objects without rows, such as a computed loss, or a cache."""
@@ -125,7 +110,7 @@ class ShardRows:
                 return leaf
             return leaf * 2 + 1 if isinstance(leaf, Tensor) and leaf.is_floating_point() else None
 
-        return ShardRows(tree_map(changed, self.outputs), self.batch, self.rows)
+        return replace(self, outputs=tree_map(changed, self.outputs))
 
     def _leaves(self) -> tuple[list[Any], Any]:
         arguments = (self.outputs, self.batch.y, self.batch.sample_weight)
@@ -138,6 +123,17 @@ class ShardRows:
 
     def _has_rows(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
+
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
+"""Errors of a loss or metric that cannot be computed from some of the rows."""
+
+
+@contextmanager
+def checked_alone(context: ReplicaContext) -> Iterator[None]:
+    """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
+    with preserving_rng(context), in_context(context.alone()):
+        yield
 
 
 @contextmanager

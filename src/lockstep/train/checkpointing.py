@@ -27,18 +27,13 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
+from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import EpochTiming, History, RunningLoss
-from lockstep.train.loop import TrainLoop
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.sharded_io import TensorReader
     from lockstep.train.model import Model
-
-
-_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
-_METRICS = dict[str, list[Any]]
-_PLACE: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +51,9 @@ class Position:
     step: int = 0
 
 
+# The types of what is saved, for the check of a checkpoint before it is loaded.
+_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
+_POSITION_IN_DATA: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
 _SAVED: Any = {
     "position": Position,
     "run": str,
@@ -71,7 +69,6 @@ class TrainingState(StateAdapter):
         model: the model that is trained.
 
     Attributes:
-        position: where the training is.
         run: an identifier of this training, restored with its checkpoints.
     """
 
@@ -83,8 +80,7 @@ class TrainingState(StateAdapter):
 
     @property
     def _model(self) -> Model:
-        model = self._weak_model()
-        if model is None:
+        if (model := self._weak_model()) is None:
             raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
         return model
 
@@ -114,17 +110,11 @@ class TrainingState(StateAdapter):
             self._position, self._fit = self.position, None
 
     def state(self) -> AdapterState:
-        """All of the state.
-
-        Raises:
-            UsageError: called in the middle of an accumulation cycle, whose gradients a checkpoint cannot hold.
-            NonFiniteLossError: of a step that a GPU was still computing.
-        """
         shared: dict[str, Any] = {
             "position": asdict(self.position),
             "run": self.run,
             "stopped": self._model.stop_training,
-            "history": _history_state(self._model.history),
+            "history": asdict(self._model.history),
         }
         if self._fit is None:
             return AdapterState(shared=shared)
@@ -144,18 +134,19 @@ class TrainingState(StateAdapter):
         if self._fit is None or "loss" not in saved.shared:
             return
         check_kind(saved.shared, _SAVED_IN_FIT, "training")
-        check_kind(saved.replicas, list[_METRICS], "metrics")
-        for metrics in self._fit[0].metrics.per_replica[:1]:
-            for states in saved.replicas:
-                check_like(states, _kinds_of_states(metrics), "metrics")
-        check_kind(saved.worker, _PLACE, "place in the data")
+        check_kind(saved.replicas, list[dict[str, list[Any]]], "metrics")
+        expected = _kinds_of_states(self._fit[0].metrics.per_replica[0])
+        for states in saved.replicas:
+            check_like(states, expected, "metrics")
+        check_kind(saved.worker, _POSITION_IN_DATA, "position in the data")
 
     def load(self, saved: SavedState) -> None:
-        """Restores the state. Loop, data and callbacks are restored during a fit only."""
+        """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
         self.run = shared["run"]
         self._position = Position(**shared["position"])
-        self._model.history = _history(shared["history"])
+        history = shared["history"]
+        self._model.history = History(**{**history, "timing": [EpochTiming(**each) for each in history["timing"]]})
         if self._fit is None:
             return
         loop, data, callbacks = self._fit
@@ -173,37 +164,14 @@ class TrainingState(StateAdapter):
 
 def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
     """``replica_states`` with an empty tensor or list for each value."""
-    return {
-        name: [
-            {
-                "updates": 0,
-                "states": {
-                    key: [] if isinstance(value, list) else torch.empty(0) for key, value in each["states"].items()
-                },
-            }
-            for each in states
-        ]
-        for name, states in replica_states(metrics).items()
-    }
 
+    def kind(state: dict[str, Any]) -> dict[str, Any]:
+        kinds: dict[str, Any] = {
+            key: [] if isinstance(value, list) else torch.empty(0) for key, value in state["states"].items()
+        }
+        return {"updates": 0, "states": kinds}
 
-def _history_state(history: History) -> dict[str, Any]:
-    return {
-        "history": {name: list(values) for name, values in history.history.items()},
-        "epoch": list(history.epoch),
-        "timing": [asdict(timing) for timing in history.timing],
-    }
-
-
-def _history(state: Mapping[str, Any]) -> History:
-    history = History()
-    history.history = {name: list(values) for name, values in state["history"].items()}
-    history.epoch = list(state["epoch"])
-    history.timing = [EpochTiming(**timing) for timing in state["timing"]]
-    return history
-
-
-_GROUP_BYTES = 32 * 2**20
+    return {name: [kind(state) for state in states] for name, states in replica_states(metrics).items()}
 
 
 def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
@@ -232,18 +200,19 @@ def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.
 
 
 def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of a sharded model: the chief reads group by group, and each worker takes its shards."""
+    """Loads the weights of a sharded model: the chief reads one tensor after another; each worker takes its shard."""
+    from lockstep.checkpoint.sharded_io import TensorShard
     from lockstep.checkpoint.sharded_state import sharded_module_of
 
     part = sharded_module_of(module)
     described = part.described()
-    stored = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for names in _grouped(described):
-        tensors = [torch.empty_like(described[name], device="cpu") for name in names]
-        run_on_chief(workers, "load the weights", lambda names=names, into=tensors: _read(stored, names, into))  # type: ignore[misc]
-        workers.broadcast("loaded weights", tensors)
-        for name, tensor in zip(names, tensors, strict=True):
-            part.take(name, tensor)
+    stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
+    for name, like in described.items():
+        tensor = torch.empty_like(like, device="cpu")
+        shard = {name: TensorShard(tensor)}
+        run_on_chief(workers, "load the weights", lambda shard=shard: stored.read(shard))  # type: ignore[misc]
+        workers.broadcast("loaded weights", [tensor])
+        part.take(name, tensor)
 
 
 def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
@@ -261,27 +230,6 @@ def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
         ) from error
     check_fit(stored.tensors, described, path)
     return stored
-
-
-def _read(stored: TensorReader | None, names: list[str], into: list[Tensor]) -> None:
-    from lockstep.checkpoint.sharded_io import TensorShard
-
-    if stored is not None:
-        stored.read({name: TensorShard(tensor) for name, tensor in zip(names, into, strict=True)})
-
-
-def _grouped(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names in groups of at most ``_GROUP_BYTES``."""
-    names: list[str] = []
-    filled = 0
-    for name, tensor in described.items():
-        if names and filled + tensor.nbytes > _GROUP_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += tensor.nbytes
-    if names:
-        yield names
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

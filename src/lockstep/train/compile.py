@@ -21,7 +21,10 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
 
+Loss = Callable[[Any, Any], Any]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MEAN_LOSS_SCALE = 65536.0
@@ -40,7 +43,6 @@ class Precision:
     def __init__(self, name: PrecisionName, device_type: str) -> None:
         self.name = name
         self._dtype = _AUTOCAST_DTYPES.get(name)
-        self._needs_scaler = name == "fp16"
         self._device_type = device_type
         self.scaler: torch.amp.GradScaler | None = None
 
@@ -53,17 +55,10 @@ class Precision:
     def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
         """The factor for the loss before backward; None without a scaler. Every replica must call it.
 
-        The first call sums the counts of the replicas.
-
-        Args:
-            context: the calling replica's.
-            count: this replica's count of the step.
-
-        Returns:
-            The scaler's own float32 tensor of one element, on replica 0's device. It is not read here, as an update may
-            still be changing it.
+        The first call sums ``count``, this replica's count of the step, over the replicas. The factor is the scaler's
+        own float32 tensor of one element, on replica 0's device. An update may still be changing it.
         """
-        if not self._needs_scaler:
+        if self.name != "fp16":
             return None
         if self._scale is None:
             context.merge_call(lambda _strategy, counts: self._begin(context, counts), (count,))
@@ -85,35 +80,21 @@ class Precision:
             self.scaler.load_state_dict(dict(state))
 
     def _begin(self, context: ReplicaContext, counts: Any) -> None:
-        """Makes the scaler, if none was loaded, and its tensors, which its first use creates."""
-        if self.scaler is None:
-            self.scaler = self._make_scaler(context, counts)
-        self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
+        """Makes the scaler, if none was loaded, and its tensors, which its first use creates.
 
-    def _make_scaler(self, context: ReplicaContext, counts: Any) -> torch.amp.GradScaler:
-        """A scaler for sums. Torch's default suits means, and sums are larger by the count.
-
-        Without the division the first steps would overflow and be skipped, halving the scale each time.
+        Its scale is for sums. Torch's default suits means, and sums are larger by the count: without the division the
+        first steps would overflow and be skipped, halving the scale each time.
         """
-        count = max(float(context.strategy.reduce("sum", counts)), 1.0)
-        scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
-        return torch.amp.GradScaler(self._device_type, init_scale=scale)
-
-
-Loss = Callable[[Any, Any], Any]
+        if self.scaler is None:
+            count = max(float(context.strategy.reduce("sum", counts)), 1.0)
+            scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
+            self.scaler = torch.amp.GradScaler(self._device_type, init_scale=scale)
+        self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """The checked settings of ``compile``.
-
-    Args:
-        loss: ``loss(outputs, targets)``, returning per-example values, a pair (total, count), or a scalar mean.
-        metrics: name to torchmetrics Metric.
-        precision: "fp32", "bf16" or "fp16".
-        accumulate: global batches per update.
-        clip_norm: the largest global norm of the gradients; None for no clipping.
-        graphs: whether a GPU may capture whole steps as CUDA graphs and replay them.
+    """The checked settings of ``Model.compile``, which describes them.
 
     Raises:
         ConfigError: a value is not valid.
@@ -144,93 +125,6 @@ class CompileConfig:
         if type(self.graphs) is not bool:
             raise ConfigError(f"graphs={self.graphs!r}; give True to use CUDA graphs on a GPU, or False")
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
-
-
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
-
-
-def make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer itself, or what the function makes of the module's parameters."""
-    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), "
-            "or a function of the parameters that makes one"
-        )
-    return made
-
-
-def make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The scheduler itself, or what the function makes of the optimizer."""
-    if given is None:
-        return None
-    made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
-    if isinstance(made, ReduceLROnPlateau):
-        raise ConfigError(
-            "scheduler is a ReduceLROnPlateau, which steps by a metric; fit steps schedulers once per update: "
-            "choose another, or step it in a callback's on_epoch_end"
-        )
-    if not isinstance(made, LRScheduler):
-        raise ConfigError(
-            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
-            "or a function of the optimizer that makes one"
-        )
-    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
-    if made.optimizer.param_groups is not optimizer.param_groups:
-        raise ConfigError(
-            f"scheduler is a {type(made).__name__} of another optimizer, and would not change this one's learning rate;"
-            " make it from the optimizer given to compile"
-        )
-    return made
-
-
-def check_trained(
-    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
-) -> None:
-    """Checks that the optimizer holds parameters of the module and the loss only.
-
-    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are all mirrored modules
-    of the strategy, to name the owner.
-    """
-    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
-    own = {id(parameter) for each in trained for parameter in each.parameters()}
-    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
-    if not others:
-        return
-    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
-    kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
-    raise UsageError(
-        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
-        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
-        "compile a function of them that makes one"
-    )
-
-
-def check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
-    """Checks that the loss has no trained parameters of its own, unless it is mirrored and the optimizer holds them."""
-    while isinstance(loss, (partial, MethodType)):
-        loss = loss.func if isinstance(loss, partial) else loss.__self__
-    if not isinstance(loss, torch.nn.Module):
-        return
-    others = {id(parameter) for parameter in module.parameters()}
-    own = {name: each for name, each in loss.named_parameters() if each.requires_grad and id(each) not in others}
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    missing = [name for name, each in own.items() if id(each) not in held]
-    if not isinstance(loss, MirroredModule) and own:
-        raise UsageError(
-            f"the loss is a {type(loss).__name__} with trained parameters of its own, such as {next(iter(own))!r}, of "
-            "which every replica needs a copy; in the strategy's scope call loss = strategy.mirror(loss), make the "
-            "optimizer from the parameters of the module and of the loss, and give both to compile; if the loss is not "
-            "to be trained, call loss.requires_grad_(False)"
-        )
-    if missing:
-        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
-        raise UsageError(
-            f"the loss is a {kind} with trained parameters of its own that the optimizer does not hold, such as "
-            f"{missing[0]!r}; make the optimizer from the parameters of the module and of the loss, or call "
-            "loss.requires_grad_(False) if the loss is not to be trained"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,10 +167,93 @@ def make_setup(
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
     if optimizer is None:
         return TrainSetup(module=module, config=config, precision=precision)
-    made = make_optimizer(optimizer, module.module)
-    stepped = make_scheduler(scheduler, made)
-    check_loss(made, module, config.loss)
+    made = _make_optimizer(optimizer, module.module)
+    stepped = _make_scheduler(scheduler, made)
+    _check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
     mirrored.sums_after_runs = False
-    check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
+    _check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
     return TrainSetup(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)
+
+
+def _make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
+    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), "
+            "or a function of the parameters that makes one"
+        )
+    return made
+
+
+def _make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if given is None:
+        return None
+    made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which steps by a metric; fit steps schedulers once per update: "
+            "choose another, or step it in a callback's on_epoch_end"
+        )
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
+            "or a function of the optimizer that makes one"
+        )
+    # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
+    if made.optimizer.param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            f"scheduler is a {type(made).__name__} of another optimizer, and would not change this one's learning rate;"
+            " make it from the optimizer given to compile"
+        )
+    return made
+
+
+def _check_trained(
+    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
+) -> None:
+    """Checks that the optimizer holds parameters of the module and the loss only.
+
+    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are all mirrored modules
+    of the strategy, to name the owner.
+    """
+    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
+    own = {id(parameter) for each in trained for parameter in each.parameters()}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if not others:
+        return
+    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
+    kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
+    raise UsageError(
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
+        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
+        "compile a function of them that makes one"
+    )
+
+
+def _check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object) -> None:
+    """Checks that the loss has no trained parameters of its own, unless it is mirrored and the optimizer holds them."""
+    while isinstance(loss, (partial, MethodType)):
+        loss = loss.func if isinstance(loss, partial) else loss.__self__
+    if not isinstance(loss, torch.nn.Module):
+        return
+    mirrored = isinstance(loss, MirroredModule)
+    others = {id(parameter) for parameter in module.parameters()}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]} if mirrored else set()
+    missing = [
+        name
+        for name, each in loss.named_parameters()
+        if each.requires_grad and id(each) not in others and id(each) not in held
+    ]
+    if missing:
+        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
+        what, advice = (
+            ("that the optimizer does not hold", "")
+            if mirrored
+            else ("of which every replica needs a copy", "in the strategy's scope call loss = strategy.mirror(loss), ")
+        )
+        raise UsageError(
+            f"the loss is a {kind} with trained parameters of its own {what}, such as {missing[0]!r}; {advice}make the "
+            "optimizer from the parameters of the module and of the loss and give both to compile, or call "
+            "loss.requires_grad_(False) if the loss is not to be trained"
+        )

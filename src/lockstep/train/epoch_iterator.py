@@ -21,14 +21,6 @@ def distribute(strategy: Strategy, data: Iterable[Any] | DistributedIterable) ->
     return DistributedDataset(data, strategy.devices, workers=strategy.workers, items=True)
 
 
-def known_length(data: DistributedIterable) -> int | None:
-    """The number of global batches; None if the source does not say."""
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
-
 @dataclass
 class _Iteration:
     """An open iteration of the data, and the position in it."""
@@ -57,9 +49,7 @@ class EpochIterator:
     def __init__(self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None) -> None:
         if steps_per_epoch is not None and (type(steps_per_epoch) is not int or steps_per_epoch < 1):
             raise ConfigError(f"steps_per_epoch={steps_per_epoch!r}; give a number of global batches, or None")
-        self._data = data
-        self._name = name
-        self._steps = steps_per_epoch
+        self._data, self._name, self._steps = data, name, steps_per_epoch
         self._gave = False
         self._open: _Iteration | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -67,15 +57,20 @@ class EpochIterator:
     @property
     def steps(self) -> int | None:
         """Global batches per epoch; None if unknown."""
-        return self._steps if self._steps is not None else known_length(self._data)
+        if self._steps is not None:
+            return self._steps
+        try:
+            return len(self._data)
+        except TypeError:
+            return None
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
-        """The epoch's batches. Close the generator, or read it to its end.
+        """The batches of an epoch, counted from 0. Close the generator, or read it to its end.
 
         Args:
             epoch: counted from 0.
-            skip: how many of its global batches are done already, by a run that was interrupted. With the state that
-                the run saved (``load_state_dict``) its next batch comes next.
+            skip: how many of its global batches an interrupted run has done. With the state that the run saved
+                (``load_state_dict``) its next batch comes next.
 
         Raises:
             DataError: there is no batch, or fewer than ``steps_per_epoch`` and the data cannot be iterated again.
@@ -106,7 +101,13 @@ class EpochIterator:
             self._open = None
 
     def _whole(self, epoch: int, skip: int) -> Generator[Any, None, None]:
-        iteration = self._open = self._begin(epoch, self._here(epoch, skip), skip)
+        saved = self._take_saved()
+        if saved is not None and (saved["epoch"], saved["passed"]) not in ((epoch, skip), (-1, skip)):
+            raise CheckpointError(
+                f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, and epoch "
+                f"{epoch + 1} was to resume at batch {skip}; resume in the epoch and at the batch that were saved"
+            )
+        iteration = self._open = self._begin(epoch, saved, skip)
         with closing(iteration.batches):
             try:
                 for batch in iteration.batches:
@@ -128,14 +129,17 @@ class EpochIterator:
     def _next(self, epoch: int) -> Any:
         for _ in range(2):
             if self._open is None:
-                saved, self._saved = self._saved, None
-                self._open = self._begin(epoch, saved, 0)
+                self._open = self._begin(epoch, self._take_saved(), 0)
             for batch in self._open.batches:
                 self._open.passed += 1
                 self._gave = True
                 return batch
             self.close()
         raise self._empty(epoch)
+
+    def _take_saved(self) -> Mapping[str, Any] | None:
+        saved, self._saved = self._saved, None
+        return saved
 
     def _begin(self, epoch: int, saved: Mapping[str, Any] | None, skip: int) -> _Iteration:
         """A new iteration, or the one of a saved position."""
@@ -147,16 +151,6 @@ class EpochIterator:
         self._data.set_epoch(saved["epoch"])
         batches = self._data.iterate(skip=saved["passed"], random=saved["random"])
         return _Iteration(batches, saved["epoch"], saved["random"], saved["passed"])
-
-    def _here(self, epoch: int, skip: int) -> Mapping[str, Any] | None:
-        """The saved position, if there is one; it must be in this epoch and at this batch."""
-        saved, self._saved = self._saved, None
-        if saved is None or (saved["epoch"], saved["passed"]) in ((epoch, skip), (-1, skip)):
-            return saved
-        raise CheckpointError(
-            f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, and epoch "
-            f"{epoch + 1} was to resume at batch {skip}; resume in the epoch and at the batch that were saved"
-        )
 
     def _empty(self, epoch: int) -> DataError:
         when = "" if epoch == 0 else f" for epoch {epoch + 1}"

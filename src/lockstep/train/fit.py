@@ -1,24 +1,32 @@
-"""One fit: its arguments, and the loop over its epochs.
+"""One fit: its arguments, and the loops over its epochs and batches, in the caller's thread and outside the replicas.
 
-Model.fit -> run_fit -> for each epoch: TrainLoop.run_epoch, then run_evaluation on the validation data
+Model.fit -> run_fit -> for each epoch: TrainLoop.run_epoch -> strategy.run -> train_step, in each replica
+                                        run_evaluation on the validation data
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.collectives.communicator import Communicator, check_agreement
+from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
+from lockstep.mirroring.optim.step import StepResult
+from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
+from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.compile import CompileConfig, TrainSetup
+from lockstep.train.cuda_graphs.steps import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
-from lockstep.train.logs import StepClock
-from lockstep.train.loop import AgreedStop, TrainLoop
+from lockstep.train.logs import RunningLoss, StepClock, StepsInFlight, batch_logs, naming_step
+from lockstep.train.loss import warning_of_loss_state
+from lockstep.train.metrics import ReplicaMetrics
+from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle, train_step
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -49,17 +57,9 @@ class Epochs:
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
 
-    def validates(self, epoch: int) -> bool:
-        """Whether this epoch, counted from 0, ends with a validation."""
-        return (epoch + 1) % self.validation_freq == 0
-
 
 def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Callback]:
-    """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them.
-
-    Raises:
-        ConfigError: ``verbose`` is unknown, or the callbacks are not a list.
-    """
+    """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
     if verbose not in (0, 1, 2):
         raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
     if isinstance(given, Callback):
@@ -73,16 +73,15 @@ def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Ca
 def agree_on_fit(
     workers: Communicator, config: CompileConfig, data: EpochIterator, validation: EpochIterator | None, epochs: Epochs
 ) -> None:
-    """Checks that all workers call fit with the same settings. Every worker must call it.
-
-    Raises:
-        ClusterError: a worker's settings differ from the chief's.
-    """
-    lines = [f"{name}={value}" for name, value in asdict(epochs).items()]
-    lines += [f"steps={data.steps}", f"validation steps={None if validation is None else validation.steps}"]
-    lines += [f"accumulate={config.accumulate}", f"clip_norm={config.clip_norm}"]
-    lines += [f"precision={config.precision}", f"metrics={list(config.metrics)}"]
-    check_agreement(workers, "how to train", lines)
+    """Raises a ClusterError if a worker's settings of fit differ from the chief's. Every worker must call it."""
+    settings = {
+        **asdict(epochs),
+        "steps": data.steps,
+        "validation steps": None if validation is None else validation.steps,
+        **{name: getattr(config, name) for name in ("accumulate", "clip_norm", "precision")},
+        "metrics": list(config.metrics),
+    }
+    check_agreement(workers, "how to train", [f"{name}={value}" for name, value in settings.items()])
 
 
 def run_fit(
@@ -94,17 +93,8 @@ def run_fit(
     callbacks: CallbackList,
     epochs: Epochs,
 ) -> None:
-    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it.
-
-    Args:
-        model: the model that is trained.
-        setup: with an optimizer.
-        data: the training data; it is closed at the end.
-        validation: evaluated at the end of epochs; None for no validation.
-        callbacks: called at every hook.
-        epochs: which epochs are trained and validated.
-    """
-    stop = AgreedStop(model.strategy.workers, model)
+    """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it."""
+    stop = AgreedStop(model)
     loop = TrainLoop(model.strategy, setup, callbacks=callbacks, stop=stop)
     state = model.training_state.during_fit(loop, data, callbacks, epoch=epochs.initial_epoch)
     with module_mode(setup.module, training=True), closing(data), state:
@@ -116,7 +106,7 @@ def run_fit(
             callbacks.call("on_epoch_begin", epoch)
             model.clock = StepClock()
             logs = loop.run_epoch(data, model.clock)
-            if validation is not None and epochs.validates(epoch):
+            if validation is not None and (epoch + 1) % epochs.validation_freq == 0:
                 validated = run_evaluation(model.strategy, setup, validation, callbacks=callbacks, clock=StepClock())
                 logs |= {f"val_{name}": value for name, value in validated.items()}
             model.history.timing.append(model.clock.summary(epoch))
@@ -125,3 +115,173 @@ def run_fit(
             if stop.agreed("end of an epoch's callbacks"):
                 break
         callbacks.call("on_train_end", logs=logs)
+
+
+class AgreedStop:
+    """Whether fit ends early: all workers end after the same batch, whichever of them asked for it.
+
+    With one worker, ``model.stop_training = True`` ends fit after the current batch. With several, the worker that sets
+    it sends the request with the next exchange, and all end after that batch.
+
+    Args:
+        model: its ``stop_training`` is read, and set on all workers once one has asked.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._workers = model.strategy.workers
+        self._workers.clear_flags(ControlFlags.STOP)  # left by a fit that failed before it could end
+
+    def after_batch(self) -> bool:
+        """Whether to end after this batch. Exchanges nothing."""
+        if self._workers.is_single:
+            return self._model.stop_training
+        if self.received():
+            return True
+        self._send()
+        return False
+
+    def received(self) -> bool:
+        """Whether the last exchange brought a request to stop. Every worker must call it at the same point."""
+        if ControlFlags.STOP not in self._workers.agreed_flags:
+            return False
+        self._workers.clear_flags(ControlFlags.STOP)
+        self._model.stop_training = True
+        return True
+
+    def agreed(self, place: str) -> bool:
+        """Whether to end at ``place``, after an exchange if there are several workers. Every worker must call it."""
+        if not self._workers.is_single:
+            self._send()
+            self._workers.all_gather_numbers(place)
+            self.received()
+        return self._model.stop_training
+
+    def _send(self) -> None:
+        if self._model.stop_training:
+            self._workers.set_flags(ControlFlags.STOP)
+
+
+class TrainLoop:
+    """Trains epochs on one strategy.
+
+    Attributes:
+        epoch: the current or next epoch, counted from 0.
+        batch: how many global batches of the epoch are done.
+        step: how many global batches are done over all epochs.
+        pending: how many of the last batches wait for their update.
+        loss: the loss of the epoch so far.
+        metrics: the metrics of the epoch so far.
+        in_flight: the steps that a GPU may still be computing.
+    """
+
+    def __init__(self, strategy: Strategy, setup: TrainSetup, *, callbacks: CallbackList, stop: AgreedStop) -> None:
+        self._strategy, self._setup, self._callbacks, self._stop = strategy, setup, callbacks, stop
+        self._workers = strategy.workers
+        self.epoch = self.batch = self.step = self.pending = 0
+        self.loss = RunningLoss()
+        self.in_flight = StepsInFlight()
+        self.metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
+        self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
+        self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(
+            setup.config.loss, strategy.num_replicas_in_sync
+        )
+        strategy.run(clear_gradients, (setup, self._states))
+        self._graphs = GraphedSteps.create(strategy, setup, self._states)
+        if setup.optimizer is not None:
+            setup.optimizer.reset_nonfinite()
+
+    def run_epoch(self, data: EpochIterator, clock: StepClock) -> dict[str, float]:
+        """Runs one epoch, with an update per ``accumulate`` global batches and one for those left at the end.
+
+        If a checkpoint was loaded, the epoch goes on after the batches that are done. Returns the loss and the metrics.
+        """
+        if not self.batch:
+            self.loss = RunningLoss()
+            self.metrics.reset()
+        clock.start()
+        with closing(data.epoch(self.epoch, skip=self.batch)) as batches:
+            for batch in batches:
+                clock.pause()
+                self._callbacks.call("on_train_batch_begin", self.batch)
+                clock.start()
+                if self._callbacks.wants_batch_logs():
+                    self._workers.set_flags(ControlFlags.LOGS)
+                due = (self.batch + 1) % self._setup.config.accumulate == 0
+                watching, self._watching_loss = self._watching_loss, nullcontext()
+                with naming_step(self.epoch, self.batch + 1), watching:
+                    if self._graphs is None:
+                        results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
+                        outputs = self._strategy.local_results(results)
+                    else:
+                        outputs = self._graphs.run(batch, due, epoch=self.epoch)
+                self._end_step(outputs, due)
+                self.metrics.skip_input_checks()
+                clock.stop(rows=sum(output.rows for output in outputs))
+                self._report_batch()
+                if self._stop.after_batch():
+                    break
+                clock.start()
+        if self.pending:
+            self._finish_cycle()
+        if self.in_flight.any:
+            clock.start()
+            self.in_flight.settle()
+            clock.extend()
+        self.epoch, self.batch = self.epoch + 1, 0
+        clock.examples = self._sync_workers(clock.examples)
+        return {"loss": self.loss.final(), **self.metrics.compute()}
+
+    def _end_step(self, outputs: Sequence[StepOutput], due: bool) -> None:
+        self._step_scheduler(outputs[0].update)
+        self._count(outputs, outputs[0].update)
+        self.batch, self.step = self.batch + 1, self.step + 1
+        self.pending = 0 if due else self.pending + 1
+
+    def _report_batch(self) -> None:
+        """Calls ``on_train_batch_end``, with metrics if a callback of some worker wants them."""
+        if self._workers.is_single or self.pending:  # with several workers an update has exchanged the flags already
+            self._workers.all_gather_numbers("end of a batch")
+        flags = self._workers.agreed_flags
+        names, metrics = self.metrics.begin_compute() if ControlFlags.LOGS in flags else ([], NO_SCALARS)
+        self._callbacks.call("on_train_batch_end", self.batch - 1, logs=batch_logs(self.loss.now(), names, metrics))
+        self._workers.clear_flags(flags & ~ControlFlags.STOP)
+
+    def _finish_cycle(self) -> None:
+        """Updates with the gradients of an accumulation cycle that the end of the epoch cut short."""
+        with naming_step(self.epoch, self.batch):
+            results = self._strategy.run(finish_cycle, (self._setup, self._states))
+        update = self._strategy.local_results(results)[0]
+        self._step_scheduler(update)
+        self._count((), update)
+        self.pending = 0
+
+    def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
+        """Adds a step to the loss. With several workers only the update has the sums over all replicas."""
+        if self._workers.is_single:
+            sums = [number for output in outputs for number in (output.total, output.count)]
+        else:
+            sums = [] if update is None else [update.total, update.count]
+        # The copy to the host starts here. The last number is the update's total, which is checked for NaN.
+        numbers = AsyncScalars([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
+        self.loss.add(numbers, pairs=len(sums) // 2)
+        self.in_flight.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
+
+    def _sync_workers(self, rows: int) -> int:
+        """At the end of an epoch: compares the weights of the workers, averages buffers, and sums the rows."""
+        if self._workers.is_single:
+            return rows
+        self._setup.module.compare_weights()
+        self._setup.module.exchange_buffers()
+        gathered = self._workers.all_gather_numbers("end of an epoch", [rows])
+        self._stop.received()
+        return int(sum(each for (each,) in gathered))
+
+    def _step_scheduler(self, update: StepResult | None) -> None:
+        """Steps the scheduler, unless the host knows that the update was skipped.
+
+        Where a GPU skips an update by itself (an fp16 overflow, or a batch that counts nothing) the scheduler is
+        stepped all the same: the schedule must not depend on when the host learns of it.
+        """
+        if self._setup.scheduler is not None and update is not None and update.skipped is not True:
+            self._setup.scheduler.step()

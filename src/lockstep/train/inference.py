@@ -14,13 +14,12 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
+from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
-from lockstep.train.logs import RunningLoss, StepClock, batch_logs
-from lockstep.train.loop import StepsInFlight
+from lockstep.train.logs import RunningLoss, StepClock, StepsInFlight, batch_logs
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 
@@ -58,7 +57,7 @@ def run_evaluation(
         loss.add(numbers, pairs=len(outputs))
         in_flight.add(numbers, epoch=0, step=clock.steps + 1)
         now = loss.now()
-        logs = {} if now.arrived and not now.counted else batch_logs(now, (), NO_SCALARS)
+        logs = {} if now.arrived and not now.count else batch_logs(now, (), NO_SCALARS)
         return sum(output.rows for output in outputs), logs
 
     with module_mode(setup.module, training=False):
@@ -133,17 +132,23 @@ class CollectedOutputs:
         self._rows.append(0)
 
     def add(self, rows: int, outputs: Any) -> None:
-        """Adds the outputs of one shard.
-
-        Args:
-            rows: the rows of the shard; each output tensor must have as many along dim 0.
-            outputs: a tensor or a structure of tensors, of the same structure each time.
+        """Adds the outputs of one shard: a structure of tensors of ``rows`` rows, the same structure each time.
 
         Raises:
             ConfigError: a leaf is not a tensor with ``rows`` rows, or the structure differs from the first one.
         """
         leaves, spec = tree_flatten(outputs)
-        _check_rows(leaves, rows)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise ConfigError(
+                    f"the module returned a {type(leaf).__name__} among its outputs; predict joins rows of tensors: "
+                    "return tensors only"
+                )
+            if leaf.dim() == 0 or leaf.shape[0] != rows:
+                raise ConfigError(
+                    f"the module returned shape {tuple(leaf.shape)} for {rows} rows; predict needs one row per "
+                    f"example: return tensors whose first dimension is {rows}"
+                )
         self._rows[-1] += rows
         if self._spec is None:
             self._spec, self._columns = spec, [[] for _ in leaves]
@@ -160,25 +165,21 @@ class CollectedOutputs:
         Every worker must call it.
 
         Raises:
-            ConfigError: no worker has a row; or this one has none, and the structure is not one of plain containers.
+            ConfigError: no worker has a row.
         """
         columns = [torch.cat(column) for column in self._columns]
-        if workers.is_single:
-            return tree_unflatten(columns, self._spec)
-        columns, spec = self._like_others(workers, columns)
-        rows = all_gather_object(workers, "rows of the predictions", self._rows)
-        gathered = [workers.all_gather("predictions", column, 0) for column in columns]
-        return tree_unflatten([_interleaved(parts, rows) for parts in gathered], spec)
-
-    def _like_others(self, workers: Communicator, columns: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """This worker's columns; if it has no rows, empty ones in the structure of another worker's."""
+        # A worker without rows takes the structure of another one's.
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
         known = [each for each in all_gather_object(workers, "structure of the predictions", empty) if each is not None]
-        if self._spec is not None:
-            return columns, self._spec
         if not known:
             raise ConfigError("predict got no rows on any worker; give data with at least one row")
-        return tree_flatten(known[0])
+        if workers.is_single:
+            return tree_unflatten(columns, self._spec)
+        if self._spec is None:
+            columns, self._spec = tree_flatten(known[0])
+        rows = all_gather_object(workers, "rows of the predictions", self._rows)
+        gathered = [workers.all_gather("predictions", column, 0) for column in columns]
+        return tree_unflatten([_interleaved(parts, rows) for parts in gathered], self._spec)
 
 
 def _plain(structure: Any) -> Any:
@@ -195,17 +196,3 @@ def _interleaved(parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tens
     """The workers' rows in the order of the data: batch by batch, and in each batch worker by worker."""
     batches = zip(*(torch.split(part, list(counts)) for part, counts in zip(parts, rows, strict=True)), strict=True)
     return torch.cat([shard for batch in batches for shard in batch])
-
-
-def _check_rows(leaves: Sequence[Any], rows: int) -> None:
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ConfigError(
-                f"the module returned a {type(leaf).__name__} among its outputs; predict joins rows of tensors: "
-                "return tensors only"
-            )
-        if leaf.dim() == 0 or leaf.shape[0] != rows:
-            raise ConfigError(
-                f"the module returned shape {tuple(leaf.shape)} for {rows} rows; predict needs one row per example: "
-                f"return tensors whose first dimension is {rows}"
-            )

@@ -9,99 +9,62 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from lockstep.errors import DataError
-from lockstep.replicas.device.async_scalars import AsyncScalars
+from lockstep.errors import DataError, NonFiniteLossError
+from lockstep.mirroring.optim.step import check_finite
+from lockstep.replicas.device.driver import AsyncScalars
 
-Pending = tuple[AsyncScalars, int]
-"""Numbers that a device may still be computing, and how many (total, count) pairs they begin with."""
-
-
-@dataclass(frozen=True)
-class LossSoFar:
-    """The loss of a pass at one moment.
-
-    Args:
-        total: sum of the losses that had been read by then.
-        count: their count.
-        pending: what had not been read by then.
-    """
-
-    total: float
-    count: float
-    pending: tuple[Pending, ...]
-
-    @property
-    def arrived(self) -> bool:
-        """Whether ``value`` can be read without waiting for the device."""
-        return all(numbers.arrived for numbers, _ in self.pending)
-
-    @property
-    def counted(self) -> bool:
-        """Whether anything was counted. Waits for the device if its numbers have not arrived."""
-        return bool(_add(self.total, self.count, self.pending)[1])
-
-    @property
-    def value(self) -> float:
-        """The summed total over the summed count; NaN while the count is 0."""
-        total, count = _add(self.total, self.count, self.pending)
-        return total / count if count else float("nan")
+MOST_AHEAD = 2
+"""How many steps the loop may be ahead of the last step whose numbers it has read: with two steps queued a GPU never
+waits for the host, and the batches of more would fill its memory."""
 
 
 class RunningLoss:
-    """The summed losses and counts of a pass. The mean is taken when it is read.
-
-    Args:
-        total: the sum to begin with.
-        count: the count to begin with.
-    """
+    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device."""
 
     def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
-        self._total = total
-        self._count = count
-        self._pending: deque[Pending] = deque()
+        self._total, self._count = total, count
+        self._pending: deque[tuple[AsyncScalars, int]] = deque()
 
     def add(self, numbers: AsyncScalars, pairs: int) -> None:
-        """Adds the sums of one step, or of one update of all replicas.
-
-        Args:
-            numbers: begin with ``pairs`` times a total and its count.
-            pairs: the number of pairs.
-        """
+        """Adds one step, or one update of all replicas: numbers that begin with ``pairs`` times a total and a count."""
         self._pending.append((numbers, pairs))
-        while self._pending and self._pending[0][0].arrived:
-            self._take()
+        self._take(lambda numbers: numbers.arrived)
+
+    def now(self) -> RunningLoss:
+        """The loss at this moment, which can be read later."""
+        copy = RunningLoss(self._total, self._count)
+        copy._pending = self._pending.copy()
+        return copy
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the numbers can be read without waiting for the device."""
+        return all(numbers.arrived for numbers, _ in self._pending)
 
     @property
     def total(self) -> float:
-        """The summed losses. Waits for the device."""
-        self._take_all()
+        """The summed losses."""
+        self._take()
         return self._total
 
     @property
     def count(self) -> float:
-        """The summed counts. Waits for the device."""
-        self._take_all()
+        """The summed counts."""
+        self._take()
         return self._count
 
     @property
     def value(self) -> float:
-        """The mean over everything that was counted; NaN while nothing was. Waits for the device."""
-        return self.now().value
-
-    def now(self) -> LossSoFar:
-        """The loss at this moment, which can be read later."""
-        return LossSoFar(self._total, self._count, tuple(self._pending))
+        """The mean over everything that was counted; NaN while nothing was."""
+        return self.total / self.count if self.count else float("nan")
 
     def final(self) -> float:
-        """The mean at the end of a pass.
-
-        Raises:
-            DataError: nothing was counted.
-        """
+        """The mean at the end of a pass; a DataError if nothing was counted."""
         if not self.count:
             raise DataError(
                 "the loss counted nothing over the whole data: every batch has 0 rows, or the loss returns counts of "
@@ -109,30 +72,65 @@ class RunningLoss:
             )
         return self.value
 
-    def _take_all(self) -> None:
-        while self._pending:
-            self._take()
+    def _take(self, ready: Callable[[AsyncScalars], bool] = lambda numbers: True) -> None:
+        while self._pending and ready(self._pending[0][0]):
+            numbers, pairs = self._pending.popleft()
+            values = numbers.read()
+            for pair in range(pairs):
+                self._total += values[2 * pair]
+                self._count += values[2 * pair + 1]
 
-    def _take(self) -> None:
-        self._total, self._count = _add(self._total, self._count, (self._pending.popleft(),))
+
+class StepsInFlight:
+    """The steps whose numbers have not been read from the device yet. On a CPU there are none."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[AsyncScalars, int, int]] = deque()
+
+    def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
+        """Adds a step, and checks the losses of those that have arrived or are ``MOST_AHEAD`` steps behind.
+
+        Args:
+            numbers: the last one is the total loss of the step's update, or 0.
+            epoch: counted from 0, for the error.
+            step: the step of the epoch, counted from 1, for the error.
+
+        Raises:
+            NonFiniteLossError: a checked loss is NaN or infinite. The weights are those before that update.
+        """
+        self._steps.append((numbers, epoch, step))
+        while self._steps and (len(self._steps) > MOST_AHEAD or self._steps[0][0].arrived):
+            self._check_first()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._steps)
+
+    def settle(self) -> None:
+        """Waits for all steps and checks their losses; raises a NonFiniteLossError as ``add`` does."""
+        while self._steps:
+            self._check_first()
+
+    def _check_first(self) -> None:
+        numbers, epoch, step = self._steps.popleft()
+        with naming_step(epoch, step):
+            check_finite(numbers.read()[-1])
 
 
-def _add(total: float, count: float, pending: Sequence[Pending]) -> tuple[float, float]:
-    for arriving, pairs in pending:
-        numbers = arriving.read()
-        for pair in range(pairs):
-            total += numbers[2 * pair]
-            count += numbers[2 * pair + 1]
-    return total, count
+@contextmanager
+def naming_step(epoch: int, step: int) -> Iterator[None]:
+    """Puts the epoch, given from 0, and the step, given from 1, into the message of a NonFiniteLossError."""
+    try:
+        yield
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}") from error
 
 
 class LazyLogs(dict[str, float]):
     """A dict of floats. The first access to a value reads all of them from the device.
 
-    Args:
-        names: the keys.
-        read: returns the value of every name; it may be called more than once.
-        arrived: whether ``read`` would return without waiting.
+    ``read`` returns the value of every name, and may be called more than once; ``arrived`` says whether it would wait.
     """
 
     def __init__(
@@ -188,14 +186,8 @@ def copy_logs(logs: Mapping[str, float] | None) -> dict[str, float]:
     return logs.fresh_copy() if isinstance(logs, LazyLogs) else dict(logs or {})
 
 
-def batch_logs(loss: LossSoFar, names: Sequence[str], metrics: AsyncScalars) -> dict[str, float]:
-    """The logs of a batch: a plain dict if every number is known, else LazyLogs.
-
-    Args:
-        loss: the loss of the pass so far.
-        names: the names of the metrics' values.
-        metrics: the metrics' values.
-    """
+def batch_logs(loss: RunningLoss, names: Sequence[str], metrics: AsyncScalars) -> dict[str, float]:
+    """The logs of a batch, a plain dict if every number is known: the loss so far, and the metrics by name."""
 
     def read() -> dict[str, float]:
         return {"loss": loss.value, **dict(zip(names, metrics.read(), strict=True))}
@@ -290,15 +282,11 @@ class StepClock:
 
     def summary(self, epoch: int) -> EpochTiming:
         """The EpochTiming of the pass."""
-        return EpochTiming(
-            epoch=epoch,
-            seconds=self.seconds,
-            steps=self.steps,
-            examples=self.examples,
-            median_step_s=self.median_step_s,
-        )
+        names = ("seconds", "steps", "examples", "median_step_s")
+        return EpochTiming(epoch=epoch, **{name: getattr(self, name) for name in names})
 
 
+@dataclass(eq=False, repr=False)
 class History:
     """The record of one ``fit``, with Keras's names.
 
@@ -312,10 +300,9 @@ class History:
         {'loss': [2.0]}
     """
 
-    def __init__(self) -> None:
-        self.history: dict[str, list[float]] = {}
-        self.epoch: list[int] = []
-        self.timing: list[EpochTiming] = []
+    history: dict[str, list[float]] = field(default_factory=dict)
+    epoch: list[int] = field(default_factory=list)
+    timing: list[EpochTiming] = field(default_factory=list)
 
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,11 @@ from lockstep._torch_compat import tree_leaves
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
-from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.captured import captured_by, state_of
-from lockstep.train.batch import ShardRows, preserving_rng
+from lockstep.train.batch import FAILURES, ShardRows, checked_alone
+from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
-
-Loss = Callable[[Any, Any], Any]
 
 MOST_PARTS = 8
 CHECKED_STEPS = 8
@@ -46,7 +46,6 @@ SUSPECT = 100
 CERTAIN = 4096
 """Larger differences than so many roundings are no rounding. Half precision, which the loss may use inside, has 16."""
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
@@ -65,17 +64,19 @@ def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> 
     Raises:
         ConfigError: another shape or type, or sample weights beside a loss that is already reduced.
     """
-    if isinstance(returned, tuple):
-        _reject_weight(sample_weight, "a pair (total, count)")
-        return _pair(returned)
-    if not isinstance(returned, Tensor):
+    is_pair = isinstance(returned, tuple)
+    if not is_pair and not isinstance(returned, Tensor):
         raise ConfigError(
             f"the loss returned {type(returned).__name__}; return a tensor with one value per example, "
             "a pair (total, count), or a scalar mean"
         )
-    if returned.dim() == 0:
-        _reject_weight(sample_weight, "a scalar mean")
-        return _at_least_float32(returned) * rows, float(rows)
+    if is_pair or returned.dim() == 0:
+        if sample_weight is not None:
+            raise ConfigError(
+                f"sample_weight came with a loss that returns {'a pair (total, count)' if is_pair else 'a scalar mean'}"
+                ", which cannot be weighted any more; return one value per example (such as reduction='none')"
+            )
+        return _pair(returned) if is_pair else (_at_least_float32(returned) * rows, float(rows))
     if returned.shape[0] != rows:
         raise ConfigError(
             f"the loss returned shape {tuple(returned.shape)} for {rows} examples; return one value per example "
@@ -99,13 +100,14 @@ def _pair(returned: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise ConfigError(f"the loss returned a pair whose total is {shape}; return a scalar tensor, the sum")
+    total = _at_least_float32(total).reshape(())
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ConfigError(f"the loss returned a pair whose count has shape {tuple(count.shape)}; return one number")
-        return _at_least_float32(total).reshape(()), count.detach().reshape(())
+        return total, count.detach().reshape(())
     if isinstance(count, bool) or not isinstance(count, (int, float)):
         raise ConfigError(f"the loss returned a pair whose count is a {type(count).__name__}; return a number")
-    return _at_least_float32(total).reshape(()), float(count)
+    return total, float(count)
 
 
 def _fit_weight(weight: Tensor, values: Tensor) -> Tensor:
@@ -123,37 +125,25 @@ def _fit_weight(weight: Tensor, values: Tensor) -> Tensor:
     return weight.reshape(shape)
 
 
-def _reject_weight(sample_weight: Tensor | None, what: str) -> None:
-    if sample_weight is not None:
-        raise ConfigError(
-            f"sample_weight came with a loss that returns {what}, which cannot be weighted any more; "
-            "return one value per example (such as reduction='none')"
-        )
-
-
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 @dataclass(frozen=True, slots=True)
 class LossTotals:
-    """The loss of some rows as a total and a count.
-
-    Args:
-        total: a scalar, which carries the gradient.
-        count: what the totals of all replicas are divided by, summed.
-        assumed_mean: whether the loss returned a scalar that is taken as the mean over the rows.
-        label_means: means over labels that the scalar was computed from.
-        rounding: the relative rounding of the loss's dtype.
-        scalar: the scalar that the loss returned, if total and count were found in how it was computed.
-    """
+    """The loss of some rows as a total, a scalar that carries the gradient, and a count."""
 
     total: Tensor
     count: Tensor | float
-    assumed_mean: bool = False
-    label_means: Sequence[LabelMean] = ()
-    rounding: float = torch.finfo(torch.float32).eps
-    scalar: Tensor | None = None
+    assumed_mean: bool = False  # whether the loss returned a scalar that is taken as the mean over the rows
+    label_means: Sequence[LabelMean] = ()  # means over labels that the scalar was computed from
+    rounding: float = torch.finfo(torch.float32).eps  # the relative rounding of the loss's dtype
+    scalar: Tensor | None = None  # what the loss returned, if total and count were found in how it was computed
+
+    def numbers(self) -> _Numbers:
+        """Total and count on the host."""
+        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (self.total, self.count))
+        return float(total), float(count)
 
 
 class ReplicaLoss:
@@ -164,13 +154,7 @@ class ReplicaLoss:
         self._is_mean = False  # the scalar looks like a quotient of sums, and is a mean over the rows
 
     def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
-        """The total and the count of a shard.
-
-        Args:
-            loss: the user's function.
-            shard: at least one row.
-            context: the replica's.
-            sharded: whether the rows are only a part of the global batch.
+        """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
 
         Raises:
             ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
@@ -178,10 +162,11 @@ class ReplicaLoss:
         sums = _totals(loss, sharded, self._is_mean, shard)
         self._steps += 1
         if sharded and not has_sharded_logits(shard.outputs):
-            on_cpu = context.device.kind == "CPU"
-            if sums.label_means and (on_cpu or self._steps == 1):
+            on_cpu, step = context.device.kind == "CPU", self._steps
+            if sums.label_means and (on_cpu or step == 1):
                 _check_label_means(loss, sums.label_means, on_cpu)
-            if self._steps == 1 or (on_cpu and sums.assumed_mean and self._checks_again):
+            again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
+            if step == 1 or (on_cpu and sums.assumed_mean and again):
                 return self._checked(loss, shard, sums, context)
         return sums
 
@@ -197,20 +182,12 @@ class ReplicaLoss:
         # Where the outputs are not rows, such as the logits of masked tokens, a returned total and count are trusted.
         if found is not None and (sums.assumed_mean or not shard.has_other_outputs()):
             taken = "a mean over" if sums.assumed_mean else "adding up over"
-            _warn(
-                f"the loss {name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
-                f"it is not, {_ADVICE}"
+            warnings.warn(
+                f"the loss {_name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
+                f"it is not, {_ADVICE}",
+                stacklevel=2,
             )
         return sums
-
-    @property
-    def _checks_again(self) -> bool:
-        return self._steps <= CHECKED_STEPS or (self._steps <= LAST_CHECKED_STEP and self._steps.bit_count() == 1)
-
-
-def _mean_over_rows(scalar: Tensor, rows: int, label_means: Sequence[LabelMean] = ()) -> LossTotals:
-    total, count = loss_sums(scalar, rows)
-    return LossTotals(total, count, assumed_mean=True, label_means=label_means, rounding=_rounding(scalar))
 
 
 def _totals(loss: Loss, sharded: bool, is_mean: bool, shard: ShardRows) -> LossTotals:
@@ -225,79 +202,64 @@ def _totals(loss: Loss, sharded: bool, is_mean: bool, shard: ShardRows) -> LossT
         return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
     if summed is not None and sharded:
         raise ConfigError(
-            f"the loss {name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
+            f"the loss {_name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_ADVICE}"
         )
     return _mean_over_rows(returned, shard.rows, tracer.label_means)
 
 
+def _mean_over_rows(scalar: Tensor, rows: int, label_means: Sequence[LabelMean] = ()) -> LossTotals:
+    total, count = loss_sums(scalar, rows)
+    return LossTotals(total, count, assumed_mean=True, label_means=label_means, rounding=_rounding(scalar))
+
+
 def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: bool) -> None:
     if not all(mean.counts_rows() for mean in label_means):
         raise ConfigError(
-            f"the loss {name_of(loss)} computes with a mean over labels that do not count alike, because some are "
+            f"the loss {_name_of(loss)} computes with a mean over labels that do not count alike, because some are "
             "ignored or their classes have weights, so it is not a mean over the rows; return that mean alone, or a "
             "pair (total, count), or divide each sum by its own count of all replicas, which is "
             'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
         )
     if not on_cpu:
-        _warn(
-            f"the loss {name_of(loss)} computes with a mean over labels, and is taken as a mean over the rows, which "
-            "it is only as long as no label is ignored; if some are, return a pair (total, count)"
+        warnings.warn(
+            f"the loss {_name_of(loss)} computes with a mean over labels, and is taken as a mean over the rows, which "
+            "it is only as long as no label is ignored; if some are, return a pair (total, count)",
+            stacklevel=2,
         )
 
 
-class _Numbers(NamedTuple):
-    """A total and a count on the host."""
-
-    total: float
-    counted: float
-
-    @staticmethod
-    def of(sums: LossTotals) -> _Numbers:
-        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (sums.total, sums.count))
-        return _Numbers(float(total), float(count))
-
-    def difference(self, parts: Sequence[_Numbers]) -> float:
-        """The relative difference from the sums of the parts; infinite if a part is not finite."""
-        if not all(map(math.isfinite, (number for part in parts for number in part))):
-            return math.inf
-        return max(_difference(whole, each) for whole, each in zip(self, zip(*parts, strict=True), strict=True))
-
-
-def _difference(whole: float, parts: Sequence[float]) -> float:
-    return abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-30)
+_Numbers = tuple[float, float]
+_Measure = Callable[[ShardRows], LossTotals]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mismatch:
-    """The parts of a shard do not add up to the shard."""
+    """The parts of a shard do not add up to the shard: totals and counts of the whole and the parts."""
 
     whole: _Numbers
     parts: Sequence[_Numbers]
 
 
-Measure = Callable[[ShardRows], LossTotals]
-
-
-def _check(measure: Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
-    """Compares a shard with its parts: None if they add up, a text if that cannot be checked, which says why."""
+def _check(measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
+    """Compares a shard with its parts: None if they add up; a text that says why, if that cannot be checked."""
     why = ""
     for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
         rows = shard.requiring_grad() if with_gradients else shard
         try:
-            with torch.set_grad_enabled(with_gradients), preserving_rng(context), in_context(context.alone()):
+            with torch.set_grad_enabled(with_gradients), checked_alone(context):
                 return _compare(measure, rows, sums)
         except CollectiveError:  # the loss knows of the other replicas
             return "it calls collectives" if sums.assumed_mean else None
-        except _FAILURES as error:
+        except FAILURES as error:
             first_line = str(error).strip().split("\n", 1)[0]
             why = f"on some of the rows alone it ends in {type(error).__name__}: {first_line}"
     return why
 
 
-def _compare(measure: Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch | str | None:
-    whole = _Numbers.of(sums)
+def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch | str | None:
+    whole = sums.numbers()
     if not all(map(math.isfinite, whole)):
         return None
     index = shard.index()
@@ -305,35 +267,46 @@ def _compare(measure: Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch 
         return "no tensor of its arguments has a row for each example"
     if shard.rows == 1:  # the same row twice must give the same mean
         index = index.repeat(2)
-        whole = _Numbers.of(measure(shard.take(index)))
+        whole = measure(shard.take(index)).numbers()
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
-    parts = [_Numbers.of(measure(shard.take(piece))) for piece in pieces]
-    difference, suspect = whole.difference(parts), _suspect(sums.rounding)
+    parts = [measure(shard.take(piece)).numbers() for piece in pieces]
+    difference, (suspect, _) = _difference(whole, parts), _bounds(sums.rounding)
     if difference <= suspect:
         depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
         return "it takes from the outputs what the module has computed over its rows" if depends else None
-    if whole.difference([_Numbers.of(measure(shard.take(index)))]) > suspect:
+    if _difference(whole, [measure(shard.take(index)).numbers()]) > suspect:
         return "it gives another value for the same rows when it is called again"
     if shard.has_other_outputs():
         return "the outputs hold what has no row for each example"
-    if difference <= _certain(max(sums.rounding, _rounding((shard.outputs, shard.batch.y)))):
+    if difference <= _bounds(max(sums.rounding, _rounding((shard.outputs, shard.batch.y))))[1]:
         return f"its parts differ from the whole by {difference:.1g} of it, which may be rounding"
     return _Mismatch(whole, parts)
 
 
-def _uses_others(measure: Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
+def _difference(whole: _Numbers, parts: Sequence[_Numbers]) -> float:
+    """The relative difference of the summed parts from the whole; infinite if a part is not finite."""
+    if not all(map(math.isfinite, chain.from_iterable(parts))):
+        return math.inf
+    differences: list[float] = [
+        abs(sum(own) - number) / max(sum(map(abs, own)), abs(number), 1e-30)
+        for number, own in zip(whole, zip(*parts, strict=True), strict=True)
+    ]
+    return max(differences)
+
+
+def _uses_others(measure: _Measure, shard: ShardRows, whole: _Numbers, suspect: float) -> bool:
     """Whether the loss depends on outputs that are not rows."""
     try:
-        changed = _Numbers.of(measure(shard.with_other_outputs_changed()))
-    except _FAILURES:
+        changed = measure(shard.with_other_outputs_changed()).numbers()
+    except FAILURES:
         return True
-    return whole.difference([changed]) > suspect
+    return _difference(whole, [changed]) > suspect
 
 
 def _mismatch_message(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Mismatch) -> str:
-    means = [part.total / part.counted for part in found.parts if part.counted]
-    whole = found.whole.total / found.whole.counted if found.whole.counted else math.nan
-    is_sum = sums.assumed_mean and math.isclose(sum(means), whole, rel_tol=_certain(sums.rounding))
+    means = [total / count for total, count in found.parts if count]
+    whole = found.whole[0] / found.whole[1] if found.whole[1] else math.nan
+    is_sum = sums.assumed_mean and math.isclose(sum(means), whole, rel_tol=_bounds(sums.rounding)[1])
     shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
     what = (
         "the sum over the rows, expected their mean"
@@ -341,7 +314,7 @@ def _mismatch_message(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Mi
         else "no mean over the rows: its value for all rows is not the mean of its values for parts of them"
     )
     return (
-        f"the loss {name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
+        f"the loss {_name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
         f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_ADVICE}, which depends on no other row. "
         "A loss that compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
     )
@@ -353,33 +326,20 @@ def _rounding(values: Any) -> float:
     return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
-def _suspect(rounding: float) -> float:
-    return rounding * (4 if rounding > 1e-4 else SUSPECT)
+def _bounds(rounding: float) -> tuple[float, float]:
+    """The relative differences above which a difference is suspect, and certainly no rounding."""
+    return (rounding * 4, rounding * 16) if rounding > 1e-4 else (rounding * SUSPECT, rounding * CERTAIN)
 
 
-def _certain(rounding: float) -> float:
-    return rounding * (16 if rounding > 1e-4 else CERTAIN)
-
-
-def name_of(loss: Any) -> str:
-    """The name of a loss function in messages."""
+def _name_of(loss: Any) -> str:
     while isinstance(loss, partial):
         loss = loss.func
     return repr(getattr(loss, "__qualname__", type(loss).__name__))
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
 @contextmanager
 def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
-    """Around one step, outside the replicas: warns if the step changed numbers or containers that the loss keeps.
-
-    Args:
-        loss: the function given to ``compile``.
-        replicas: the number of replicas, each of which calls it.
-    """
+    """Around one step, outside the replicas, each of which calls the loss: warns if the step changed what it keeps."""
     if replicas == 1 or isinstance(loss, MirroredModule):
         yield
         return
@@ -389,8 +349,8 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
     changed = [name for name, (_, state) in before.items() if name in now and state_of(now[name]) != state]
     if changed:
         warnings.warn(
-            f"the loss {name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} replicas "
-            "does, and more often than there are steps; change what the loss depends on in a callback, in "
+            f"the loss {_name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} "
+            "replicas does, and more often than there are steps; change what the loss depends on in a callback, in "
             "on_train_batch_begin",
             stacklevel=3,
         )

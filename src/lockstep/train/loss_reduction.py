@@ -28,8 +28,6 @@ from lockstep.replicas.rng.mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
 """A total, and its count."""
-
-
 T = TypeVar("T")
 
 
@@ -54,6 +52,9 @@ class ReductionTracer(TorchFunctionMode):
     """A block that calls a loss function once. Then ``pair_of`` and ``sum_of`` say how its result was computed.
 
     In the block torch's mean losses are computed as their sum divided by their count, with the same results.
+
+    Attributes:
+        label_means: the means over labels that were computed.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,9 @@ class ReductionTracer(TorchFunctionMode):
         self._of_nothing: _TensorNotes[bool] = _TensorNotes()
         self._unclamped: _TensorNotes[Tensor] = _TensorNotes()
         self._reads: set[float] = set()
-        self._label_means: list[LabelMean] = []
+        self.label_means: list[LabelMean] = []
         self._masked = False
-        self._hooks = _hooks_of_saved_tensors()
+        self._hooks = saved_tensors_hooks(True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,8 +75,8 @@ class ReductionTracer(TorchFunctionMode):
         watch = _WATCHED.get(func)
         if watch is None or functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
-        if _hooks_of_saved_tensors() is not self._hooks:  # activation checkpointing calls it again in backward
-            return self._unwatched(func, args, kwargs)
+        if saved_tensors_hooks(True) is not self._hooks:  # activation checkpointing calls it again in backward
+            return self._loss(func, args, kwargs, trace=False) if func in _PARAMETERS else func(*args, **kwargs)
         return watch(self, func, args, kwargs)
 
     def pair_of(self, returned: Tensor) -> Pair | None:
@@ -86,40 +87,27 @@ class ReductionTracer(TorchFunctionMode):
         """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
         return self._sums.get(returned) or None
 
-    @property
-    def label_means(self) -> list[LabelMean]:
-        """The means over labels that were computed."""
-        return self._label_means
-
-    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _loss(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, trace: bool = True
+    ) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
         reduction = _reduction(given)
-        if reduction not in ("mean", "batchmean"):
+        if reduction == "mean" and func in _OF_LABELS and not _are_probabilities(given):
+            self.label_means.append(LabelMean.of(given))
+        if reduction not in ("mean", "batchmean") or not trace:
             result = func(*args, **kwargs)
-            if reduction == "sum":
+            if reduction == "sum" and trace:
                 self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
             return result
         given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
         total, count = _SUMMED.get(func, _values_summed)(func, given)
         result = total / count
         self._pairs.put(result, (total, count))
-        self._note_labels(func, given)
         return result
-
-    def _note_labels(self, func: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        if func in _OF_LABELS and not _are_probabilities(given):
-            self._label_means.append(LabelMean(given["target"], given.get("weight"), _ignored(given)))
-
-    def _unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _OF_LABELS:
-            given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
-            if _reduction(given) == "mean":
-                self._note_labels(func, given)
-        return func(*args, **kwargs)
 
     def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._same(func, args, kwargs)
+            return self._linear(func, args, kwargs)
         result = func(*args, **kwargs)
         if not result.dim():
             self._note_sum(result, "", args[0])
@@ -139,16 +127,12 @@ class ReductionTracer(TorchFunctionMode):
 
     def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._same(func, args, kwargs)
+            return self._linear(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._masked and len(args) == 1 and not kwargs:
             chosen, *rest = args[0].shape
             self._pairs.put(result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
         return result
-
-    def _same(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A cast, a copy, or a reshape of one number."""
-        return self._linear(func, args, kwargs)
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if all(isinstance(each, (int, float)) for each in args[1:]):
@@ -156,6 +140,7 @@ class ReductionTracer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A cast, a copy or a reshape of one number, or its product with a number."""
         result = func(*args, **kwargs)
         if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
             pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
@@ -219,17 +204,17 @@ class ReductionTracer(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class LabelMean:
-    """The labels that a mean was taken over.
-
-    Args:
-        target: class numbers.
-        weight: of the classes, or None.
-        ignored: the label that does not count.
-    """
+    """The labels that a mean was taken over: class numbers, weights of the classes, and the label that is ignored."""
 
     target: Tensor
     weight: Tensor | None
     ignored: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LabelMean:
+        """The labels of a call of a loss."""
+        ignored = given.get("ignore_index", -100)
+        return cls(given["target"], given.get("weight"), -100 if ignored is None else int(ignored))
 
     def counts_rows(self) -> bool:
         """Whether all labels count alike, so that the mean is one over rows. Waits for the device."""
@@ -262,9 +247,8 @@ def _weighted_values_summed(func: Callable[..., Any], given: Mapping[str, Any]) 
 
 def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     """KLDivLoss: "batchmean" divides by the rows, "mean" by the values."""
-    if _reduction(given) == "mean":
-        return _values_summed(func, given)
-    return _values_summed(func, given)[0], float(given["input"].shape[0])
+    total, count = _values_summed(func, given)
+    return total, count if _reduction(given) == "mean" else float(given["input"].shape[0])
 
 
 def _sequences_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
@@ -284,24 +268,15 @@ def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
     if _are_probabilities(given):
         classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
         return total, given["input"].numel() / classes
-    return total, LabelMean(given["target"], given.get("weight"), _ignored(given)).count()
+    return total, LabelMean.of(given).count()
 
 
 def _are_probabilities(given: Mapping[str, Any]) -> bool:
     return bool(given["target"].is_floating_point())
 
 
-def _ignored(given: Mapping[str, Any]) -> int:
-    ignored = given.get("ignore_index", -100)
-    return -100 if ignored is None else int(ignored)
-
-
 def _sum_exactly(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype in (torch.float16, torch.bfloat16) else values.sum()
-
-
-def _hooks_of_saved_tensors() -> Any:
-    return saved_tensors_hooks(True)
 
 
 def _version(tensor: Tensor) -> int:
@@ -342,8 +317,8 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.__truediv__, Tensor.__itruediv__], ReductionTracer._quotient),
     **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__], ReductionTracer._scaled),
     **dict.fromkeys([torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__], ReductionTracer._scaled),
-    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._same),
-    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._same),
+    **dict.fromkeys([Tensor.float, Tensor.double, Tensor.to, Tensor.clone, torch.clone], ReductionTracer._linear),
+    **dict.fromkeys([Tensor.squeeze, torch.squeeze, Tensor.reshape, Tensor.view], ReductionTracer._linear),
     **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__], ReductionTracer._added),
     **dict.fromkeys([torch.clamp, torch.clip, torch.clamp_min], ReductionTracer._clamp),
     **dict.fromkeys([Tensor.clamp, Tensor.clip, Tensor.clamp_min], ReductionTracer._clamp),

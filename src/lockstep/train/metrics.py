@@ -22,16 +22,15 @@ from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
 from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
-from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.device.async_scalars import AsyncScalars
+from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.device.driver import AsyncScalars
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import ShardRows, preserving_rng
+from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""
 LEAST_ROWS = 3
 """Fewer rows cannot be divided into parts of different sizes, whose means have different weights."""
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
@@ -47,19 +46,13 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
             f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "
             "{'accuracy': MulticlassAccuracy(num_classes=10)}"
         )
-    if metrics:
-        metric_class = require("torchmetrics", "train").Metric
-        for name, metric in metrics.items():
-            _check_metric(name, metric, metric_class)
+    for name, metric in metrics.items():
+        if not isinstance(metric, require("torchmetrics", "train").Metric):
+            kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+            raise ConfigError(f"metric {name!r} is {kind}; give an instance of a torchmetrics Metric")
+        if not isinstance(name, str) or name == "loss":
+            raise ConfigError(f"a metric is named {name!r}; choose a string other than 'loss', which the logs have")
     return dict(metrics)
-
-
-def _check_metric(name: Any, metric: Any, metric_class: type) -> None:
-    if not isinstance(metric, metric_class):
-        kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
-        raise ConfigError(f"metric {name!r} is {kind}; give an instance of a torchmetrics Metric")
-    if not isinstance(name, str) or name == "loss":
-        raise ConfigError(f"a metric is named {name!r}; choose a string other than 'loss', which the logs use already")
 
 
 class ReplicaMetrics:
@@ -70,6 +63,9 @@ class ReplicaMetrics:
         devices: the torch device of each local replica, in replica order.
         workers: the workers over whose replicas the values are merged.
         home: the first replica's device, whose values may be read later; None reads them at once.
+
+    Attributes:
+        per_replica: each replica's own metrics, by name.
 
     Raises:
         UsageError: a metric's states cannot be merged, and there are several replicas.
@@ -82,38 +78,33 @@ class ReplicaMetrics:
         workers: Communicator,
         home: LogicalDevice | None = None,
     ) -> None:
-        self._workers = workers
-        self._home = home
+        self._workers, self._home = workers, home
         if workers.num_replicas > 1:
             for metric in metrics.values():
                 check_kind(metric)
         self._checked = home is None or home.kind == "CPU" or not metrics
-        self._copies = [{name: fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices]
+        self.per_replica = [
+            {name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices
+        ]
 
     @classmethod
     def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
         """The metrics on all replicas of a strategy."""
-        devices = strategy.devices
-        return cls(metrics, [device.torch_device for device in devices], strategy.workers, devices[0])
-
-    @property
-    def per_replica(self) -> list[dict[str, Any]]:
-        """Each replica's own metrics, by name."""
-        return self._copies
+        return cls(metrics, [each.torch_device for each in strategy.devices], strategy.workers, strategy.devices[0])
 
     def skip_input_checks(self) -> None:
         """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
         if self._checked:
             return
         self._checked = True
-        for part in (part for copies in self._copies for metric in copies.values() for part in nested_metrics(metric)):
-            if getattr(part, "validate_args", False):
-                part.validate_args = False
+        for metric in (metric for own in self.per_replica for metric in own.values()):
+            for part in nested_metrics(metric):
+                if getattr(part, "validate_args", False):
+                    part.validate_args = False
 
     def reset(self) -> None:
-        for copies in self._copies:
-            for metric in copies.values():
-                metric.reset()
+        for metric in (metric for own in self.per_replica for metric in own.values()):
+            metric.reset()
 
     def compute(self) -> dict[str, float]:
         """The values over the rows of all replicas, by name. Every worker must call it, outside the replicas."""
@@ -123,8 +114,8 @@ class ReplicaMetrics:
     def begin_compute(self) -> tuple[list[str], AsyncScalars]:
         """``compute`` without waiting for a GPU: the names, and the values that can be read later."""
         values: dict[str, Any] = {}
-        for name in self._copies[0]:
-            local = [copies[name] for copies in self._copies]
+        for name in self.per_replica[0]:
+            local = [own[name] for own in self.per_replica]
             gathered = all_gather_object(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
             states = [each for worker in gathered for each in worker]
             alone = self._workers.is_single and len(local) == 1
@@ -141,8 +132,7 @@ def gather_states(metric: Any) -> None:
                 setattr(part, name, gather_logits(state))
 
 
-def fresh_copy(metric: Any, device: torch.device) -> Any:
-    """A copy of the metric on a device, reset."""
+def _fresh_copy(metric: Any, device: torch.device) -> Any:
     fresh = copy.deepcopy(metric).to(device)
     fresh.reset()
     return fresh
@@ -164,13 +154,13 @@ def _single_numbers(name: str, value: Any) -> dict[str, Any]:
 def load_states(
     metrics: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, first: int, replicas: int
 ) -> None:
-    """Restores saved states into the local replicas' metrics.
+    """Restores saved states into the local replicas' metrics, which have been reset.
 
-    On the same number of replicas each gets its own. On another one, the states of replica r go to replica r modulo the
-    new number. Where several meet they are combined, which is exact for states that are summed, joined, or extremes.
+    On another number of replicas, the states of replica r go to replica r modulo the new number. Where several meet
+    they are combined, which is exact for states that are summed, joined, or extremes.
 
     Args:
-        metrics: each local replica's own metrics, by name, after a reset.
+        metrics: each local replica's own metrics, by name.
         saved: ``replica_states`` of each replica that saved, over all workers.
         first: the number of the first local replica, over all workers.
         replicas: the number of replicas now, over all workers.
@@ -200,16 +190,15 @@ def _load(name: str, metric: Any, sources: Sequence[list[dict[str, Any]]]) -> No
             continue
         for key, reduction in part._reductions.items():
             values = [state["states"][key] for state in used]
-            if values:
-                setattr(part, key, _moved(_combined(values, reduction), part.device))
+            if not values:
+                continue
+            if isinstance(values[0], list):
+                combined: Any = [item for value in values for item in value]
+            else:
+                combined = values[0] if len(values) == 1 else merge_states(values, reduction)
+            setattr(part, key, _moved(combined, part.device))
         part._update_count = sum(state["updates"] for state in used)
         part._computed = None
-
-
-def _combined(values: Sequence[Any], reduction: Any) -> Any:
-    if isinstance(values[0], list):
-        return [item for value in values for item in value]
-    return values[0] if len(values) == 1 else merge_states(values, reduction)
 
 
 def _combines(part: Any) -> bool:
@@ -226,15 +215,10 @@ def _moved(state: Any, device: Any) -> Any:
 
 
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
-    """Checks that one update with all rows gives what two updates with parts of them give, merged.
+    """Checks on a shard of ``LEAST_ROWS`` or more that one update gives what two updates with parts of it give, merged.
 
     A metric that adds up means would give other numbers on another number of replicas. The metrics of torchmetrics add
     up sums and counts, or keep all rows, and are not checked.
-
-    Args:
-        metrics: by name; copies of them are updated.
-        shard: at least ``LEAST_ROWS`` rows, without gradients.
-        context: the replica's.
 
     Raises:
         ConfigError: a metric gives another value for the rows in parts.
@@ -242,9 +226,9 @@ def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context
     for name, metric in metrics.items():
         if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
             try:
-                with torch.no_grad(), preserving_rng(context), in_context(context.alone()):
+                with torch.no_grad(), checked_alone(context):
                     values = _compared(metric, shard)
-            except (CollectiveError, *_FAILURES):  # it cannot be computed from some of the rows
+            except (CollectiveError, *FAILURES):  # it cannot be computed from some of the rows
                 continue
             if values is not None:
                 raise ConfigError(
@@ -273,13 +257,11 @@ def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
 
 
 def _updated(metric: Any, shard: ShardRows) -> Any:
-    fresh = fresh_copy(metric, metric.device)
+    fresh = _fresh_copy(metric, metric.device)
     fresh.update(shard.outputs, shard.batch.y)
     return fresh
 
 
 def _value(metric: Any) -> list[float]:
-    leaves = tree_leaves(metric.compute())
-    return [
-        number for leaf in leaves for number in (leaf.flatten().tolist() if isinstance(leaf, Tensor) else [float(leaf)])
-    ]
+    leaves = map(torch.as_tensor, tree_leaves(metric.compute()))
+    return [float(number) for leaf in leaves for number in leaf.flatten().tolist()]

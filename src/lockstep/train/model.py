@@ -33,35 +33,27 @@ from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_prog
 from lockstep.train.inference import run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 
-# Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
-_STEPS = frozenset(
-    {
-        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"),
-        *("make_train_function", "make_test_function", "make_predict_function"),
-        *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
-    }
-)
-_MODULE_METHODS = frozenset({"forward", "call"})
-
-
-def refuse_own_steps(names: Iterable[str], where: str) -> None:
-    """Raises a UsageError if ``names``, which are defined in ``where``, hold a step that Model would not call."""
-    given = set(names)
-    steps, calls = sorted(given & _STEPS), sorted(given & _MODULE_METHODS)
-    if steps:
-        raise UsageError(
-            f"{where} defines {', '.join(steps)}, which fit, evaluate and predict do not call; write the step as a "
-            "function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or express it as "
-            "loss and metrics in compile"
-        )
-    if calls:
-        raise UsageError(
-            f"{where} defines {', '.join(calls)}, which fit, evaluate and predict do not call; define it in the "
-            "torch.nn.Module that is given to Model"
-        )
-
-
 Data = Iterable[Any] | DistributedIterable
+
+_STEP = (
+    "write the step as a function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or "
+    "express it as loss and metrics in compile"
+)
+# Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
+_NOT_CALLED = {
+    **dict.fromkeys(["train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"], _STEP),
+    **dict.fromkeys(["make_train_function", "make_test_function", "make_predict_function"], _STEP),
+    **dict.fromkeys(["training_step", "validation_step", "configure_optimizers", "optimizer_step"], _STEP),
+    **dict.fromkeys(["forward", "call"], "define it in the torch.nn.Module that is given to Model"),
+}
+
+
+def _refuse_own_steps(names: Iterable[str], where: str) -> None:
+    for name in names:
+        if name in _NOT_CALLED:
+            raise UsageError(
+                f"{where} defines {name}, which fit, evaluate and predict do not call; {_NOT_CALLED[name]}"
+            )
 
 
 class Model:
@@ -93,9 +85,13 @@ class Model:
     def __init__(
         self, module: nn.Module, *, sync_batchnorm: bool = False, memory_format: MemoryFormat = "auto"
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"Model got a {type(module).__name__}; give a torch.nn.Module")
         self.strategy: Strategy = get_strategy()
         self.training_state = TrainingState(self)
-        self._module = _mirrored(self.strategy, module, sync_batchnorm, memory_format)
+        self._module: MirroredModule = self.strategy.mirror(
+            module, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+        )
         self._setup: TrainSetup | None = None
         self.stop_training = False
         self.history = History()
@@ -104,10 +100,10 @@ class Model:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         above = cls.__mro__[: cls.__mro__.index(Model)]
-        refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
+        _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
+        _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
     @property
@@ -122,7 +118,7 @@ class Model:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler, which is stepped once per update; None without one."""
+        """The scheduler, if there is one. It is stepped once per update."""
         return self._setup.scheduler if self._setup is not None else None
 
     @property
@@ -153,19 +149,18 @@ class Model:
         Args:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
-            loss: ``loss(outputs, targets)``, returning one value per example (any shape whose first dimension is the
+            loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and means over masked or
                 selected values, are divided by their count in the whole batch. Any other scalar is taken as the mean
-                over the examples, which the first step checks.
+                over the examples, which the first steps check.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
             clip_norm: clips the gradients of each update to this global norm.
-            graphs: on a GPU, capture whole steps as CUDA graphs and replay them where possible. Where it is not, the
-                log "lockstep" says why.
-            compile_module: run the module through ``torch.compile``, with one compiled code for all replicas; or a
-                dict of its options "mode", "dynamic" and "backend".
+            graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
+            compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
+                "backend". All replicas run one compiled code.
 
         Raises:
             ConfigError: a value is not valid.
@@ -223,14 +218,12 @@ class Model:
         setup = self._compiled("fit")
         if setup.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        batches = EpochIterator(
-            distribute(self.strategy, data), name="the training data", steps_per_epoch=steps_per_epoch
-        )
+        batches = self._iterator(data, "the training data", steps_per_epoch)
         validation = None if validation_data is None else self._iterator(validation_data, "the validation data")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
-        params = {"epochs": epochs, "steps": batches.steps, "verbose": verbose, "validated": validation is not None}
         self.stop_training, self.history = False, History()
-        with self._callbacks(callbacks, verbose, params) as called:
+        params = {"epochs": epochs, "validated": validation is not None}
+        with self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
         return self.history
 
@@ -249,9 +242,8 @@ class Model:
             DataError: the data has no batches, or an item is not a pair or triple.
         """
         setup = self._compiled("evaluate")
-        batches = self._iterator(data, "the data")
-        self.clock = StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+        batches, self.clock = self._iterator(data, "the data"), StepClock()
+        with self._callbacks(callbacks, verbose, batches) as called:
             return run_evaluation(self.strategy, setup, batches, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
@@ -270,14 +262,10 @@ class Model:
             DataError: the data has no batches.
             ConfigError: an output does not have one row per example.
         """
-        precision = (
-            self._setup.precision
-            if self._setup is not None
-            else Precision("fp32", self.strategy.devices[0].torch_device.type)
-        )
-        batches = self._iterator(data, "the data")
-        self.clock = StepClock()
-        with self._callbacks(callbacks, verbose, {"steps": batches.steps, "verbose": verbose}) as called:
+        uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
+        precision = uncompiled if self._setup is None else self._setup.precision
+        batches, self.clock = self._iterator(data, "the data"), StepClock()
+        with self._callbacks(callbacks, verbose, batches) as called:
             return run_prediction(self.strategy, self._module, precision, batches, callbacks=called, clock=self.clock)
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,9 +282,7 @@ class Model:
         self._module.load_state_dict(state)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Writes the module's state_dict to a safetensors file, atomically.
-
-        Every worker must call it; the chief writes.
+        """Writes the state_dict to a safetensors file, atomically. Every worker must call it; the chief writes.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -304,9 +290,7 @@ class Model:
         save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads a safetensors file into every replica's copy. Nothing is loaded unless everything fits.
-
-        Every worker must call it; the chief reads.
+        """Loads a safetensors file into every replica's copy, if everything fits. Every worker must call it.
 
         Raises:
             CheckpointError: there is no such file, or its keys or shapes are not the module's.
@@ -338,14 +322,11 @@ class Model:
             raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
         return self._setup
 
-    def _iterator(self, data: Data, name: str) -> EpochIterator:
-        return EpochIterator(distribute(self.strategy, data), name=name)
+    def _iterator(self, data: Data, name: str, steps_per_epoch: int | None = None) -> EpochIterator:
+        return EpochIterator(distribute(self.strategy, data), name=name, steps_per_epoch=steps_per_epoch)
 
-    def _callbacks(self, given: Sequence[Callback] | None, verbose: Verbose, params: Mapping[str, Any]) -> CallbackList:
+    def _callbacks(
+        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator, **params: Any
+    ) -> CallbackList:
+        params |= {"steps": data.steps, "verbose": verbose}
         return CallbackList(with_progress(given, verbose), model=self, params=params)
-
-
-def _mirrored(strategy: Strategy, module: Any, sync_batchnorm: bool, memory_format: MemoryFormat) -> MirroredModule:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"Model got a {type(module).__name__}; give a torch.nn.Module")
-    return strategy.mirror(module, sync_batchnorm=sync_batchnorm, memory_format=memory_format)

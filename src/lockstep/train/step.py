@@ -2,7 +2,7 @@
 
     shard -> forward -> (total, count) -> backward of the total -> [update: sums over the replicas, divided once]
 
-The loops in ``loop.py`` and ``inference.py`` run outside the replicas.
+The loops in ``fit.py`` and ``inference.py`` run outside the replicas.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ Count = Tensor | float
 
 
 class ReplicaState:
-    """What one replica keeps from step to step: its metrics, its loss, and its sums since the last update.
-
-    Args:
-        metrics: the replica's own metrics, by name.
-    """
+    """What one replica keeps from step to step: its metrics by name, its loss, and its sums since the last update."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
@@ -101,59 +97,23 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
     return StepOutput(rows=rows, total=total, count=count, update=result)
 
 
-def _train_in_stages(
-    setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
-) -> tuple[Count, Count]:
-    """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
-    if not rows and not setup.module.shards_weights:
-        return 0.0, 0.0
-    batch = unpack_labelled(item)
-    sums = _MicrobatchSums(setup, state, batch)
-    setup.module.note_pass()
-    with setup.precision.autocast(), keep_logits_sharded():
-        pipeline.train(batch.x, rows, sums.add)
-    return sums.total, sums.count
-
-
-def update_weights(setup: TrainSetup, state: ReplicaState, context: ReplicaContext) -> StepResult:
-    """Sums gradients and losses over the replicas, divides once, and updates. Every replica must call it."""
-    if setup.optimizer is None:
-        raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
-    totals = Totals(total=state.total, count=state.count)
-    state.reset_sums()
-    scaler = setup.precision.scaler
-    return setup.optimizer.update(context, totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
-
-
-def finish_cycle(setup: TrainSetup, state: ReplicaState) -> StepResult:
-    """Updates with the gradients of an accumulation cycle that the end of the epoch cut short, on every replica."""
-    return update_weights(setup, state, _context())
-
-
-def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
-    """Drops gradients and sums from before this fit."""
-    state.reset_sums()
-    if setup.optimizer is not None:
-        setup.optimizer.zero_grad()
-
-
 def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
     """The loss and metrics of this replica's shard. The caller has switched gradients off."""
     rows = batch_rows(item)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)
-    if setup.module.pipeline is not None:
-        sums = _MicrobatchSums(setup, state, batch)
+    if setup.module.pipeline is None:
+        args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
-            setup.module.pipeline.evaluate(batch.x, rows, sums.add)
-        return StepOutput(rows=rows, total=sums.total, count=sums.count)
-    args, kwargs = module_arguments(batch.x)
+            outputs = setup.module(*args, **kwargs)
+            total, count = _loss_sums(setup, state, outputs, batch, rows)
+        _update_metrics(state, outputs, batch, rows)
+        return StepOutput(rows=rows, total=total, count=count)
+    sums = _MicrobatchSums(setup, state, batch)
     with setup.precision.autocast(), keep_logits_sharded():
-        outputs = setup.module(*args, **kwargs)
-        total, count = _loss_sums(setup, state, outputs, batch, rows)
-    _update_metrics(state, outputs, batch, rows)
-    return StepOutput(rows=rows, total=total, count=count)
+        setup.module.pipeline.evaluate(batch.x, rows, sums.add)
+    return StepOutput(rows=rows, total=sums.total, count=sums.count)
 
 
 def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Prediction:
@@ -178,6 +138,42 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
     if not parts:  # another worker has the last stage
         return Prediction(rows=0)
     return Prediction(rows=rows, outputs=tree_map(lambda *leaves: torch.cat(leaves), *parts))
+
+
+def update_weights(setup: TrainSetup, state: ReplicaState, context: ReplicaContext) -> StepResult:
+    """Sums gradients and losses over the replicas, divides once, and updates. Every replica must call it."""
+    if setup.optimizer is None:
+        raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
+    totals = Totals(total=state.total, count=state.count)
+    state.reset_sums()
+    scaler = setup.precision.scaler
+    return setup.optimizer.update(context, totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
+
+
+def finish_cycle(setup: TrainSetup, state: ReplicaState) -> StepResult:
+    """Updates with the gradients of an accumulation cycle that the end of the epoch cut short, on every replica."""
+    return update_weights(setup, state, _context())
+
+
+def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
+    """Drops gradients and sums from before this fit."""
+    state.reset_sums()
+    if setup.optimizer is not None:
+        setup.optimizer.zero_grad()
+
+
+def _train_in_stages(
+    setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
+) -> tuple[Count, Count]:
+    """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
+    if not rows and not setup.module.shards_weights:
+        return 0.0, 0.0
+    batch = unpack_labelled(item)
+    sums = _MicrobatchSums(setup, state, batch)
+    setup.module.note_pass()
+    with setup.precision.autocast(), keep_logits_sharded():
+        pipeline.train(batch.x, rows, sums.add)
+    return sums.total, sums.count
 
 
 class _MicrobatchSums:
@@ -208,9 +204,9 @@ class _MicrobatchSums:
 def _check_microbatches(x: Any) -> None:
     for name, leaf in named_leaves(x):
         if leaf_has_rows(leaf) and not is_plain(leaf):
+            kind = "list of rows" if isinstance(leaf, (list, tuple)) else type(leaf).__name__
             raise DataError(
-                f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a "
-                f"{'list of rows' if isinstance(leaf, (list, tuple)) else type(leaf).__name__}; give "
+                f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a {kind}; give "
                 "one tensor, padded to one length"
             )
 
@@ -244,18 +240,12 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
     if not rows or not state.metrics:
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-    if not state.metrics_checked:
-        _check_metrics(state, ShardRows(detached, batch, rows))
+    if not state.metrics_checked:  # once; on a CPU, a shard that is too small leaves it to a later step
+        context, enough = _context(), rows >= LEAST_ROWS
+        state.metrics_checked = enough or context.device.kind != "CPU"
+        if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
+            check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
     update_metrics_of(state, detached, batch.y)
-
-
-def _check_metrics(state: ReplicaState, shard: ShardRows) -> None:
-    """Checks the metrics once. On a CPU, a shard that is too small leaves it to a later step."""
-    context = _context()
-    enough = shard.rows >= LEAST_ROWS
-    state.metrics_checked = enough or context.device.kind != "CPU"
-    if enough and not has_sharded_logits(shard.outputs) and context.num_replicas_in_sync > 1:
-        check_metrics_additive(state.metrics, shard, context)
 
 
 def _check_graph(total: Tensor) -> None:

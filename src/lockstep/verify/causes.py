@@ -45,43 +45,26 @@ IsRounding = Callable[[Sequence[Difference]], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A cause that was found.
-
-    Args:
-        cause: its name.
-        description: what it is in this program.
-        tested: how it was tested, with numbers.
-        advice: what to change.
-        by_definition: nothing is wrong: replicas differ in this by definition, and nothing else differs.
-    """
+    """A cause that was found."""
 
     cause: Cause
-    description: str
-    tested: str
-    advice: str
-    by_definition: bool = False
+    description: str  # what it is in this program
+    tested: str  # how it was tested, with numbers
+    advice: str  # what to change
+    by_definition: bool = False  # nothing is wrong: replicas differ in this by definition, and nothing else differs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A possible cause that an intervention removes.
+    """A possible cause that an intervention removes."""
 
-    Args:
-        remove: adds the intervention.
-        finding: makes the finding from the outcome of the intervention, if the difference needs this cause.
-    """
-
-    remove: Callable[[Interventions], Interventions]
+    remove: Callable[[Interventions], Interventions]  # adds the intervention
+    # makes the finding from the outcome of the intervention, if the difference needs this cause
     finding: Callable[[str], Finding]
 
 
 def explain(runner: ExperimentRunner, first: Difference) -> list[Finding]:
-    """All causes of the difference that could be found.
-
-    Args:
-        runner: runs the experiments; its ``base`` is the program as written.
-        first: the first difference of ``base``.
-    """
+    """All causes that could be found of ``first``, the first difference of the program as written."""
     if first.kind in ("initial weight", "rows"):
         return [_explain_inputs(runner, first)]
     hypotheses, cleared, interventions = _remove_all(runner)

@@ -25,23 +25,16 @@ Verdict = Literal["same", "undistributed", "scaled", "reordered", "different", "
 
 @dataclass(frozen=True, kw_only=True)
 class BatchComparison:
-    """The global batch of one update, on N replicas and on one. N replicas' rows are taken one after another.
+    """The global batch of one update, on N replicas and on one. N replicas' rows are taken one after another."""
 
-    Args:
-        verdict: "same": the same rows in the same order. "undistributed": every replica got the whole batch.
-            "scaled": N times as many rows. "reordered": the same rows in another order. "different": other rows.
-            "count": another number of batches.
-        name: the first tensor that is not the same.
-        rows: fingerprints of the rows on N replicas.
-        reference_rows: fingerprints of the rows on one.
-        batches: number of batches on N replicas and on one.
-    """
-
+    # "same": the same rows in the same order. "undistributed": every replica got the whole batch. "scaled": N times as
+    # many rows. "reordered": the same rows in another order. "different": other rows. "count": another number of
+    # batches.
     verdict: Verdict
-    name: str = ""
-    rows: Rows = ()
-    reference_rows: Rows = ()
-    batches: tuple[int, int] = (1, 1)
+    name: str = ""  # the first tensor that is not the same
+    rows: Rows = ()  # fingerprints of the rows on N replicas
+    reference_rows: Rows = ()  # fingerprints of the rows on one
+    batches: tuple[int, int] = (1, 1)  # number of batches on N replicas and on one
 
     @property
     def common(self) -> int:
@@ -130,23 +123,14 @@ DifferenceKey = tuple[int, Kind, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The difference of one tensor between two runs.
+    """The difference of one tensor between two runs."""
 
-    Args:
-        step: number of the update, from 1; 0 before the first.
-        kind: what the tensor is.
-        name: name of the parameter, buffer, output or argument.
-        amount: largest absolute difference of any value; infinite if the values cannot be compared.
-        size: largest absolute value in the second run.
-        note: what the report adds to the amount.
-    """
-
-    step: int
-    kind: Kind
-    name: str
-    amount: float
-    size: float
-    note: str = ""
+    step: int  # number of the update, from 1; 0 before the first
+    kind: Kind  # what the tensor is
+    name: str  # name of the parameter, buffer, output or argument
+    amount: float  # largest absolute difference of any value; infinite if the values cannot be compared
+    size: float  # largest absolute value in the second run
+    note: str = ""  # what the report adds to the amount
 
     @property
     def key(self) -> DifferenceKey:
@@ -155,7 +139,6 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """``amount / size``."""
         if self.amount == 0:
             return 0.0
         return self.amount / self.size if self.size > 0 else math.inf
@@ -168,16 +151,11 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How large a difference may be and still count as rounding.
+    """How large a difference may be and still count as rounding."""
 
-    Args:
-        unit: machine epsilon of the parameters' dtype.
-        coarse: machine epsilon of the coarsest dtype in use; 0 if there is no other.
-        noise: measured differences between two runs on one replica that differ by rounding only.
-    """
-
-    unit: float
-    coarse: float = 0.0
+    unit: float  # machine epsilon of the parameters' dtype
+    coarse: float = 0.0  # machine epsilon of the coarsest dtype in use; 0 if there is no other
+    # measured differences between two runs on one replica that differ by rounding only
     noise: Mapping[DifferenceKey, float] = field(default_factory=dict)
 
     @property
@@ -192,7 +170,6 @@ class Tolerance:
         return max(self.relative * difference.size, NOISE_FACTOR * self.noise.get(difference.key, 0.0))
 
     def covers(self, difference: Difference) -> bool:
-        """Whether the difference may be rounding."""
         return difference.amount <= self.of(difference)
 
 
@@ -222,20 +199,14 @@ FitKind = Literal["shares", "uniform", "weight penalty", "per replica"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFit:
-    """Factors for the replicas' gradients, and how close their weighted sum comes to the single replica's gradients.
+    """Factors for the replicas' gradients, and how close their weighted sum comes to the single replica's gradients."""
 
-    Args:
-        kind: "shares": each replica's share of the batch, as after a mean over each shard. "uniform": one factor.
-            "weight penalty": 1 each, minus a multiple of the weights. "per replica": one factor each.
-        factors: one per replica.
-        penalty: the multiple of the weights that is subtracted.
-        residuals: what is left of each gradient.
-    """
-
+    # "shares": each replica's share of the batch, as after a mean over each shard. "uniform": one factor. "weight
+    # penalty": 1 each, minus a multiple of the weights. "per replica": one factor each.
     kind: FitKind
-    factors: tuple[float, ...]
-    penalty: float = 0.0
-    residuals: tuple[Difference, ...] = ()
+    factors: tuple[float, ...]  # one per replica
+    penalty: float = 0.0  # the multiple of the weights that is subtracted
+    residuals: tuple[Difference, ...] = ()  # what is left of each gradient
 
 
 def summed_gradients(update: UpdateRecord) -> dict[str, Tensor]:
@@ -248,11 +219,8 @@ def fit_gradients(
 ) -> tuple[GradientFit, ...]:
     """All fits, from the simplest to the most general.
 
-    Args:
-        update: the update of N replicas.
-        reference: the single replica's gradients.
-        shards: number of rows of each replica; None if unknown.
-        weights: the parameters before the update.
+    ``reference``: the single replica's gradients. ``shards``: number of rows of each replica, None if unknown.
+    ``weights``: the parameters before the update.
     """
     replicas = len(update.replicas)
     fits = []
@@ -331,48 +299,29 @@ class ParameterPair:
 
 @dataclass(frozen=True, kw_only=True)
 class StepComparison:
-    """One update of both runs.
+    """One update of both runs."""
 
-    Args:
-        step: number of the update, from 1.
-        batch: whether both got the same rows.
-        differences: of every tensor, in the order of a step, equal ones included.
-        fits: what explains the difference of the gradients, if there is one beyond rounding.
-        update_scale: the factor by which all weights moved further than on one replica; None if there is no one factor.
-        changed: parameters that changed outside the optimizer, in either run.
-        losses: what each replica back-propagated in the first run.
-    """
-
-    step: int
-    batch: BatchComparison = SAME_BATCH
-    differences: tuple[Difference, ...] = ()
-    fits: tuple[GradientFit, ...] = ()
+    step: int  # number of the update, from 1
+    batch: BatchComparison = SAME_BATCH  # whether both got the same rows
+    differences: tuple[Difference, ...] = ()  # of every tensor, in the order of a step, equal ones included
+    fits: tuple[GradientFit, ...] = ()  # what explains the difference of the gradients, if there is one beyond rounding
+    # the factor by which all weights moved further than on one replica; None if there is no one factor
     update_scale: float | None = None
-    changed: tuple[str, ...] = ()
-    losses: tuple[float, ...] = ()
+    changed: tuple[str, ...] = ()  # parameters that changed outside the optimizer, in either run
+    losses: tuple[float, ...] = ()  # what each replica back-propagated in the first run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs, the second of which is taken to be right.
+    """Two runs, the second of which is taken to be right."""
 
-    Args:
-        start: start of the first run.
-        reference: start of the second run.
-        initial: differences of the parameters before the first step.
-        steps: the updates that both runs made.
-        ends: how both runs ended.
-        extra: number of updates that only the first run made; negative if the second made more.
-        draws: whether a replica drew random numbers.
-    """
-
-    start: StartRecord
-    reference: StartRecord
-    initial: tuple[Difference, ...] = ()
-    steps: tuple[StepComparison, ...] = ()
-    ends: tuple[EndRecord, EndRecord] = field(default=(EndRecord(), EndRecord()))
-    extra: int = 0
-    draws: bool = False
+    start: StartRecord  # start of the first run
+    reference: StartRecord  # start of the second run
+    initial: tuple[Difference, ...] = ()  # differences of the parameters before the first step
+    steps: tuple[StepComparison, ...] = ()  # the updates that both runs made
+    ends: tuple[EndRecord, EndRecord] = field(default=(EndRecord(), EndRecord()))  # how both runs ended
+    extra: int = 0  # number of updates that only the first run made; negative if the second made more
+    draws: bool = False  # whether a replica drew random numbers
 
     @property
     def unit(self) -> float:
@@ -386,7 +335,6 @@ class Comparison:
 
     @property
     def differences(self) -> Iterator[Difference]:
-        """All differences, in order."""
         yield from self.initial
         for step in self.steps:
             yield from step.differences
@@ -409,14 +357,7 @@ def compare_starts(ours: StartRecord, reference: StartRecord) -> tuple[Differenc
 def compare_updates(
     ours: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
 ) -> StepComparison:
-    """Compares one update of both runs.
-
-    Args:
-        ours: the update on N replicas.
-        reference: the update on one.
-        before: the parameters of both runs before this update.
-        tolerance: gradients that differ by more are fitted.
-    """
+    """Compares one update on N replicas with that on one; gradients that differ beyond ``tolerance`` are fitted."""
     step, first, other = ours.step, ours.replicas[0], reference.replicas[0]
     batch = compare_batches(ours.batches, reference.batches)
     expected = summed_gradients(reference)

@@ -12,41 +12,28 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program and its command line.
+    """A program and its command line."""
 
-    Args:
-        name: its name in the report.
-        target: path of a script, or dotted name of a module that ``python -m`` can run.
-        kind: whether ``target`` is a script or a module.
-        arguments: the program's command-line arguments.
-        scratch_flag: a flag of the program that takes an output folder; it is given a temporary one.
-    """
-
-    name: str
-    target: str
-    kind: Literal["script", "module"] = "script"
-    arguments: tuple[str, ...] = ()
-    scratch_flag: str | None = None
+    name: str  # its name in the report
+    target: str  # path of a script, or dotted name of a module that ``python -m`` can run
+    kind: Literal["script", "module"] = "script"  # whether ``target`` is a script or a module
+    arguments: tuple[str, ...] = ()  # the program's command-line arguments
+    scratch_flag: str | None = None  # a flag of the program that takes an output folder; it is given a temporary one
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
     """One verification.
 
-    Args:
-        program: the program to run.
-        steps: number of optimizer updates to compare, at least 1.
-        devices: how to divide the devices before the program starts, such as ``cpu:4``; None leaves it to the program.
-        timeout_s: time limit of each run, in seconds.
-
     Raises:
         ConfigError: a value is out of range, or the script is not a file.
     """
 
-    program: Program
-    steps: int = 3
+    program: Program  # the program to run
+    steps: int = 3  # number of optimizer updates to compare, at least 1
+    # how to divide the devices before the program starts, such as ``cpu:4``; None leaves it to the program
     devices: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: float = 300.0  # time limit of each run, in seconds
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -69,25 +56,18 @@ BatchStatistics = Literal["unchanged", "synced", "frozen"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interventions:
-    """What an experiment changes in a run. The defaults change nothing.
+    """What an experiment changes in a run. The defaults change nothing."""
 
-    Args:
-        randomness: "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica.
-        batch_norm: "synced" takes batch statistics over the global batch; "frozen" uses the running statistics.
-        hold_weights: before each run, restore the parameters to their values after the last update.
-        shards: if above 1, the single replica calls its module once per shard, as that many replicas would.
-        shard: give the single replica only this one of the ``shards``, as its whole batch.
-        nudge: before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows.
-        threads: number of intra-op threads; None leaves torch's default.
-    """
-
+    # "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica
     randomness: Randomness = "unchanged"
+    # "synced" takes batch statistics over the global batch; "frozen" uses the running statistics
     batch_norm: BatchStatistics = "unchanged"
-    hold_weights: bool = False
-    shards: int = 1
-    shard: int | None = None
+    hold_weights: bool = False  # before each run, restore the parameters to their values after the last update
+    shards: int = 1  # if above 1, the single replica calls its module once per shard, as that many replicas would
+    shard: int | None = None  # give the single replica only this one of the ``shards``, as its whole batch
+    # before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows
     nudge: float = 0.0
-    threads: int | None = None
+    threads: int | None = None  # number of intra-op threads; None leaves torch's default
 
 
 UNCHANGED = Interventions()
@@ -95,14 +75,8 @@ UNCHANGED = Interventions()
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One of the two runs of a comparison.
+    """One of the two runs of a comparison."""
 
-    Args:
-        all_replicas: use all devices that the program chose, or only the first.
-        interventions: what is changed.
-        only_replica: record this replica only; None records all.
-    """
-
-    all_replicas: bool
-    interventions: Interventions = UNCHANGED
-    only_replica: int | None = None
+    all_replicas: bool  # use all devices that the program chose, or only the first
+    interventions: Interventions = UNCHANGED  # what is changed
+    only_replica: int | None = None  # record this replica only; None records all

@@ -34,10 +34,6 @@ class ChildTracebackError(Exception):
 class ExperimentRunner:
     """Compares N replicas with one, as written and with interventions. Each pair of runs is made once.
 
-    Args:
-        config: the program.
-        progress: called with a line before each pair of runs.
-
     Raises:
         ConfigError: the program fails by itself, or there is nothing to compare: no strategy, one device, no update.
         ReplicaError: a run took too long, or the program fails in one of the two runs only.
@@ -58,12 +54,7 @@ class ExperimentRunner:
                 yield describe(*runs), comparison
 
     def compare(self, interventions: Interventions, reference: Interventions | None = None) -> Comparison:
-        """Compares N replicas with one.
-
-        Args:
-            interventions: for both runs.
-            reference: for the run on one replica, where it differs.
-        """
+        """Compares N replicas with one; ``reference`` holds the interventions of the run on one, where they differ."""
         other = interventions if reference is None else reference
         return self._run(
             RunConfig(all_replicas=True, interventions=interventions),
@@ -104,10 +95,8 @@ class ExperimentRunner:
     def measure_rounding(self) -> Difference | None:
         """Compares one replica with itself where only rounding differs, and sets the tolerance by what that changes.
 
-        In one of the runs every weight is moved by one rounding error, and sums are made by one thread.
-
-        Returns:
-            A difference that shows that the program is not reproducible, if there is one.
+        In one of the runs every weight is moved by one rounding error, and sums are made by one thread. Returns a
+        difference that shows that the program is not reproducible, if there is one.
         """
         # A nudge of an eighth of a coarse rounding error changes an eighth of the weights when they are cast.
         nudged = Interventions(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
@@ -121,12 +110,7 @@ class ExperimentRunner:
         """Whether no order of additions explains it: it is large, and no rounding has gone through an update yet."""
         if difference.kind in ("rows", "initial weight"):
             return difference.amount > 0
-        before_update = (
-            "weight changed before update",
-            "output",
-            "loss",
-            "weight changed after update",
-        )
+        before_update = ("weight changed before update", "output", "loss", "weight changed after update")
         early = difference.kind in before_update and difference.step == 1
         return early and difference.relative > GROSS * self.tolerance.relative
 

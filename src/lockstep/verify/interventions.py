@@ -195,9 +195,7 @@ def _constant_in_place(original: Callable[..., Tensor], value: float) -> Callabl
 def one_shard(shard: int | None, number: int) -> Iterator[None]:
     """Inside the block, ``Strategy.run`` on one replica gets one shard of each batch, as one of ``number`` would.
 
-    Args:
-        shard: index of the shard; None changes nothing.
-        number: number of shards.
+    Where ``shard`` is None nothing changes.
     """
     if shard is None:
         yield

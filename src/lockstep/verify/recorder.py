@@ -55,7 +55,6 @@ class Weights:
         return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
     def names(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """The names of a replica's parameters."""
         known = self._names[context.replica_id_in_sync_group]
         return [
             known.get(id(parameter), f"parameter {number} of the optimizer")
@@ -63,7 +62,6 @@ class Weights:
         ]
 
     def name_of(self, module: MirroredModule) -> str:
-        """The name of a mirrored module."""
         prefix = next((prefix for prefix, each in self._modules.items() if each is module), "")
         return prefix.removesuffix(".") or type(module.module).__name__
 
@@ -134,13 +132,7 @@ class EnoughRecordedError(BaseException):
 
 
 class Recorder(Observer):
-    """Records the first strategy for which the program chose several devices.
-
-    Args:
-        run: on how many replicas, and with which interventions.
-        steps: number of updates to record.
-        send: called with each message, in order.
-    """
+    """Records the first strategy for which the program chose several devices; ``send`` gets each message, in order."""
 
     def __init__(self, run: RunConfig, *, steps: int, send: Callable[[Message], None]) -> None:
         self._run = run

@@ -20,36 +20,22 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One pair of runs.
+    """One pair of runs."""
 
-    Args:
-        what: what was compared.
-        outcome: the first difference beyond rounding, or "equal".
-    """
-
-    what: str
-    outcome: str
+    what: str  # what was compared
+    outcome: str  # the first difference beyond rounding, or "equal"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """The result of a verification.
+    """The result of a verification."""
 
-    Args:
-        config: the verification.
-        comparison: N replicas with one, the program as written.
-        tolerance: what counted as rounding.
-        first: the first difference beyond rounding; None if there is none.
-        findings: the causes; empty if nothing differs, or if no hypothesis explains it.
-        experiments: every pair of runs, in order.
-    """
-
-    config: VerifyConfig
-    comparison: Comparison
-    tolerance: Tolerance
-    first: Difference | None = None
-    findings: tuple[Finding, ...] = ()
-    experiments: tuple[Experiment, ...] = field(default=(), repr=False)
+    config: VerifyConfig  # the verification
+    comparison: Comparison  # N replicas with one, the program as written
+    tolerance: Tolerance  # what counted as rounding
+    first: Difference | None = None  # the first difference beyond rounding; None if there is none
+    findings: tuple[Finding, ...] = ()  # the causes; empty if nothing differs, or if no hypothesis explains it
+    experiments: tuple[Experiment, ...] = field(default=(), repr=False)  # every pair of runs, in order
 
     @property
     def equal(self) -> bool:

@@ -51,13 +51,7 @@ _LIBRARIES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Pa
 
 
 class RunProcess:
-    """The process of one run.
-
-    Args:
-        config: the program, and how many updates to record.
-        run: on how many replicas, with which interventions.
-        folder: an empty folder for its output.
-    """
+    """The process of one run; ``folder`` is empty, for its output."""
 
     def __init__(self, config: VerifyConfig, run: RunConfig, folder: Path) -> None:
         self.run = run
@@ -73,7 +67,6 @@ class RunProcess:
         far.close()
 
     def receive(self) -> None:
-        """Receives one message."""
         try:
             message: Message = pickle.loads(self.connection.recv_bytes())
         except EOFError:
@@ -118,8 +111,7 @@ class RunPair:
     def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
         """The records of both runs in pairs. Records without a counterpart stay in ``waiting``.
 
-        Raises:
-            ReplicaError: a run took longer than the time limit.
+        Raises ReplicaError if a run took longer than the time limit.
         """
         while starting := [each for each in (self.left, self.right) if not each.is_ready and each.end is None]:
             self._receive(starting)

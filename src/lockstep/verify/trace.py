@@ -25,68 +25,41 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTensor:
-    """A tensor of the batch.
+    """A tensor of the batch."""
 
-    Args:
-        name: its path in the arguments.
-        replicas: the fingerprints of its rows, per replica.
-    """
-
-    name: str
-    replicas: tuple[Rows, ...]
+    name: str  # its path in the arguments
+    replicas: tuple[Rows, ...]  # the fingerprints of its rows, per replica
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord:
-    """The batch of one ``strategy.run``.
+    """The batch of one ``strategy.run``."""
 
-    Args:
-        arguments: the tensors with rows among the arguments of ``run``.
-        inputs: the tensors with rows that mirrored modules were called with.
-    """
-
-    arguments: tuple[BatchTensor, ...] = ()
-    inputs: tuple[BatchTensor, ...] = ()
+    arguments: tuple[BatchTensor, ...] = ()  # the tensors with rows among the arguments of ``run``
+    inputs: tuple[BatchTensor, ...] = ()  # the tensors with rows that mirrored modules were called with
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord:
-    """The state before the first step.
+    """The state before the first step."""
 
-    Args:
-        devices: names of the replicas' devices.
-        parameters: the parameters.
-        batch_norms: names of the modules that take statistics over a replica's shard.
-        dropouts: names of the active dropout modules.
-    """
-
-    devices: tuple[str, ...]
-    parameters: Mapping[str, Tensor]
-    batch_norms: tuple[str, ...] = ()
-    dropouts: tuple[str, ...] = ()
+    devices: tuple[str, ...]  # names of the replicas' devices
+    parameters: Mapping[str, Tensor]  # the parameters
+    batch_norms: tuple[str, ...] = ()  # names of the modules that take statistics over a replica's shard
+    dropouts: tuple[str, ...] = ()  # names of the active dropout modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord:
-    """How a run ended.
+    """How a run ended."""
 
-    Args:
-        strategies: number of strategies with several devices that the program made.
-        single: number of strategies with one device.
-        unit: machine epsilon of the parameters' dtype.
-        coarse: machine epsilon of the coarsest dtype in use, as under autocast.
-        error: the exception that the program raised, in one line; empty if none.
-        place: where it was raised, such as ``train.py:12``.
-        traceback: its traceback.
-    """
-
-    strategies: int = 0
-    single: int = 0
-    unit: float = 2.0**-23
-    coarse: float = 2.0**-23
-    error: str = ""
-    place: str = ""
-    traceback: str = field(default="", repr=False)
+    strategies: int = 0  # number of strategies with several devices that the program made
+    single: int = 0  # number of strategies with one device
+    unit: float = 2.0**-23  # machine epsilon of the parameters' dtype
+    coarse: float = 2.0**-23  # machine epsilon of the coarsest dtype in use, as under autocast
+    error: str = ""  # the exception that the program raised, in one line; empty if none
+    place: str = ""  # where it was raised, such as ``train.py:12``
+    traceback: str = field(default="", repr=False)  # its traceback
 
 
 @dataclass(frozen=True)
@@ -100,48 +73,33 @@ CallKey = tuple[int, int, str]
 
 @dataclass
 class StepTrace:
-    """What one replica records for one update.
+    """What one replica records for one update."""
 
-    Args:
-        arguments: fingerprints of the tensors among the arguments of each ``strategy.run``, by run and name.
-        inputs: fingerprints of the tensors that mirrored modules were called with.
-        outputs: outputs of mirrored modules, [rows, values].
-        changed_before: parameters that changed outside the optimizer before this update. The same on all replicas.
-        loss: the sum of what was back-propagated.
-        total: ``Totals.total``; 0 in a custom loop.
-        count: ``Totals.count``; the counts of all replicas add up to 1 in a custom loop.
-        gradients: the replica's own gradients, by parameter.
-        parameters: the parameters after the update. The same on all replicas.
-        changed_after: parameters that changed outside the optimizer after it. The same on all replicas.
-        draws: whether the replica drew random numbers.
-    """
-
+    # fingerprints of the tensors among the arguments of each ``strategy.run``, by run and name
     arguments: dict[tuple[int, str], Rows] = field(default_factory=dict)
+    # fingerprints of the tensors that mirrored modules were called with
     inputs: dict[CallKey, Rows] = field(default_factory=dict)
-    outputs: dict[CallKey, Tensor] = field(default_factory=dict)
+    outputs: dict[CallKey, Tensor] = field(default_factory=dict)  # outputs of mirrored modules, [rows, values]
+    # parameters that changed outside the optimizer before this update. The same on all replicas.
     changed_before: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = 0.0
-    total: float = 0.0
-    count: float = 0.0
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0  # the sum of what was back-propagated
+    total: float = 0.0  # ``Totals.total``; 0 in a custom loop
+    count: float = 0.0  # ``Totals.count``; the counts of all replicas add up to 1 in a custom loop
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # the replica's own gradients, by parameter
+    # the parameters after the update. The same on all replicas.
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    # parameters that changed outside the optimizer after it. The same on all replicas.
     changed_after: dict[str, Tensor] = field(default_factory=dict)
-    draws: bool = False
+    draws: bool = False  # whether the replica drew random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
-    """One update.
+    """One update."""
 
-    Args:
-        step: its number, from 1.
-        replicas: the replicas' traces.
-        buffers: the buffers after the step, averaged over the replicas.
-    """
-
-    step: int
-    replicas: tuple[StepTrace, ...]
-    buffers: Mapping[str, Tensor]
+    step: int  # its number, from 1
+    replicas: tuple[StepTrace, ...]  # the replicas' traces
+    buffers: Mapping[str, Tensor]  # the buffers after the step, averaged over the replicas
 
     @property
     def batches(self) -> tuple[BatchRecord, ...]:
@@ -228,12 +186,10 @@ class ReplicaTrace:
         self._generator_state: Tensor | None = None
 
     def begin_run(self, number: int, arguments: Mapping[str, Tensor]) -> None:
-        """Records the shard of a run."""
         self._run, self._calls = number, 0
         self.current.arguments.update({(number, name): fingerprints(leaf) for name, leaf in arguments.items()})
 
     def record_call(self, module: str, inputs: Any, outputs: Any) -> None:
-        """Records a call of a mirrored module."""
         self._calls += 1
         for name, tensor in tensors_with_rows(inputs):
             self.current.inputs[self._run, self._calls, f"{module} input {name}"] = fingerprints(tensor)

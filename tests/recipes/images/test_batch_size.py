@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.recipes import batch_size as batch_size_module
+from lockstep.recipes import training
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.train import build_images, largest_images_batch
+from lockstep.recipes.images.train import build_images, find_largest_batch
 from lockstep.replicas.cpu.memory import resident_mb
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def test_the_made_up_pictures_are_like_the_real_ones(tiny: MakeConfig, tree: Pat
 def test_there_is_no_batch_larger_than_the_training_part(
     sync_batchnorm: bool, tiny: MakeConfig, tree: Path, make_strategy: MakeStrategy
 ):
-    found = largest_images_batch(tiny(data=tree, sync_batchnorm=sync_batchnorm), make_strategy(2))
+    found = find_largest_batch(tiny(data=tree, sync_batchnorm=sync_batchnorm), make_strategy(2))
 
     assert (found.size, found.examples) == (16, 17)
 
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_not_found(
     monkeypatch: pytest.MonkeyPatch,
 ):
     data = make_tree("data", {"train/a": 100, "train/b": 100, "test/a": 2, "test/b": 2, "valid/a": 1, "valid/b": 1})
-    monkeypatch.setattr(batch_size_module, "default_budget_mb", lambda _: resident_mb() + 60)
-    found = largest_images_batch(tiny(data=data, size=96), make_strategy(2))
+    monkeypatch.setattr(training, "default_budget_mb", lambda _: resident_mb() + 60)
+    found = find_largest_batch(tiny(data=data, size=96), make_strategy(2))
 
     assert 2 <= found.size < 100

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.recipes.images.batches import BatchSettings, ImageBatches, augment, to_float
+from lockstep.recipes.images.batches import ImageBatches, augment, to_float
+from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.shuffling import seeded_generator
 
-SETTINGS = BatchSettings(batch_size=4, shuffle=True, seed=3)
+CONFIG = ImagesConfig(batch_size=4, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,9 @@ def pixels() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 255, (12, 6, 6, 3), dtype=np.uint8)
 
 
-def made(pixels: np.ndarray, settings: BatchSettings = SETTINGS) -> ImageBatches:
+def made(pixels: np.ndarray, config: ImagesConfig = CONFIG, *, training: bool = True) -> ImageBatches:
     rows = [row for row in range(12) if row != 5]
-    return ImageBatches(pixels, rows, [row % 3 for row in rows], settings=settings)
+    return ImageBatches(pixels, rows, [row % 3 for row in rows], config, training=training)
 
 
 def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
@@ -27,7 +28,7 @@ def test_batches_hold_each_picture_once_with_its_label(pixels: np.ndarray):
 
     found = [(x, y) for batch in batches for x, y in zip(*batch, strict=True)]
 
-    assert (len(batches), batches.num_images) == (3, 11)
+    assert (len(batches), batches.num_rows) == (3, 11)
     assert [len(y) for _, y in batches] == [4, 4, 3]
     by_content = {(pixels[row].transpose(2, 0, 1) / 255).astype(np.float32).tobytes(): row for row in range(12)}
     rows = [by_content[x.numpy().tobytes()] for x, _ in found]
@@ -51,8 +52,8 @@ def test_pixels_can_be_centred(pixels: np.ndarray):
 
 
 def test_an_epoch_is_the_same_again_and_another_one_differs(pixels: np.ndarray):
-    settings = replace(SETTINGS, flip=True, shift=0.3)
-    batches, again = made(pixels, settings), made(pixels, settings)
+    config = replace(CONFIG, flip=True, shift=0.3)
+    batches, again = made(pixels, config), made(pixels, config)
 
     def epoch(source: ImageBatches, number: int) -> torch.Tensor:
         source.set_epoch(number)
@@ -61,11 +62,11 @@ def test_an_epoch_is_the_same_again_and_another_one_differs(pixels: np.ndarray):
     assert torch.equal(epoch(batches, 2), epoch(again, 2))
     assert torch.equal(epoch(batches, 2), epoch(batches, 2))
     assert not torch.equal(epoch(batches, 2), epoch(batches, 3))
-    assert not torch.equal(epoch(batches, 2), epoch(made(pixels, replace(settings, seed=4)), 2))
+    assert not torch.equal(epoch(batches, 2), epoch(made(pixels, replace(config, seed=4)), 2))
 
 
 def test_fixed_batches_stay_in_order_in_every_epoch(pixels: np.ndarray):
-    fixed = made(pixels, replace(SETTINGS, shuffle=False))
+    fixed = made(pixels, training=False)
     first = torch.cat([x for x, _ in fixed])
     fixed.set_epoch(1)
 
@@ -76,7 +77,11 @@ def test_fixed_batches_stay_in_order_in_every_epoch(pixels: np.ndarray):
 def test_a_shuffle_buffer_keeps_pictures_near_their_place(pixels: np.ndarray):
     labels = list(range(200))
     many = ImageBatches(
-        pixels[:1].repeat(200, axis=0), labels, labels, settings=replace(SETTINGS, shuffle_buffer=10, batch_size=200)
+        pixels[:1].repeat(200, axis=0),
+        labels,
+        labels,
+        replace(CONFIG, shuffle_buffer=10, batch_size=200),
+        training=True,
     )
 
     (_, order), *_ = many
@@ -88,7 +93,7 @@ def test_a_shuffle_buffer_keeps_pictures_near_their_place(pixels: np.ndarray):
 def test_the_pixels_are_left_alone(pixels: np.ndarray):
     before = pixels.copy()
 
-    list(made(pixels, replace(SETTINGS, flip=True, shift=0.5)))
+    list(made(pixels, replace(CONFIG, flip=True, shift=0.5)))
 
     assert np.array_equal(pixels, before)
 

@@ -21,7 +21,7 @@ def test_the_published_run_can_be_set():
         "unit",
         0,
     )
-    assert (config.shape.size, config.shape.width_multiplier, config.shape.output_stride) == (224, 1.0, 32)
+    assert (config.size, config.width_multiplier, config.output_stride) == (224, 1.0, 32)
 
 
 def test_every_field_is_documented():
@@ -46,6 +46,7 @@ def test_there_is_a_decoder_for_each_core_unless_told():
         ({"workers": -1}, "workers=-1 was given, expected an integer from 0 to 256"),
         ({"seed": -1}, "seed=-1 was given, expected an integer from 0 to 4294967295"),
         ({"size": 4, "output_stride": 32}, "size=4 was given, expected 32 to 4096 pixels"),
+        ({"size": 31}, "size=31 was given, expected 32 to 4096 pixels: the last feature map is"),
         ({"size": 10**6}, "size=1000000 was given, expected"),
         ({"output_stride": 7}, "output_stride=7 was given; choose one of 8, 16 or 32"),
         ({"hidden": -1}, r"hidden=-1 was given, expected from 0 \(no hidden layer\)"),

@@ -33,7 +33,7 @@ def test_all_real_pictures_are_there_once_with_their_greys():
 
     assert sorted(places) == list(range(1797))
     assert all(picture.label == data.target[place] for place, picture in places.items())
-    image = np.asarray(digits.images[places[7].path])
+    image = np.asarray(digits.embedded[places[7].path])
     assert np.array_equal(image, np.round(data.images[7] * 255 / 16))
 
 

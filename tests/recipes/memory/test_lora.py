@@ -64,7 +64,7 @@ def test_alpha_is_twice_r_unless_given(bert: Any, lora: Lora, alpha: int):
         ("alpha=much", "lora alpha=much was given, expected an integer; try alpha=16"),
         ("alpha=-1", "lora alpha=-1 was given, expected at least 1"),
         ("dropout=some", "lora dropout=some was given, expected a number; try dropout=0.05"),
-        ("dropout=1", r"lora dropout=1.0 was given, expected a probability in \[0, 1\); try 0.05"),
+        ("dropout=1", r"lora dropout=1.0 was given, expected a probability in \[0, 1\)"),
         ("targets=query+", r"lora targets=query\+ was given, expected names separated by \+, such as query\+value"),
         ("targets=query+all-linear", r"lora targets=query\+all-linear was given; all-linear must be the only target"),
     ],

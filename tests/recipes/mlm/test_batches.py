@@ -9,11 +9,10 @@ from torch import Tensor
 from lockstep.recipes.mlm.batches import (
     IGNORED_LABEL,
     NO_POSITION,
-    BatchSettings,
     Inputs,
     MaskedBatches,
-    MaskingRule,
 )
+from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.text.tokenizer import (
     TokenRows,
     Vocabulary,
@@ -22,9 +21,7 @@ from lockstep.recipes.text.tokenizer import (
     wordpiece_vocabulary,
 )
 
-SETTINGS = BatchSettings(
-    batch_size=16, shuffle_buffer=0, length_window=4, padding="longest", sequence_length=96, seed=7
-)
+CONFIG = MlmConfig(batch_size=16, length_window=4)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,11 @@ def rows(vocabulary: Vocabulary, lines: list[str]) -> TokenRows:
     return vocabulary.encode(lines, max_tokens=96)
 
 
-def batches(rows: TokenRows, vocabulary: Vocabulary, **changes: object) -> MaskedBatches:
-    return MaskedBatches(rows, vocabulary, rule=MaskingRule(), settings=replace(SETTINGS, **changes))  # type: ignore[arg-type]
+def batches(
+    rows: TokenRows, vocabulary: Vocabulary, *, max_tokens: int = 96, seed: int = 7, **changes: object
+) -> MaskedBatches:
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+    return MaskedBatches(rows, vocabulary, config, max_tokens=max_tokens, seed=seed)
 
 
 def unmasked(x: Inputs, labels: Tensor) -> list[list[int]]:
@@ -121,4 +121,4 @@ def test_full_padding_gives_every_batch_the_same_width(rows: TokenRows, vocabula
 def test_the_width_never_passes_the_sequence_length(vocabulary: Vocabulary, lines: list[str]):
     short = vocabulary.encode(lines, max_tokens=30)
 
-    assert max(x["input_ids"].shape[1] for x, _ in batches(short, vocabulary, sequence_length=30)) == 30
+    assert max(x["input_ids"].shape[1] for x, _ in batches(short, vocabulary, max_tokens=30)) == 30

@@ -99,7 +99,7 @@ def test_the_rate_falls_linearly_to_zero_over_all_updates(tiny: MakeConfig):
     task = build_mlm(config)
     optimizer = build_optimizer(config, task.module.parameters())
 
-    steps = num_updates(config, task)
+    steps = num_updates(config, len(task.train))
     scheduler = build_scheduler(optimizer, steps=steps)
     rates = [optimizer.param_groups[0]["lr"]]
     for _ in range(steps + 1):

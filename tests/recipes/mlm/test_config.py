@@ -17,8 +17,8 @@ def test_the_recipe_is_the_published_workload():
     sizes = (config.layers, config.hidden, config.heads, config.feed_forward, config.vocabulary, config.dropout)
     assert sizes == (2, 128, 2, 512, 30522, 0.1)
     assert (config.batch_size, config.epochs, config.patience, config.sequence_length) == (128, 5, 2, 512)
-    assert (config.masking.fraction, config.masking.max_masked) == (0.15, 96)
-    assert (config.masking.mask_replace_fraction, config.masking.random_replace_fraction) == (0.8, 0.1)
+    assert (config.mask_fraction, config.max_masked) == (0.15, 96)
+    assert (config.mask_replace_fraction, config.random_replace_fraction) == (0.8, 0.1)
 
 
 def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
@@ -59,6 +59,8 @@ def test_every_field_is_documented():
         ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
         ({"heads": 3}, "heads=3 does not divide hidden=128"),
         ({"mask_fraction": 2.0}, "mask_fraction=2.0 was given"),
+        ({"mask_fraction": 0.0}, r"mask_fraction=0.0 was given, expected a number in \(0, 1\]; try 0.15"),
+        ({"mask_fraction": float("nan")}, "mask_fraction=nan was given"),
         ({"max_masked": 0}, "max_masked=0 was given"),
         ({"vocabulary": 3}, "vocabulary=3 was given"),
         ({"vocabulary": 10**11}, "vocabulary=100000000000 was given, expected more than"),
@@ -74,7 +76,7 @@ def test_the_shares_of_masked_tokens_and_the_shortest_line_are_settings(tmp_path
         (tmp_path / f"a.{part}.tokens").write_text("a line of nineteen\n" + "word " * 30 + "\n")
     config = MlmConfig(data=tmp_path, min_characters=10, mask_replace_fraction=1.0, random_replace_fraction=0.0)
 
-    assert (config.masking.mask_replace_fraction, config.masking.random_replace_fraction) == (1.0, 0.0)
+    assert (config.mask_replace_fraction, config.random_replace_fraction) == (1.0, 0.0)
     assert len(read_text(config).train) == 2
     assert len(read_text(dataclasses.replace(config, min_characters=100)).train) == 1
     with pytest.raises(ConfigError, match=r"mask_replace_fraction=0.8 and random_replace_fraction=0.3"):

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm import train
+from lockstep.recipes import exactness
 from lockstep.recipes.mlm.train import check_exactness
 from lockstep.strategies.mirrored import MirroredStrategy
 
@@ -33,13 +33,13 @@ def test_three_replicas_compute_what_one_device_computes(tiny: MakeConfig, split
 
 
 def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: SplitCpu, monkeypatch: pytest.MonkeyPatch):
-    real = train.train_with_model
+    real = exactness.train_with_model
 
     def lose_a_row(*args: Any, batches: tuple[Any, ...], **settings: Any) -> Any:
         short = [({name: value[1:] for name, value in x.items()}, y[1:]) for x, y in batches]
         return real(*args, batches=short, **settings)
 
-    monkeypatch.setattr(train, "train_with_model", lose_a_row)
+    monkeypatch.setattr(exactness, "train_with_model", lose_a_row)
     with closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy:
         report = check_exactness(tiny(), strategy, steps=2)
 
@@ -50,6 +50,6 @@ def test_a_strategy_that_trains_on_less_shows(tiny: MakeConfig, split_cpu: Split
 def test_at_least_one_step(tiny: MakeConfig, split_cpu: SplitCpu):
     with (
         closing(MirroredStrategy(list(split_cpu(2)), seed=0)) as strategy,
-        pytest.raises(ConfigError, match="steps=0 was given, expected at least 1 step to compare; try 3"),
+        pytest.raises(ConfigError, match="steps=0 was given, expected at least 1"),
     ):
         check_exactness(tiny(), strategy, steps=0)

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.recipes.mlm.batches import IGNORED_LABEL
-from lockstep.recipes.mlm.model import masked_labels, masked_token_loss
+from lockstep.recipes.mlm.model import IGNORED_LABEL, masked_token_loss
 
 VOCABULARY = 50
 
@@ -104,10 +103,6 @@ def test_a_second_backward_is_refused():
         UsageError, match=r"backward was called twice through one masked-token loss; compute the loss again"
     ):
         total.backward()
-
-
-def test_labels_come_in_the_order_of_rows_and_slots():
-    assert masked_labels(torch.tensor([[3, -100], [-100, -100], [1, 2]])).tolist() == [3, 1, 2]
 
 
 def test_logits_of_every_slot_give_the_same_and_no_gradient_to_empty_ones():

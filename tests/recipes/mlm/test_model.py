@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.batches import NO_POSITION
-from lockstep.recipes.mlm.model import BertShape, MaskedLanguageModel, new_bert
+from lockstep.recipes.mlm.model import NO_POSITION, BertShape, MaskedLanguageModel, new_bert
 from lockstep.replicas.device.host_syncs import HostSyncs
 
 SMALL = BertShape(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, positions=24)

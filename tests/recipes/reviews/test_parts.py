@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, SplitSettings, split_reviews
+from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, split_reviews
 
-HOW = SplitSettings(test_fraction=0.1, valid_fraction=0.1, keep_repeated=False, limit=0, seed=0)
+HOW = ReviewsConfig()
 
 
 def table(*reviews: Review) -> ReviewTable:
@@ -56,7 +57,7 @@ def test_copies_that_are_kept_are_in_one_part_whatever_their_label():
     reviews = [*many(0, 30), *many(1, 30)]
     turned = [Review(text=review.text, label=1 - review.label) for review in reviews[:5]]
 
-    parts = split_reviews(table(*reviews, *reviews, *turned), replace(HOW, keep_repeated=True))
+    parts = split_reviews(table(*reviews, *reviews, *turned), replace(HOW, repeated="keep"))
 
     assert len(all_of(parts)) == 125
     assert parts.repeated == 0

@@ -40,7 +40,7 @@ def test_a_line_becomes_pieces_between_start_and_end_and_comes_back(lines: list[
     assert encoding.tokens[0] == "[CLS]"
     assert encoding.tokens[-1] == "[SEP]"
     assert tokenizer.decode(encoding.ids) == "the statement, in a cafe, is evaluated."
-    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS.values()] == [0, 1, 2, 3, 4]
 
 
 def test_the_vocabulary_is_at_most_what_was_asked_for(lines: list[str]):

@@ -33,7 +33,7 @@ def run_job(name: str, layers: int, dropout: float, asked: dict[str, Any]) -> di
         model = ls.Model(strategy.parallelize(build(name, layers=layers, dropout=dropout)))
         model.compile(OPTIMIZERS[name], loss, accumulate=2)
         tables: list[Any] = []
-        watch = ls.LambdaCallback(on_train_batch_end=lambda *_: tables.append(model.module.timetable()))
+        watch = ls.LambdaCallback(on_train_batch_end=lambda *_: tables.append(model.module.pipeline_trace()))
         history = model.fit(batches(), callbacks=[watch], verbose=0)
         return {
             "held": sum(parameter.numel() for parameter in model.module.parameters()),

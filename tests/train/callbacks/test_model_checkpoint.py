@@ -167,8 +167,9 @@ def test_what_is_for_whole_checkpoints_is_refused_for_weights(arguments: dict[st
         ModelCheckpoint("w", **arguments)
 
 
-def test_metrics_are_asked_for_only_when_it_saves(tmp_path: Path):
-    assert not ModelCheckpoint(tmp_path / "w").wants_batch_logs()
-    assert ModelCheckpoint(tmp_path / "w", save_freq=1).wants_batch_logs()
-    assert not ModelCheckpoint(tmp_path / "w", save_freq=2).wants_batch_logs()
+def test_metrics_are_asked_for_only_when_it_saves(model: Model, tmp_path: Path):
+    for save_freq, wants in (("epoch", False), (1, True), (2, False)):
+        callback = ModelCheckpoint(tmp_path / "w", save_freq=save_freq)  # type: ignore[arg-type]
+        callback.set_model(model)
+        assert callback.wants_batch_logs() is wants
     assert not LambdaCallback().wants_batch_logs()

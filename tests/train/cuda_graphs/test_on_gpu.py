@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.config import DeviceRegistry
-from lockstep.replicas.device.cuda import CudaDeviceGraph
+from lockstep.replicas.device.driver import DeviceGraph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,13 +60,13 @@ def train(
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every replay."""
     replays: list[int] = []
-    replay = CudaDeviceGraph.replay
+    replay = DeviceGraph.replay
 
-    def counted(self: CudaDeviceGraph) -> None:
+    def counted(self: DeviceGraph) -> None:
         replays.append(1)
         replay(self)
 
-    monkeypatch.setattr(CudaDeviceGraph, "replay", counted)
+    monkeypatch.setattr(DeviceGraph, "replay", counted)
     return replays
 
 

@@ -21,10 +21,9 @@ from transformers.debug_utils import DebugOption
 from lockstep.cluster.environment import declared_job
 from lockstep.config import list_logical_devices
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, current_strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
-from lockstep.strategies.scope import current_strategy
 
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 

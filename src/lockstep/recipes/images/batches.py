@@ -10,38 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.recipes.images.config import ImagesConfig, PixelRange
 from lockstep.recipes.shuffling import seeded_generator, shuffled_order
-
-PixelRange = Literal["unit", "centred"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """How images become batches.
-
-    Args:
-        batch_size: images in a global batch; the last batch may be smaller.
-        pixel_range: "unit" is 0 to 1, "centred" -1 to 1.
-        shuffle: whether every epoch has another order.
-        shuffle_buffer: images that are shuffled together; 0 shuffles all together.
-        flip: whether half of the images are mirrored.
-        shift: maximum shift of the images, as a fraction of their side.
-        seed: seed of order and augmentation.
-    """
-
-    batch_size: int
-    pixel_range: PixelRange = "unit"
-    shuffle: bool = False
-    shuffle_buffer: int = 0
-    flip: bool = False
-    shift: float = 0.0
-    seed: int = 0
 
 
 class ImageBatches:
@@ -54,50 +29,47 @@ class ImageBatches:
         pixels: numpy array [images, size, size, 3] uint8; may be memory-mapped.
         rows: rows of ``pixels`` to use, in order.
         labels: the label of each of these rows.
-        settings: how images become batches.
+        config: how images become batches.
+        training: whether the images are shuffled and augmented.
     """
 
-    def __init__(self, pixels: Any, rows: Sequence[int], labels: Sequence[int], *, settings: BatchSettings) -> None:
+    def __init__(
+        self, pixels: Any, rows: Sequence[int], labels: Sequence[int], config: ImagesConfig, *, training: bool
+    ) -> None:
         self._pixels = pixels
         self._rows = torch.tensor(rows, dtype=torch.int64)
         self._labels = torch.tensor(labels, dtype=torch.int64)
-        self._settings = settings
+        self._config, self._training = config, training
         self._epoch = 0
 
     @property
-    def num_images(self) -> int:
+    def num_rows(self) -> int:
         """The number of images in an epoch."""
         return len(self._rows)
 
-    def dummy_batch(self, images: int) -> tuple[Tensor, Tensor]:
+    def dummy_batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Returns a batch of black images of the real size: the memory of a step does not depend on the pixels."""
-        pixels = torch.zeros(images, *self._pixels.shape[1:], dtype=torch.uint8)
-        return to_float(pixels, self._settings.pixel_range), torch.zeros(images, dtype=torch.int64)
+        pixels = torch.zeros(rows, *self._pixels.shape[1:], dtype=torch.uint8)
+        return to_float(pixels, self._config.pixel_range), torch.zeros(rows, dtype=torch.int64)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order and augmentation the next iteration draws."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return math.ceil(len(self._rows) / self._settings.batch_size)
+        return math.ceil(len(self._rows) / self._config.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        seed, epoch = self._settings.seed, self._epoch
-        for number, chosen in enumerate(torch.split(self._order(seed, epoch), self._settings.batch_size)):
+        config, epoch, order = self._config, self._epoch, torch.arange(len(self._rows))
+        if self._training:
+            generator = seeded_generator(config.seed, epoch)
+            order = shuffled_order(len(order), buffer=config.shuffle_buffer, generator=generator)
+        for number, chosen in enumerate(torch.split(order, config.batch_size)):
             pixels = torch.from_numpy(self._pixels[self._rows[chosen].numpy()])
-            augmented = augment(
-                pixels,
-                flip=self._settings.flip,
-                shift=self._settings.shift,
-                generator=seeded_generator(seed, epoch, number),
-            )
-            yield to_float(augmented, self._settings.pixel_range), self._labels[chosen]
-
-    def _order(self, seed: int, epoch: int) -> Tensor:
-        if not self._settings.shuffle:
-            return torch.arange(len(self._rows))
-        generator = seeded_generator(seed, epoch)
-        return shuffled_order(len(self._rows), buffer=self._settings.shuffle_buffer, generator=generator)
+            if self._training:
+                generator = seeded_generator(config.seed, epoch, number)
+                pixels = augment(pixels, flip=config.flip, shift=config.shift, generator=generator)
+            yield to_float(pixels, config.pixel_range), self._labels[chosen]
 
 
 def to_float(pixels: Tensor, pixel_range: PixelRange = "unit") -> Tensor:
@@ -107,13 +79,9 @@ def to_float(pixels: Tensor, pixel_range: PixelRange = "unit") -> Tensor:
 
 
 def augment(pixels: Tensor, *, flip: bool, shift: float, generator: torch.Generator) -> Tensor:
-    """Mirrors half of the images and shifts each at random; the edge pixels are repeated.
+    """Mirrors half of the images, [rows, size, size, 3] uint8, and shifts each at random; the edge pixels are repeated.
 
-    Args:
-        pixels: [rows, size, size, 3] uint8; it is not changed.
-        flip: whether to mirror, left and right.
-        shift: maximum shift in each direction, as a fraction of the side.
-        generator: the only source of randomness.
+    ``shift`` is the maximum shift in each direction, as a fraction of the side.
     """
     rows, size = len(pixels), pixels.shape[1]
     most = round(shift * size)

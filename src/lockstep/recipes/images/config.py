@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.config_checks import at_least, between, fraction, one_of, positive
-from lockstep.recipes.images.model import MobileNetShape
+from lockstep.errors import ConfigError
+from lockstep.recipes.config_checks import at_least_each, between, check_common, fraction, positive, probability
+
+PixelRange = Literal["unit", "centred"]
+_MAX_SIZE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class ImagesConfig:
     test_fraction: float = 0.1
     valid_fraction: float = 0.1
     size: int = 32
-    pixel_range: Literal["unit", "centred"] = "unit"
+    pixel_range: PixelRange = "unit"
     max_broken: float = 0.05
     workers: int | None = None
     cache: Literal["memory", "disk"] = "memory"
@@ -87,35 +90,32 @@ class ImagesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "accumulate"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("patience", "shuffle_buffer"):
-            at_least(name, getattr(self, name), 0)
+        check_common(self)
+        at_least_each(self, 1, "batch_size")
+        at_least_each(self, 0, "patience", "shuffle_buffer")
         if self.workers is not None:
             between("workers", self.workers, 0, 256)
-        between("seed", self.seed, 0, 2**32 - 1)
-        one_of("pixel_range", self.pixel_range, ("unit", "centred"))
-        one_of("cache", self.cache, ("memory", "disk"))
-        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        for name in ("learning_rate", "clip_norm"):
-            positive(name, getattr(self, name))
+        positive("clip_norm", self.clip_norm)
         fraction("test_fraction", self.test_fraction, most=0.9, above_zero=True)
         fraction("valid_fraction", self.valid_fraction, most=0.9)
         fraction("max_broken", self.max_broken, most=1.0)
         fraction("shift", self.shift, most=0.5)
-        _ = self.shape  # checks the other values; made here so that a bad value is an error now, not when it is used
+        probability("dropout", self.dropout)
+        self._check_model()
 
-    @property
-    def shape(self) -> MobileNetShape:
-        """The size of the model."""
-        return MobileNetShape(
-            size=self.size,
-            hidden=self.hidden,
-            width_multiplier=self.width_multiplier,
-            output_stride=self.output_stride,
-            dropout=self.dropout,
-            batch_norm_momentum=self.batch_norm_momentum,
-        )
+    def _check_model(self) -> None:
+        if self.output_stride not in (8, 16, 32):
+            raise ConfigError(f"output_stride={self.output_stride} was given; choose one of 8, 16 or 32")
+        if not self.output_stride <= self.size <= _MAX_SIZE:
+            raise ConfigError(
+                f"size={self.size} was given, expected {self.output_stride} to {_MAX_SIZE} pixels: the last feature"
+                f" map is output_stride={self.output_stride} times smaller; give a larger size"
+            )
+        if not 0 <= self.hidden <= 2**16:
+            raise ConfigError(f"hidden={self.hidden} was given, expected from 0 (no hidden layer) to {2**16}; try 512")
+        for name, most in (("width_multiplier", 8), ("batch_norm_momentum", 1)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"{name}={getattr(self, name)} was given, expected above 0 and up to {most}")
 
     @property
     def num_workers(self) -> int:

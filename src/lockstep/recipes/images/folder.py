@@ -14,7 +14,7 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,23 +27,20 @@ Split = Literal["train", "valid", "test"]
 _SPLIT_NAMES: Mapping[str, Split] = {
     "train": "train",
     "training": "train",
+    "test": "test",
+    "testing": "test",
     "valid": "valid",
     "validation": "valid",
     "val": "valid",
-    "test": "test",
-    "testing": "test",
 }
 _MAX_DEPTH = 4  # levels of folders with one folder each that are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFile:
-    """An image and its class.
+    """An image and the index of its class among the sorted classes.
 
-    Args:
-        name: path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is.
-        label: index of its class among the sorted classes.
-        path: the file.
+    ``name`` is its path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is.
     """
 
     name: str
@@ -55,23 +52,32 @@ Splits = Mapping[Split, tuple[ImageFile, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFolder:
-    """The content of a tree of class folders.
+class FoundImages:
+    """Labelled images.
 
     Args:
+        source: where they are, for a person to read.
         root: the folder that holds the classes, or the splits.
         classes: names of the classes of the training split, sorted.
         splits: the images of each split, by class and name; only "train" if the tree is not split.
         ignored: what was found and is not used, for a person to read.
+        embedded: path -> Pillow image, of images that are not files.
     """
 
+    source: str
     root: Path
     classes: tuple[str, ...]
     splits: Splits
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    embedded: Mapping[Path, Any] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of all images: in the order of the folder, whatever is held out later."""
+        return [image.path for images in self.splits.values() for image in images]
 
 
-def scan_folder(folder: Path) -> ImageFolder:
+def scan_folder(folder: Path) -> FoundImages:
     """Finds classes, splits and images.
 
     Raises:
@@ -88,12 +94,11 @@ def scan_folder(folder: Path) -> ImageFolder:
             " put the images of each class into a folder of their own"
         )
     for split, by_class in found.items():
-        unknown = sorted(set(by_class) - set(classes))
-        if unknown:
+        if unknown := sorted(set(by_class) - set(classes)):
             raise DataError(
                 f"the image folder {str(folders[split])!r} has {_count(len(unknown), 'class', 'classes')} that the"
                 f" training split {str(folders['train'])!r} does not have: {_shortened(unknown)}; expected some of"
-                f" {_shortened(list(classes))}; rename or remove the folder"
+                f" {_shortened(classes)}; rename or remove the folder"
             )
     splits = {
         split: tuple(
@@ -104,10 +109,10 @@ def scan_folder(folder: Path) -> ImageFolder:
         for split, by_class in found.items()
     }
     outside = {path: len(_images_in(path)) for path in folders.values()}
-    ignored += tuple(
+    ignored += [
         f"{_count(n, 'image')} in {str(path)!r} outside of the class folders" for path, n in outside.items() if n
-    )
-    return ImageFolder(root=root, classes=classes, splits=splits, ignored=ignored)
+    ]
+    return FoundImages(source=str(folder), root=root, classes=classes, splits=splits, ignored=tuple(ignored))
 
 
 def _find_root(folder: Path) -> Path:
@@ -127,12 +132,12 @@ def _find_root(folder: Path) -> Path:
     return root
 
 
-def _find_splits(root: Path) -> tuple[dict[Split, Path], tuple[str, ...]]:
+def _find_splits(root: Path) -> tuple[dict[Split, Path], list[str]]:
     """Split -> its folder, and what is ignored. A folder "train" of folders is a split, one of images is a class."""
     inside = _folders_in(root)
     named = [path for path in inside if path.name.lower() in _SPLIT_NAMES]
     if not any(_SPLIT_NAMES[path.name.lower()] == "train" and _folders_in(path) for path in named):
-        return {"train": root}, ()
+        return {"train": root}, []
     splits: dict[Split, Path] = {}
     for path in named:
         split = _SPLIT_NAMES[path.name.lower()]
@@ -142,10 +147,10 @@ def _find_splits(root: Path) -> tuple[dict[Split, Path], tuple[str, ...]]:
                 f" split {split!r}; rename or remove one of them"
             )
         splits[split] = path
-    return splits, tuple(f"the folder {str(path)!r}, which is not a split" for path in inside if path not in named)
+    return splits, [f"the folder {str(path)!r}, which is not a split" for path in inside if path not in named]
 
 
-def _images_by_class(split: Path) -> dict[str, tuple[Path, ...]]:
+def _images_by_class(split: Path) -> dict[str, list[Path]]:
     found = {path.name: _images_below(path) for path in _folders_in(split)}
     if not any(found.values()):
         outside = len(_images_in(split))
@@ -154,8 +159,7 @@ def _images_by_class(split: Path) -> dict[str, tuple[Path, ...]]:
         raise DataError(
             f"the image folder {str(split)!r} holds {what}, expected a folder of images ({formats}) for each class"
         )
-    empty = [str(split / name) for name, images in found.items() if not images]
-    if empty:
+    if empty := [str(split / name) for name, images in found.items() if not images]:
         raise DataError(
             f"{_count(len(empty), 'class folder')} without an image: {_shortened(empty)}; expected at least one image"
             " in each; add images or remove the folder"
@@ -171,14 +175,14 @@ def _images_in(folder: Path) -> list[Path]:
     return [path for path in _entries(folder) if path.suffix.lower() in FORMATS and path.is_file()]
 
 
-def _images_below(folder: Path) -> tuple[Path, ...]:
+def _images_below(folder: Path) -> list[Path]:
     found: list[Path] = []
     for path in _entries(folder):
         if path.is_dir():
-            found.extend(_images_below(path))
+            found += _images_below(path)
         elif path.suffix.lower() in FORMATS and not path.is_fifo():  # reading a pipe would wait for ever
             found.append(path)
-    return tuple(found)
+    return found
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -187,13 +191,10 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "__MACOSX")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise DataError(
-            f"the image folder {str(folder)!r} cannot be read ({reason}), expected a folder of images; check its"
-            " permissions"
-        ) from error
+        raise DataError(f"the image folder {str(folder)!r} cannot be read ({reason}); check its permissions") from error
 
 
-def _shortened(names: list[str], most: int = 3) -> str:
+def _shortened(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
@@ -207,11 +208,6 @@ def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: flo
 
     Within each class the images whose names have the lowest SHA-256 are held out. Nothing is drawn at random: the same
     names give the same splits everywhere and with every seed, and a new image hardly changes the others' splits.
-
-    Args:
-        splits: the images of each existing split; "train" always exists.
-        valid_fraction: fraction of each class's training images for a missing "valid"; 0 leaves it empty.
-        test_fraction: fraction of each class's images for a missing "test".
     """
     train, test, valid = splits["train"], splits.get("test"), splits.get("valid")
     if test is None:
@@ -246,87 +242,68 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
 _WHITE = 16  # grey values of the digits go from 0 to 16
 _DIGITS_TEST_FRACTION = 0.2
 
-DIGIT_CLASSES = tuple("0123456789")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Digits:
-    """scikit-learn's handwritten digits, split and named as in a tree of files.
-
-    Args:
-        splits: "train" and "test", by class and name; paths are relative, such as train/0/0000.png.
-        images: path -> Pillow image, 8x8, grey.
-    """
-
-    splits: Splits
-    images: Mapping[Path, Any]
-
-
-def read_digits() -> Digits:
+def read_digits() -> FoundImages:
     """Reads scikit-learn's digits: 1,797 real ones of 8x8 pixels, part of the package.
 
-    The last fifth of each digit is the test split. The images are in the order of their writers, so most test images
-    are by other writers than the training images, which is harder than a random fifth.
-
-    Raises:
-        MissingExtraError: scikit-learn or Pillow is not installed.
+    They are split and named as in a tree of files, with relative paths such as train/0/0000.png. The last fifth of each
+    digit is the test split. The images are in the order of their writers, so most test images are by other writers than
+    the training images, which is harder than a random fifth.
     """
     data = require("sklearn.datasets", "images").load_digits()
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
     greys = (data.images * (255 / _WHITE)).round().astype(numpy.uint8)
     splits: dict[Split, list[ImageFile]] = {"train": [], "test": []}
-    images: dict[Path, Any] = {}
-    for digit, class_name in enumerate(DIGIT_CLASSES):
+    embedded: dict[Path, Any] = {}
+    for digit in range(10):
         indices = [int(index) for index in (data.target == digit).nonzero()[0]]
         first_of_test = len(indices) - round(_DIGITS_TEST_FRACTION * len(indices))
         for number, index in enumerate(indices):
             split: Split = "train" if number < first_of_test else "test"
-            name = f"{class_name}/{index:04}.png"
+            name = f"{digit}/{index:04}.png"
             splits[split].append(ImageFile(name=name, label=digit, path=Path(split, name)))
-            images[Path(split, name)] = pillow.fromarray(greys[index])
-    return Digits(splits={split: tuple(files) for split, files in splits.items()}, images=images)
+            embedded[Path(split, name)] = pillow.fromarray(greys[index])
+    return FoundImages(
+        source="scikit-learn's digits",
+        root=Path(),
+        classes=tuple("0123456789"),
+        splits={split: tuple(files) for split, files in splits.items()},
+        embedded=embedded,
+    )
 
 
 def write_digits(folder: Path) -> dict[str, int]:
     """Writes the digits as a tree of PNG files of 8x8 pixels; returns the number of images in each split.
 
-    The tree is written beside ``folder`` and then renamed, so the folder is complete or absent. A run with
-    ``data=folder`` gets the same pixels as a run without data.
-
-    Args:
-        folder: the new folder; an existing one must be empty.
-
-    Raises:
-        DataError: the folder is not empty, or cannot be written.
+    The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
+    with ``data=folder`` gets the same pixels as a run without data.
     """
     digits = read_digits()
     _check_empty(folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        for path, image in digits.images.items():
+        for path, image in digits.embedded.items():
             (partial / path).parent.mkdir(parents=True, exist_ok=True)
             image.save(partial / path)
         partial.rename(folder)
     except OSError as error:
-        raise DataError(
-            f"the digits cannot be written to {str(folder)!r} ({(error.strerror or str(error)).lower()}), expected a"
-            " writable folder; give another one"
-        ) from error
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"the digits cannot be written to {str(folder)!r} ({reason}); give another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {split: len(files) for split, files in digits.splits.items()}
 
 
 def _check_empty(folder: Path) -> None:
+    expected = "expected a new or an empty folder; give another one"
     try:
-        empty = not any(folder.iterdir())
+        if any(folder.iterdir()):
+            raise DataError(
+                f"the folder {str(folder)!r} is not empty, expected a new or an empty one; give another one"
+            )
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
-        raise DataError(f"{str(folder)!r} is a file, expected a new or an empty folder; give another one") from error
+        raise DataError(f"{str(folder)!r} is a file, {expected}") from error
     except OSError as error:
-        raise DataError(
-            f"{str(folder)!r} cannot be read ({error.strerror}), expected a new or an empty folder"
-        ) from error
-    if not empty:
-        raise DataError(f"the folder {str(folder)!r} is not empty, expected a new or an empty one; give another one")
+        raise DataError(f"{str(folder)!r} cannot be read ({error.strerror}), {expected}") from error

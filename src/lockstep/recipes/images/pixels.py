@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -33,15 +34,24 @@ from lockstep.extras import require
 
 FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 """Suffixes of image files, in lower case; of an animation the first frame is used."""
+_DAMAGE = (
+    *(OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError),
+    *(ZeroDivisionError, OverflowError, MemoryError),
+)
+"""What Pillow and its plugins raise for truncated, mislabelled or damaged files."""
+
+Result = TypeVar("Result")
+Progress = Callable[[int, int], None]
+"""Called with the number of decoded images and of all images."""
+
+_CHUNK = 16  # images that a worker sends together
+_MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
+_FILE_FORMAT = 1
+_LENGTH_BYTES = 8
 
 
 def decode_file(path: Path, size: int) -> Any:
-    """Returns the image in a file as ``to_square`` does, or the reason (a str) why it cannot be decoded.
-
-    Args:
-        path: the file; its content decides the format, not its name.
-        size: side of the result, in pixels.
-    """
+    """Returns the image in a file as ``to_square`` does, or the reason (a str) why it cannot be decoded."""
     return _with_image(path, partial(_reduced, size=size))
 
 
@@ -52,17 +62,13 @@ def inspect_file(path: Path) -> tuple[int, int] | str:
 
 
 def _with_image(path: Path, use: Callable[[Any], Any]) -> Any:
-    """Returns what ``use`` returns for the open image, or the reason (a str) why it cannot be decoded."""
     pillow = require("PIL.Image", "images")
-    # What Pillow and its plugins raise for truncated, mislabelled or damaged files:
-    broken = (OSError, SyntaxError, ValueError, EOFError, struct.error, pillow.DecompressionBombError)
-    odd = (IndexError, KeyError, TypeError, ZeroDivisionError, OverflowError, MemoryError)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
             with pillow.open(path) as image:
                 return use(image)
-    except (*broken, *odd) as error:
+    except (*_DAMAGE, pillow.DecompressionBombError) as error:
         return _reason(path, error)
 
 
@@ -89,54 +95,29 @@ def _checked_size(image: Any) -> tuple[int, int]:
 
 
 def to_square(image: Any, size: int) -> Any:
-    """Returns the image upright, in RGB, resized to a square without keeping its proportions (bilinear, antialiased).
+    """Returns a Pillow image as a numpy array [size, size, 3] uint8: upright, RGB, resized without keeping proportions.
 
-    Transparent pixels become white; 16 bits per channel are reduced to 8.
-
-    Args:
-        image: a Pillow image.
-        size: side of the result, in pixels.
-
-    Returns:
-        A numpy array [size, size, 3] uint8.
+    Resizing is bilinear and antialiased. Transparent pixels become white; 16 bits per channel are reduced to 8.
     """
     numpy, pillow = require("numpy", "images"), require("PIL.Image", "images")
-    damaged = (OSError, SyntaxError, ValueError, EOFError, struct.error, KeyError, TypeError, ZeroDivisionError)
-    with suppress(*damaged):  # of damaged EXIF data, where the orientation is not known
+    with suppress(*_DAMAGE):  # of damaged EXIF data, where the orientation is not known
         image = require("PIL.ImageOps", "images").exif_transpose(image)
-    return numpy.asarray(_to_rgb(image).resize((size, size), pillow.Resampling.BILINEAR), dtype=numpy.uint8)
-
-
-def _to_rgb(image: Any) -> Any:
-    pillow = require("PIL.Image", "images")
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow's own conversion would clip at 255
-        numpy = require("numpy", "images")
         grey = numpy.asarray(image).astype(numpy.int64).clip(0, 65535) // 257
         image = pillow.fromarray(grey.astype(numpy.uint8))
     if image.has_transparency_data:
         transparent = image.convert("RGBA")
         white = pillow.new("RGBA", transparent.size, (255, 255, 255, 255))
         image = pillow.alpha_composite(white, transparent)
-    return image.convert("RGB")
-
-
-Result = TypeVar("Result")
-
-Progress = Callable[[int, int], None]
-"""Called with the number of decoded images and of all images."""
-
-_CHUNK = 16  # images that a worker sends together
-_MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
+    resized = image.convert("RGB").resize((size, size), pillow.Resampling.BILINEAR)
+    return numpy.asarray(resized, dtype=numpy.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelStore:
-    """The pixels of all images, and which images are broken.
+    """The pixels of all images, [images, size, size, 3] uint8, and row -> reason of broken images, whose pixels are 0.
 
-    Args:
-        pixels: numpy array [images, size, size, 3] uint8; the rows of broken images are 0.
-        broken: row of a broken image -> the reason.
-        file: file of the pixels; None if they are in memory.
+    ``file`` is the file of the pixels; None if they are in memory.
     """
 
     pixels: Any
@@ -151,11 +132,7 @@ class PixelStore:
 
 
 def decode_to_memory(paths: Sequence[Path], *, size: int, workers: int, progress: Progress | None = None) -> PixelStore:
-    """Decodes the images into the memory of this process.
-
-    Raises:
-        DataError: they do not fit.
-    """
+    """Decodes the images into the memory of this process; raises DataError if they do not fit."""
     needed, free = len(paths) * size * size * 3, _free_memory()
     if free is not None and needed > _MEMORY_FRACTION * free:
         raise DataError(
@@ -164,12 +141,20 @@ def decode_to_memory(paths: Sequence[Path], *, size: int, workers: int, progress
             ' set cache="disk" (--cache disk) or a smaller size'
         )
     pixels = require("numpy", "images").zeros((len(paths), size, size, 3), dtype="uint8")
-    return PixelStore(pixels=pixels, broken=_decode_into(pixels, paths, workers=workers, progress=progress))
+    return PixelStore(pixels=pixels, broken=_decode_into(pixels, paths, workers, progress))
 
 
-def _decode_into(
-    pixels: Any, paths: Sequence[Path], *, workers: int, progress: Progress | None = None
-) -> dict[int, str]:
+def _free_memory() -> int | None:
+    """The bytes that are available without swapping; None if the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _decode_into(pixels: Any, paths: Sequence[Path], workers: int, progress: Progress | None) -> dict[int, str]:
     """Decodes the files into the rows of ``pixels``; returns row -> reason of broken images."""
     broken: dict[int, str] = {}
     decode = partial(decode_file, size=pixels.shape[1])
@@ -187,12 +172,7 @@ def _decode_into(
 def map_in_workers(
     function: Callable[[Path], Result], paths: Sequence[Path], *, workers: int
 ) -> Generator[Result, None, None]:
-    """Yields ``function(path)`` of each path, in order. Close the generator, or exhaust it.
-
-    Args:
-        function: runs in the worker processes.
-        paths: the files.
-        workers: maximum number of processes; 0 runs the function in this process.
+    """Yields ``function(path)`` of each path, in order, from worker processes. Close the generator, or exhaust it.
 
     Raises:
         DataError: a worker died.
@@ -200,7 +180,7 @@ def map_in_workers(
     loader = DataLoader(
         _Mapped(function, paths),
         batch_size=_CHUNK,
-        num_workers=min(workers, -(-len(paths) // _CHUNK)),
+        num_workers=min(workers, math.ceil(len(paths) / _CHUNK)),
         collate_fn=list,
         generator=torch.Generator(),  # otherwise the loader draws from the caller's random numbers
     )
@@ -228,32 +208,12 @@ def format_bytes(number: int) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
-def _free_memory() -> int | None:
-    """The bytes that are available without swapping; None if the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
-
-
-_FILE_FORMAT = 1
-_LENGTH_BYTES = 8
-
-
 def decode_to_disk(
     paths: Sequence[Path], *, root: Path, size: int, workers: int, cache_dir: Path, progress: Progress | None = None
 ) -> PixelStore:
     """Maps the images from a file of ``cache_dir``; decodes them into it if an earlier run has not done so.
 
-    Args:
-        paths: the images.
-        root: the folder that holds them; each folder has one file for each size.
-        size: side of an image, in pixels.
-        workers: number of processes that decode.
-        cache_dir: folder of the file; it is created if missing.
-        progress: called with the number of decoded images and of all images.
+    Each ``root``, the folder that holds the images, has one file for each size.
 
     Raises:
         DataError: the file cannot be written, or the disk is too small.
@@ -261,11 +221,10 @@ def decode_to_disk(
     shape = (len(paths), size, size, 3)
     name = hashlib.sha256(f"{root.resolve()}\0{size}".encode()).hexdigest()[:16]
     file, key = cache_dir / f"images-{name}.pixels", cache_key(paths, root=root, size=size)
-    cached = _read(file, key, shape)
-    if cached is not None:
+    if (cached := _read(file, key, shape)) is not None:
         return cached
     try:
-        _write(file, key, shape, lambda pixels: _decode_into(pixels, paths, workers=workers, progress=progress))
+        _write(file, key, shape, lambda pixels: _decode_into(pixels, paths, workers, progress))
     except OSError as error:
         raise DataError(
             f"the decoded images cannot be cached in {str(cache_dir)!r} ({error.strerror or error}), expected a"
@@ -288,8 +247,7 @@ def cache_key(paths: Sequence[Path], *, root: Path, size: int) -> str:
 
 
 def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], dict[int, str]]) -> None:
-    numpy = require("numpy", "images")
-    length = int(numpy.prod(shape, dtype="int64"))
+    length = math.prod(shape)
     with atomic_file(file) as partial:
         free = shutil.disk_usage(file.parent).free
         if length > free:
@@ -299,7 +257,7 @@ def _write(file: Path, key: str, shape: tuple[int, ...], fill: Callable[[Any], d
             )
         with partial.open("wb") as opened:
             os.posix_fallocate(opened.fileno(), 0, length)  # writing to a mapped file on a full disk kills the process
-        pixels = numpy.memmap(partial, dtype="uint8", mode="r+", shape=shape)
+        pixels = require("numpy", "images").memmap(partial, dtype="uint8", mode="r+", shape=shape)
         broken = fill(pixels)
         pixels.flush()
         footer = json.dumps({"key": key, "shape": shape, "broken": broken}).encode()

@@ -1,16 +1,13 @@
 """Training of the recipe ``images``: building the parts of a run, training them on a strategy, and checking exactness.
 
-    images -> batches
-           -> model (as many logits as classes)
-
-The parts are plain PyTorch: they do not depend on the number of replicas.
+images -> batches
+       -> model (as many logits as classes)
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,64 +19,77 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.extras import require
-from lockstep.recipes.batch_size import LargestBatch, largest_batch
-from lockstep.recipes.config_checks import ResumeCheck, settings_except
-from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps, train_with_model
-from lockstep.recipes.images.batches import BatchSettings, ImageBatches
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.exactness import ExactnessReport, compare_task
+from lockstep.recipes.from_hub import warn_of_ignored
+from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import BrokenImage, ImageDataset, load_images
+from lockstep.recipes.images.dataset import ImageDataset, load_images
 from lockstep.recipes.images.folder import Split
 from lockstep.recipes.images.model import ImageClassifier, load_mobilenet, new_mobilenet, save_mobilenet
 from lockstep.recipes.images.pixels import Progress
+from lockstep.recipes.training import (
+    LargestBatch,
+    Result,
+    Task,
+    compile_task,
+    fit_and_test,
+    largest_batch,
+    num_parameters,
+    settings_except,
+)
 from lockstep.strategies.base import Strategy
-from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.compile import CompileConfig
+from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
-from lockstep.train.logs import History
-from lockstep.train.model import Model
 
 _MAY_CHANGE = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
+_EXACT_ROWS = 17
+"""Images per batch of the exactness check: double convolutions take ten times as long; odd, for uneven shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesTask:
-    """The parts of a run.
+class ImagesTask(Task):
+    """The parts of a run, and the decoded images."""
 
-    Args:
-        module: the model, on the CPU.
-        train: training batches, with another order and other augmentation in every epoch.
-        valid: validation batches, the same in every epoch; empty if nothing is held out.
-        test: test batches.
-        dataset: the decoded images.
-    """
-
-    module: ImageClassifier
-    train: ImageBatches
-    valid: ImageBatches | tuple[()]
-    test: ImageBatches
     dataset: ImageDataset
 
 
 def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImagesTask:
     """Finds and decodes the images, and makes or loads the model.
 
-    Args:
-        config: the configuration of the run.
-        progress: called with the number of decoded files and of all files.
-
     Raises:
         DataError: the images cannot be used.
         ConfigError: the pretrained model cannot be used.
     """
     dataset = load_images(config, progress=progress)
+
+    def batches(split: Split) -> ImageBatches:
+        chosen = dataset.splits[split]
+        return ImageBatches(dataset.store.pixels, chosen.rows, chosen.labels, config, training=split == "train")
+
     return ImagesTask(
+        config=config,
         module=_model(config, dataset.classes),
-        train=_batches(dataset, "train", config),
-        valid=_batches(dataset, "valid", config) if dataset.splits["valid"].rows else (),
-        test=_batches(dataset, "test", config),
+        train=batches("train"),
+        valid=batches("valid") if dataset.splits["valid"].rows else (),
+        test=batches("test"),
+        loss=image_loss,
+        optimizer=partial(build_optimizer, config),
+        metrics=build_metrics(),
+        sync_batchnorm=config.sync_batchnorm,
+        settings=partial(run_settings, config, dataset),
         dataset=dataset,
     )
+
+
+def _model(config: ImagesConfig, classes: tuple[str, ...]) -> ImageClassifier:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.pretrained is None:
+            return new_mobilenet(config, classes)
+        warn_of_ignored(config, ("width_multiplier",))
+        return load_mobilenet(config.pretrained, config, classes)
 
 
 def build_optimizer(config: ImagesConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -94,12 +104,7 @@ def build_metrics() -> dict[str, Any]:
 
 
 def image_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the cross-entropy of each image, [rows], in float32 or better.
-
-    Args:
-        logits: [rows, classes] float.
-        labels: [rows] int64.
-    """
+    """Returns the cross-entropy of each image, [rows], in float32 or better, of logits [rows, classes]."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, labels, reduction="none")
 
@@ -119,57 +124,18 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
     return {**settings_except(config, _MAY_CHANGE), "images": digest.hexdigest()[:16]}
 
 
-def _model(config: ImagesConfig, classes: tuple[str, ...]) -> ImageClassifier:
-    if config.pretrained is not None and config.width_multiplier != ImagesConfig.width_multiplier:
-        warnings.warn(
-            f"width_multiplier has no effect with pretrained={config.pretrained!r}, which has its own width",
-            stacklevel=3,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        if config.pretrained is None:
-            return new_mobilenet(config.shape, classes)
-        return load_mobilenet(config.pretrained, config.shape, classes)
-
-
-def _batches(dataset: ImageDataset, split: Split, config: ImagesConfig) -> ImageBatches:
-    training = split == "train"
-    settings = BatchSettings(
-        batch_size=config.batch_size,
-        pixel_range=config.pixel_range,
-        shuffle=training,
-        shuffle_buffer=config.shuffle_buffer,
-        flip=config.flip and training,
-        shift=config.shift if training else 0.0,
-        seed=config.seed,
-    )
-    chosen = dataset.splits[split]
-    return ImageBatches(dataset.store.pixels, chosen.rows, chosen.labels, settings=settings)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ImagesResult:
-    """The result of a run.
+class ImagesResult(Result):
+    """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones.
 
-    Args:
-        history: metrics and times of the epochs.
-        test_metrics: loss and accuracy over the test split.
-        source: where the images come from.
-        num_images: split -> number of images, without the broken ones.
-        decoded: size and location of the decoded images, for a person to read.
-        parameters: number of parameters of the whole model.
-        classes: names of the classes.
-        broken: images that were skipped.
+    ``decoded`` is size and location of the decoded images, for a person to read.
     """
 
-    history: History
-    test_metrics: dict[str, float]
     source: str
     num_images: dict[str, int]
     decoded: str
-    parameters: int
     classes: tuple[str, ...]
-    broken: tuple[BrokenImage, ...]
+    broken: Mapping[Path, str]
 
 
 def train_images(
@@ -199,45 +165,20 @@ def train_images(
         CheckpointError: the backup is of a run with other settings.
     """
     task = build_images(config, progress=progress)
-    dataset = task.dataset
-    model = compile_images(config, task, strategy)
-    all_callbacks = [*callbacks, ResumeCheck(partial(run_settings, config, dataset))]
-    if config.patience:
-        all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
-    if log_dir is not None:
-        all_callbacks.append(TensorBoard(log_dir))
-    history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
-    test_metrics = model.evaluate(task.test, verbose=0)
+    dataset, model = task.dataset, compile_task(task, strategy)
+    history, test_metrics = fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mobilenet(model, task.module, output_dir, pixel_range=config.pixel_range)
     return ImagesResult(
         history=history,
         test_metrics=test_metrics,
+        parameters=num_parameters(task.module),
         source=dataset.source,
         num_images={split: len(chosen.rows) for split, chosen in dataset.splits.items()},
         decoded=dataset.store.description,
-        parameters=sum(parameter.numel() for parameter in task.module.parameters()),
         classes=dataset.classes,
         broken=dataset.broken,
     )
-
-
-def compile_images(config: ImagesConfig, task: ImagesTask, strategy: Strategy) -> Model:
-    """Returns a compiled ``Model`` of the task's module on the strategy."""
-    with strategy.scope():
-        model = Model(task.module, sync_batchnorm=config.sync_batchnorm)
-        model.compile(
-            optimizer=partial(build_optimizer, config),
-            loss=image_loss,
-            metrics=build_metrics(),
-            precision=config.precision,
-            accumulate=config.accumulate,
-            clip_norm=config.clip_norm,
-        )
-    return model
-
-
-_EXACT_ROWS = 17  # images per batch: double convolutions take ten times as long; odd, so that shards are uneven
 
 
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
@@ -257,41 +198,20 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
         ConfigError: ``steps`` is below 1.
         DataError: the images cannot be used.
     """
-    check_steps(steps)
-    task = build_images(replace(config, dropout=0.0))
+    at_least("steps", steps, 1)
+    task = build_images(replace(config, dropout=0.0, sync_batchnorm=True))
     task.module.double()
     first = islice(task.train, steps)
     batches = tuple((images[:_EXACT_ROWS].double(), labels[:_EXACT_ROWS]) for images, labels in first)
-    comparison = Comparison(
-        module=task.module,
-        batches=batches,
-        train=partial(train_with_model, batches=batches, loss=image_loss, strategy=strategy, sync_batchnorm=True),
-        plain_loss=_plain_loss,
-    )
     condition = "double precision, batch statistics synchronised, no dropout"
-    return comparison.report(strategy, partial(build_optimizer, config), condition=condition)
+    return compare_task(task, strategy, batches, _plain_loss, condition=condition)
 
 
-def _plain_loss(module: nn.Module, batch: Batch) -> Tensor:
+def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     images, labels = batch
     return F.cross_entropy(module(images), labels)
 
 
-def largest_images_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:
-    """Finds the largest global batch that fits.
-
-    Args:
-        config: the configuration of the run; the search begins with its batch size.
-        strategy: the devices.
-
-    Raises:
-        DeviceMemoryError: not even one image per replica fits.
-    """
-    task = build_images(config)
-    return largest_batch(
-        compile_images(config, task, strategy),
-        CompileConfig(loss=image_loss, precision=config.precision, clip_norm=config.clip_norm),
-        task.train.dummy_batch,
-        start=config.batch_size,
-        examples=task.train.num_images,
-    )
+def find_largest_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:
+    """Finds the largest global batch that fits."""
+    return largest_batch(build_images(config), strategy)

@@ -9,50 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import IGNORED_LABEL, NO_POSITION
 from lockstep.recipes.shuffling import plan_batches, seeded_generator
 from lockstep.recipes.text.tokenizer import TokenRows, Vocabulary
 
-IGNORED_LABEL = -100
-"""Label of an unused slot in a row's list of masked positions (the default ``ignore_index`` of torch)."""
-
-NO_POSITION = -1
-"""Position in an unused slot of a row's list of masked positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskingRule:
-    """How many tokens of a row are masked, and by what they are replaced.
-
-    Args:
-        fraction: fraction of a row's ordinary tokens to predict, in (0, 1].
-        max_masked: maximum number of tokens to predict in one row.
-        mask_replace_fraction: fraction of the predicted tokens that are replaced by ``[MASK]``.
-        random_replace_fraction: fraction that is replaced by a random ordinary token; the rest is left unchanged.
-    """
-
-    fraction: float = 0.15
-    max_masked: int = 96
-    mask_replace_fraction: float = 0.8
-    random_replace_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"mask_fraction={self.fraction} was given, expected a number in (0, 1]; try 0.15")
-        if self.max_masked < 1:
-            raise ConfigError(f"max_masked={self.max_masked} was given, expected at least 1 token per row; try 96")
-        fractions = self.mask_replace_fraction, self.random_replace_fraction
-        if min(fractions) < 0 or sum(fractions) > 1:
-            raise ConfigError(
-                f"mask_replace_fraction={fractions[0]} and random_replace_fraction={fractions[1]} were given, expected"
-                " two numbers from 0 whose sum is at most 1; try 0.8 and 0.1"
-            )
+Inputs = dict[str, Tensor]
+_PAD_TO_MULTIPLE = 8  # matrix kernels work on whole vectors
 
 
 class MaskedRows(NamedTuple):
@@ -69,37 +37,36 @@ class MaskedRows(NamedTuple):
 def mask_tokens(
     input_ids: Tensor,
     eligible: Tensor,
+    config: MlmConfig,
     *,
-    rule: MaskingRule,
     mask_id: int,
     ordinary_ids: Tensor,
     generator: torch.Generator,
 ) -> MaskedRows:
-    """Draws the tokens to predict in each row and masks them in a copy of ``input_ids``.
+    """Draws the tokens to predict in each row and masks them in a copy of ``input_ids``, [rows, tokens] int64.
 
-    Args:
-        input_ids: [rows, tokens] int64, on the CPU.
-        eligible: [rows, tokens] bool: tokens that may be predicted (neither padding nor special).
-        rule: how many tokens are masked, and by what they are replaced.
-        mask_id: id of ``[MASK]``.
-        ordinary_ids: [ids] int64: the ids from which a random replacement is drawn.
-        generator: the only source of randomness.
+    ``eligible`` [rows, tokens] tells which may be predicted (neither padding nor special); a random replacement is one
+    of ``ordinary_ids``.
     """
-    counts = masked_counts(eligible.sum(dim=1), rule)
+    counts = masked_counts(eligible.sum(dim=1), config)
     positions, used = _draw_positions(eligible, counts, generator)
     labels = input_ids.gather(1, positions)
-    replaced = _replacements(labels, rule=rule, mask_id=mask_id, ordinary_ids=ordinary_ids, generator=generator)
+    choice = torch.rand(labels.shape, generator=generator)
+    random_ids = ordinary_ids[torch.randint(len(ordinary_ids), labels.shape, generator=generator)]
+    mask_or_random = config.mask_replace_fraction + config.random_replace_fraction
+    replaced = torch.where(choice < mask_or_random, random_ids, labels)
+    replaced = torch.where(choice < config.mask_replace_fraction, mask_id, replaced)
     masked = input_ids.scatter(1, positions, torch.where(used, replaced, labels))
     return MaskedRows(masked, positions.masked_fill(~used, NO_POSITION), labels.masked_fill(~used, IGNORED_LABEL))
 
 
-def masked_counts(lengths: Tensor, rule: MaskingRule) -> Tensor:
+def masked_counts(lengths: Tensor, config: MlmConfig) -> Tensor:
     """Returns how many of each row's ordinary tokens to predict: ``max(1, round(fraction * length))``, capped.
 
-    >>> masked_counts(torch.tensor([0, 1, 20, 510]), MaskingRule())
+    >>> masked_counts(torch.tensor([0, 1, 20, 510]), MlmConfig())
     tensor([ 0,  1,  3, 76])
     """
-    wanted = (lengths.double() * rule.fraction).round().long().clamp(1, rule.max_masked)
+    wanted = (lengths.double() * config.mask_fraction).round().long().clamp(1, config.max_masked)
     return torch.minimum(wanted, lengths)
 
 
@@ -115,43 +82,6 @@ def _draw_positions(eligible: Tensor, counts: Tensor, generator: torch.Generator
     return drawn.gather(1, ascending), used
 
 
-def _replacements(
-    labels: Tensor, *, rule: MaskingRule, mask_id: int, ordinary_ids: Tensor, generator: torch.Generator
-) -> Tensor:
-    choice = torch.rand(labels.shape, generator=generator)
-    random_ids = ordinary_ids[torch.randint(len(ordinary_ids), labels.shape, generator=generator)]
-    mask_or_random = rule.mask_replace_fraction + rule.random_replace_fraction
-    random_or_same = torch.where(choice < mask_or_random, random_ids, labels)
-    return torch.where(choice < rule.mask_replace_fraction, mask_id, random_or_same)
-
-
-Inputs = dict[str, Tensor]
-Padding = Literal["longest", "full"]
-
-_PAD_TO_MULTIPLE = 8  # matrix kernels work on whole vectors
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """How rows become batches.
-
-    Args:
-        batch_size: rows in a global batch; the last batch may be smaller.
-        shuffle_buffer: rows that are shuffled together; 0 shuffles all rows together.
-        length_window: global batches whose rows are sorted by length together; 1 does not sort.
-        padding: "longest" pads a batch to its longest row (and a multiple of 8), "full" to ``sequence_length``.
-        sequence_length: maximum length of a row, in tokens.
-        seed: seed of the order and of the masks.
-    """
-
-    batch_size: int
-    shuffle_buffer: int
-    length_window: int
-    padding: Padding
-    sequence_length: int
-    seed: int
-
-
 class MaskedBatches:
     """The global batches of an epoch, as items (x, y) of a ``Model``'s data.
 
@@ -161,15 +91,18 @@ class MaskedBatches:
     Args:
         rows: the token rows.
         vocabulary: the vocabulary of the tokens.
-        rule: how rows are masked.
-        settings: how rows become batches.
+        config: how rows become batches and are masked.
+        max_tokens: maximum length of a row.
+        seed: seed of the order and of the masks.
     """
 
-    def __init__(self, rows: TokenRows, vocabulary: Vocabulary, *, rule: MaskingRule, settings: BatchSettings) -> None:
+    def __init__(
+        self, rows: TokenRows, vocabulary: Vocabulary, config: MlmConfig, *, max_tokens: int, seed: int
+    ) -> None:
         self._rows = rows
         self._vocabulary = vocabulary
-        self._rule = rule
-        self._settings = settings
+        self._config = config
+        self._max_tokens, self._seed = max_tokens, seed
         self._is_special = vocabulary.is_special()
         self._ordinary_ids = (~self._is_special).nonzero()[:, 0]
         self._epoch = 0
@@ -179,10 +112,10 @@ class MaskedBatches:
         """The number of rows in an epoch."""
         return len(self._rows)
 
-    def longest_batch(self, rows: int) -> tuple[Inputs, Tensor]:
-        """Returns a batch of random tokens whose rows all have the maximum length: no real batch needs more memory."""
-        generator = seeded_generator(self._settings.seed, rows)
-        shape = (rows, self._settings.sequence_length)
+    def dummy_batch(self, rows: int) -> tuple[Inputs, Tensor]:
+        """Returns random tokens in rows that all have the maximum length: no real batch needs more memory."""
+        generator = seeded_generator(self._seed, rows)
+        shape = (rows, self._max_tokens)
         tokens = self._ordinary_ids[torch.randint(len(self._ordinary_ids), shape, generator=generator)]
         return self._mask(tokens, torch.ones(shape, dtype=torch.bool), generator)
 
@@ -191,39 +124,34 @@ class MaskedBatches:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return math.ceil(len(self._rows) / self._settings.batch_size)
+        return math.ceil(len(self._rows) / self._config.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seed, epoch = self._settings.seed, self._epoch
+        epoch = self._epoch
         plan = plan_batches(
             self._rows.lengths,
-            batch_size=self._settings.batch_size,
-            window=self._settings.length_window,
-            buffer=self._settings.shuffle_buffer,
-            generator=seeded_generator(seed, epoch),
+            batch_size=self._config.batch_size,
+            window=self._config.length_window,
+            buffer=self._config.shuffle_buffer,
+            generator=seeded_generator(self._seed, epoch),
         )
         for batch, rows in enumerate(plan):
             tokens, real = self._rows.padded(rows, width=self._width(rows), pad_id=self._vocabulary.pad_id)
-            yield self._mask(tokens, real, seeded_generator(seed, epoch, batch))
+            yield self._mask(tokens, real, seeded_generator(self._seed, epoch, batch))
 
     def _mask(self, tokens: Tensor, real: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
-        masked = mask_tokens(
+        input_ids, positions, labels = mask_tokens(
             tokens,
             real & ~self._is_special[tokens],
-            rule=self._rule,
+            self._config,
             mask_id=self._vocabulary.mask_id,
             ordinary_ids=self._ordinary_ids,
             generator=generator,
         )
-        inputs = {
-            "input_ids": masked.input_ids,
-            "attention_mask": real.long(),
-            "masked_positions": masked.positions,
-        }
-        return inputs, masked.labels
+        return {"input_ids": input_ids, "attention_mask": real.long(), "masked_positions": positions}, labels
 
     def _width(self, rows: Tensor) -> int:
-        limit = self._settings.sequence_length
-        if self._settings.padding == "full":
-            return limit
-        return min(limit, -(-int(self._rows.lengths[rows].max()) // _PAD_TO_MULTIPLE) * _PAD_TO_MULTIPLE)
+        if self._config.padding == "full":
+            return self._max_tokens
+        longest = int(self._rows.lengths[rows].max())
+        return min(self._max_tokens, math.ceil(longest / _PAD_TO_MULTIPLE) * _PAD_TO_MULTIPLE)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.config_checks import at_least, between, one_of, positive
-from lockstep.recipes.mlm.batches import MaskingRule
+from lockstep.errors import ConfigError
+from lockstep.recipes.config_checks import at_least_each, check_common, positive
 from lockstep.recipes.mlm.model import BertShape
 from lockstep.recipes.text.corpus import MINIMUM_CHARACTERS
 from lockstep.recipes.text.tokenizer import WordPieceSettings
@@ -84,19 +84,21 @@ class MlmConfig:
     cache_dir: Path = Path("~/.cache/lockstep")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "accumulate", "length_window"):
-            at_least(name, getattr(self, name), 1)
-        at_least("sequence_length", self.sequence_length, 3)  # [CLS], one token, [SEP]
-        for name in ("patience", "min_characters", "shuffle_buffer"):
-            at_least(name, getattr(self, name), 0)
-        between("seed", self.seed, 0, 2**32 - 1)
-        one_of("padding", self.padding, ("longest", "full"))
-        one_of("attention", self.attention, ("sdpa", "eager"))
-        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        for name in ("learning_rate", "clip_norm"):
-            positive(name, getattr(self, name))
+        check_common(self)
+        at_least_each(self, 1, "batch_size", "length_window", "max_masked")
+        at_least_each(self, 3, "sequence_length")  # [CLS], one token, [SEP]
+        at_least_each(self, 0, "patience", "min_characters", "shuffle_buffer")
+        positive("clip_norm", self.clip_norm)
+        if not 0 < self.mask_fraction <= 1:
+            raise ConfigError(f"mask_fraction={self.mask_fraction} was given, expected a number in (0, 1]; try 0.15")
+        replaced = self.mask_replace_fraction, self.random_replace_fraction
+        if min(replaced) < 0 or sum(replaced) > 1:
+            raise ConfigError(
+                f"mask_replace_fraction={replaced[0]} and random_replace_fraction={replaced[1]} were given, expected"
+                " two numbers from 0 whose sum is at most 1; try 0.8 and 0.1"
+            )
         # These check the other values; they are made here so that a bad value is an error now, not when it is used.
-        _ = self.shape, self.masking, self.tokenizer
+        _ = self.shape, self.tokenizer
 
     @property
     def first_rate(self) -> float:
@@ -121,16 +123,6 @@ class MlmConfig:
             vocabulary=self.vocabulary,
             positions=self.sequence_length,
             dropout=self.dropout,
-        )
-
-    @property
-    def masking(self) -> MaskingRule:
-        """The rule by which tokens are masked."""
-        return MaskingRule(
-            fraction=self.mask_fraction,
-            max_masked=self.max_masked,
-            mask_replace_fraction=self.mask_replace_fraction,
-            random_replace_fraction=self.random_replace_fraction,
         )
 
     @property

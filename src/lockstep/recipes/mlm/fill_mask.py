@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.batches import Inputs
@@ -22,13 +23,9 @@ _MIN_LETTERS = 3  # of a word to mask, if the line has such words: shorter ones 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSentence:
-    """A sentence in which some words are masked.
+    """A sentence in which some words are masked: its text, its token ids, and the ascending positions of the masks.
 
-    Args:
-        text: the sentence, with mask tokens.
-        tokens: its token ids, special tokens included.
-        positions: positions of the masks among the tokens, ascending.
-        answer: the word that was masked; None if it is not known.
+    ``answer`` is the word that was masked, if it is known.
     """
 
     text: str
@@ -47,37 +44,24 @@ class Guess:
 
 @dataclass(frozen=True, kw_only=True)
 class FilledSentence:
-    """A masked sentence and the model's predictions.
-
-    Args:
-        sentence: the masked sentence.
-        guesses: for each mask the likeliest words, the best first.
-    """
+    """A masked sentence, and for each mask the likeliest words, the best first."""
 
     sentence: MaskedSentence
     guesses: tuple[tuple[Guess, ...], ...]
 
 
 def check_examples(sentences: Sequence[str], mask: str) -> None:
-    """Checks that each sentence has a mask.
-
-    Raises:
-        ConfigError: a sentence has none.
-    """
+    """Raises ConfigError for a sentence without a mask."""
     for sentence in sentences:
         if mask not in sentence:
+            example = f"'the first {mask} of a list'"
             raise ConfigError(
-                f"the example {sentence!r} has no {mask}; write {mask} for each word to fill in, such as"
-                f" 'the first {mask} of a list'"
+                f"the example {sentence!r} has no {mask}; write {mask} for each word to fill in, such as {example}"
             )
 
 
 def tokenize_examples(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple[MaskedSentence, ...]:
-    """Returns the sentences with their tokens, truncated as the vocabulary's tokenizer truncates lines.
-
-    Raises:
-        ConfigError: a sentence has no mask, or all its masks are truncated away.
-    """
+    """Returns the sentences with their tokens, truncated as lines are; raises ConfigError if no mask is left."""
     check_examples(sentences, vocabulary.mask_token)
     found = []
     for sentence in sentences:
@@ -95,42 +79,11 @@ def tokenize_examples(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple
 def mask_words(lines: Sequence[str], vocabulary: Vocabulary, *, number: int, seed: int) -> tuple[MaskedSentence, ...]:
     """Masks one word in each of ``number`` lines that are spread evenly over the text.
 
-    Args:
-        lines: lines of the text; one in which no word is a single token is left out.
-        vocabulary: the vocabulary of the model.
-        number: number of lines.
-        seed: seed of the choice of words.
+    A line in which no word is a single token is left out.
     """
     chosen = [lines[index * len(lines) // number] for index in range(min(number, len(lines)))]
     masked = (_mask_word(line, vocabulary, seeded_generator(seed, index)) for index, line in enumerate(chosen))
     return tuple(sentence for sentence in masked if sentence is not None)
-
-
-def fill_masks(
-    model: Model, sentences: Sequence[MaskedSentence], vocabulary: Vocabulary, *, top_k: int
-) -> tuple[FilledSentence, ...]:
-    """Predicts the masked words. Every worker must call it; all get the same predictions.
-
-    Args:
-        model: the ``Model`` of a ``MaskedLanguageModel``.
-        sentences: the masked sentences.
-        vocabulary: the vocabulary of the model.
-        top_k: number of words for each mask; special tokens are left out.
-    """
-    if not sentences:
-        return ()
-    masks = [(sentence, position) for sentence in sentences for position in sentence.positions]
-    logits = model.predict([_inputs(masks, vocabulary.pad_id)]).flatten(0, -2)  # on GPUs [rows, one slot, vocabulary]
-    probabilities = logits.float().softmax(dim=1)[:, : vocabulary.size]
-    best = probabilities.masked_fill(vocabulary.is_special(), -1.0).topk(top_k, dim=1)
-    guesses = iter(
-        tuple(Guess(word=vocabulary.tokenizer.id_to_token(token), probability=p) for token, p in zip(*row, strict=True))
-        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    )
-    return tuple(
-        FilledSentence(sentence=sentence, guesses=tuple(next(guesses) for _ in sentence.positions))
-        for sentence in sentences
-    )
 
 
 def _mask_word(line: str, vocabulary: Vocabulary, generator: torch.Generator) -> MaskedSentence | None:
@@ -155,11 +108,34 @@ def _mask_word(line: str, vocabulary: Vocabulary, generator: torch.Generator) ->
     )
 
 
+def fill_masks(
+    model: Model, sentences: Sequence[MaskedSentence], vocabulary: Vocabulary, *, top_k: int
+) -> tuple[FilledSentence, ...]:
+    """Predicts the masked words: ``top_k`` for each mask, special tokens left out.
+
+    Every worker must call it; all get the same predictions.
+    """
+    if not sentences:
+        return ()
+    masks = [(sentence, position) for sentence in sentences for position in sentence.positions]
+    logits = model.predict([_inputs(masks, vocabulary.pad_id)]).flatten(0, -2)  # on GPUs [rows, one slot, vocabulary]
+    probabilities = logits.float().softmax(dim=1)[:, : vocabulary.size]
+    best = probabilities.masked_fill(vocabulary.is_special(), -1.0).topk(top_k, dim=1)
+    guesses = iter(
+        tuple(Guess(word=vocabulary.tokenizer.id_to_token(token), probability=p) for token, p in zip(*row, strict=True))
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
+    return tuple(
+        FilledSentence(sentence=sentence, guesses=tuple(next(guesses) for _ in sentence.positions))
+        for sentence in sentences
+    )
+
+
 def _inputs(masks: Sequence[tuple[MaskedSentence, int]], pad_id: int) -> Inputs:
     """One row for each mask, so that the logits have one row for each too."""
     tokens = [torch.tensor(sentence.tokens) for sentence, _ in masks]
     return {
-        "input_ids": torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=pad_id),
-        "attention_mask": torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
+        "input_ids": pad_sequence(tokens, batch_first=True, padding_value=pad_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
         "masked_positions": torch.tensor([[position] for _, position in masks]),
     }

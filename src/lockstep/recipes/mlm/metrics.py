@@ -1,4 +1,4 @@
-"""The accuracy of the masked tokens, as a torchmetrics metric with two summed states."""
+"""The accuracy of the masked tokens, as a torchmetrics metric. Imports torchmetrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.recipes.mlm.batches import IGNORED_LABEL
-from lockstep.recipes.mlm.model import masked_labels
+from lockstep.recipes.mlm.model import IGNORED_LABEL
 
 
 class MaskedTokenAccuracy(Metric):
@@ -28,19 +27,11 @@ class MaskedTokenAccuracy(Metric):
         self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch.
-
-        Args:
-            logits: [masked, vocabulary], or [rows, slots, vocabulary].
-            labels: [rows, slots] with ``IGNORED_LABEL`` in unused slots.
-        """
-        if logits.ndim == 3:
-            self.correct += (logits.argmax(dim=2) == labels).sum()
-            self.count += (labels != IGNORED_LABEL).sum()
-            return
-        targets = masked_labels(labels)
-        self.correct += (logits.argmax(dim=1) == targets).sum()
-        self.count += len(targets)
+        """Adds logits [masked, vocabulary] or [rows, slots, vocabulary], and padded labels [rows, slots]."""
+        real = labels != IGNORED_LABEL
+        targets = labels if logits.ndim == 3 else labels[real]
+        self.correct += (logits.argmax(dim=-1) == targets).sum()
+        self.count += real.sum()
 
     def compute(self) -> Tensor:
         """Returns correct tokens / masked tokens; NaN before the first batch."""

@@ -18,24 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least
-from lockstep.recipes.from_hub import check_model_type, load_named
-from lockstep.recipes.mlm.batches import IGNORED_LABEL, NO_POSITION
-from lockstep.recipes.text.tokenizer import Vocabulary
+from lockstep.recipes.config_checks import at_least_each, divides, probability
+from lockstep.recipes.from_hub import check_embeddings, check_model_type, load_named
+from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, Vocabulary
+
+IGNORED_LABEL = -100
+"""Label of an unused slot in a row's list of masked positions (the default ``ignore_index`` of torch)."""
+NO_POSITION = -1
+"""Position in an unused slot of a row's list of masked positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertShape:
     """The size of a BERT. The defaults are those of bert_tiny, which has 4,385,920 parameters without the head.
 
-    Args:
-        layers: number of encoder layers.
-        hidden: hidden size.
-        heads: number of attention heads; must divide ``hidden``.
-        feed_forward: inner size of the feed-forward network in each layer.
-        vocabulary: number of token embeddings.
-        positions: maximum sequence length, in tokens.
-        dropout: dropout probability of activations and attention weights.
+    ``positions`` is the maximum sequence length in tokens, ``dropout`` that of activations and attention weights.
     """
 
     layers: int = 2
@@ -47,13 +44,9 @@ class BertShape:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "positions"):
-            at_least(name, getattr(self, name), 1)
-        if self.hidden % self.heads:
-            divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
-            raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} was given, expected a probability in [0, 1); try 0.1")
+        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
+        divides("heads", self.heads, "hidden", self.hidden)
+        probability("dropout", self.dropout)
 
 
 class MaskedLanguageModel(nn.Module):
@@ -133,12 +126,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageModel:
-    """Returns a model with random weights, drawn from torch's default generator.
-
-    Args:
-        shape: size of the model.
-        attention: attention implementation, as transformers calls it.
-    """
+    """Returns a model with random weights, drawn from torch's default generator."""
     bert = require("transformers.models.bert.modeling_bert", "text")
     config = bert.BertConfig(
         vocab_size=shape.vocabulary,
@@ -156,12 +144,7 @@ def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageMode
 
 
 def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Vocabulary]:
-    """Loads a BERT and its tokenizer.
-
-    Args:
-        name: folder written by ``save_pretrained`` or by this recipe, or a Hugging Face name.
-        attention: attention implementation, as transformers calls it.
-        dropout: dropout probability of activations and attention weights.
+    """Loads a BERT and its tokenizer, from a folder of ``save_pretrained`` or this recipe, or by Hugging Face name.
 
     Raises:
         ConfigError: the model was not found, cannot be read, or is not a BERT with a mask token.
@@ -169,16 +152,10 @@ def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[Maske
     transformers = require("transformers", "text")
     config = load_named(name, transformers.AutoConfig, extra="text")
     check_model_type(name, config, expected="bert", example="prajjwal1/bert-tiny")
-    bert = load_named(
-        name,
-        transformers.BertForPreTraining,
-        extra="text",
-        attn_implementation=attention,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
+    settings = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    bert = load_named(name, transformers.BertForPreTraining, extra="text", attn_implementation=attention, **settings)
     tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
-    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "unk", "cls", "sep", "mask")}
+    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in SPECIAL_TOKENS}
     if ids["mask"] is None or ids["pad"] is None:
         raise ConfigError(
             f"pretrained={name!r} has a tokenizer without a mask or padding token; expected BERT's [MASK] and [PAD];"
@@ -186,11 +163,7 @@ def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[Maske
         )
     named_ids = {kind: token_id for kind, token_id in ids.items() if token_id is not None}
     vocabulary = Vocabulary(tokenizer=tokenizer.backend_tokenizer, named_ids=named_ids)
-    if vocabulary.size > bert.config.vocab_size:
-        raise ConfigError(
-            f"pretrained={name!r} has {bert.config.vocab_size} embeddings for a tokenizer of {vocabulary.size} tokens;"
-            " expected an embedding for each; give weights and a tokenizer that belong together"
-        )
+    check_embeddings(name, bert.config.vocab_size, vocabulary.size)
     return MaskedLanguageModel(bert.bert, bert.cls.predictions), vocabulary
 
 
@@ -213,20 +186,16 @@ def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         >>> round(float(total / count), 4), int(count)
         (1.3863, 2)
     """
+    real = labels != IGNORED_LABEL
     if logits.ndim == 3:
         summed = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")  # skips IGNORED_LABEL
-        return summed, (labels != IGNORED_LABEL).sum()
-    targets = masked_labels(labels)
+        return summed, real.sum()
+    targets = labels[real]
     count = torch.tensor(len(targets), device=labels.device)
     if logits.is_cuda or type(logits) is not Tensor:  # vocabulary-parallel logits are of a subclass
         return F.cross_entropy(logits.float(), targets, reduction="sum"), count
     total: Tensor = _SummedCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return total, count
-
-
-def masked_labels(labels: Tensor) -> Tensor:
-    """Returns the labels of the masked tokens, [masked], in the order of the logits."""
-    return labels[labels != IGNORED_LABEL]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

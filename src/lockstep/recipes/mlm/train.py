@@ -1,9 +1,7 @@
 """Training of the recipe ``mlm``: building the parts of a run, training them on a strategy, and checking exactness.
 
-    text -> tokenizer -> batches
-        \\-> model
-
-The parts are plain PyTorch: they do not depend on the number of replicas.
+text -> tokenizer -> batches
+    \\-> model
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,15 +24,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
-from lockstep.recipes.batch_size import LargestBatch, largest_batch
-from lockstep.recipes.config_checks import ResumeCheck, settings_except
-from lockstep.recipes.exactness import Batch, Comparison, ExactnessReport, check_steps, train_with_model
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.exactness import ExactnessReport, compare_task
+from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
-from lockstep.recipes.mlm.batches import IGNORED_LABEL, BatchSettings, Inputs, MaskedBatches
+from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.fill_mask import FilledSentence, fill_masks, mask_words, tokenize_examples
 from lockstep.recipes.mlm.model import (
-    BertShape,
+    IGNORED_LABEL,
     MaskedLanguageModel,
     load_pretrained,
     masked_token_loss,
@@ -43,50 +40,39 @@ from lockstep.recipes.mlm.model import (
 )
 from lockstep.recipes.text.corpus import TextSplits, python_text, read_on_chief, read_wikitext
 from lockstep.recipes.text.tokenizer import Vocabulary, cached_wordpiece, wordpiece_vocabulary
+from lockstep.recipes.training import (
+    LargestBatch,
+    Result,
+    Task,
+    compile_task,
+    fit_and_test,
+    largest_batch,
+    num_parameters,
+    settings_except,
+)
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
-from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.compile import CompileConfig
+from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
-from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 _MAY_CHANGE = ("data", "pretrained", "attention", "patience", "gradient_checkpointing", "cache_dir")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 _NUM_EXAMPLES, _TOP_K = 5, 3
 """Number of lines of the test text in which a word is masked at the end, and of predictions for each."""
-FixedBatches = tuple[tuple[Inputs, Tensor], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlmTask:
-    """The parts of a run.
+class MlmTask(Task):
+    """The parts of a run. Validation and test batches have their own masks, the same in every epoch."""
 
-    Args:
-        module: the model, on the CPU.
-        vocabulary: the vocabulary of the model.
-        train: training batches, with another order and other masks in every epoch.
-        valid: validation batches, the same in every epoch.
-        test: test batches.
-        max_tokens: maximum length of a line, in tokens.
-        text: the text of the batches.
-    """
-
-    module: MaskedLanguageModel
     vocabulary: Vocabulary
-    train: MaskedBatches
-    valid: FixedBatches
-    test: FixedBatches
     max_tokens: int
     text: TextSplits
 
 
-def build_mlm(config: MlmConfig, text: TextSplits | None = None) -> MlmTask:
-    """Reads the text, makes or loads tokenizer and model, and tokenizes the lines.
-
-    Args:
-        config: the configuration of the run.
-        text: the result of ``read_text``, if it has been read already.
+def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shapes: bool = False) -> MlmTask:
+    """Reads the text (unless it is given), makes or loads tokenizer and model, and tokenizes the lines.
 
     Raises:
         DataError: the text cannot be used.
@@ -94,28 +80,29 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None) -> MlmTask:
     """
     text = read_text(config) if text is None else text
     module, vocabulary = _model(config, text)
+    module.static_shapes = static_shapes
     if config.gradient_checkpointing:
         checkpoint_layers(module.bert)
     max_tokens = min(config.sequence_length, module.bert.config.max_position_embeddings)
 
     def batches(lines: Sequence[str], split: int) -> MaskedBatches:
-        settings = BatchSettings(
-            batch_size=config.batch_size,
-            shuffle_buffer=config.shuffle_buffer,
-            length_window=config.length_window,
-            padding=config.padding,
-            sequence_length=max_tokens,
-            seed=3 * config.seed + split,  # other masks in each split
-        )
         rows = vocabulary.encode(lines, max_tokens=max_tokens)
-        return MaskedBatches(rows, vocabulary, rule=config.masking, settings=settings)
+        seed = 3 * config.seed + split  # other masks in each split
+        return MaskedBatches(rows, vocabulary, config, max_tokens=max_tokens, seed=seed)
 
+    train = batches(text.train, 0)
     return MlmTask(
+        config=config,
         module=module,
-        vocabulary=vocabulary,
-        train=batches(text.train, 0),
+        train=train,
         valid=tuple(batches(text.valid, 1)),
         test=tuple(batches(text.test, 2)),
+        loss=masked_token_loss,
+        optimizer=partial(build_optimizer, config),
+        scheduler=partial(build_scheduler, steps=num_updates(config, len(train))),
+        metrics=build_metrics(),
+        settings=partial(run_settings, config, text, vocabulary),
+        vocabulary=vocabulary,
         max_tokens=max_tokens,
         text=text,
     )
@@ -126,6 +113,16 @@ def read_text(config: MlmConfig) -> TextSplits:
     if config.data is None:
         return python_text(longer_than=config.min_characters)
     return read_wikitext(config.data.expanduser(), longer_than=config.min_characters)
+
+
+def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Vocabulary]:
+    if config.pretrained is not None:
+        warn_of_ignored(config, ("layers", "hidden", "heads", "feed_forward", "vocabulary"))
+        return load_pretrained(config.pretrained, attention=config.attention, dropout=config.dropout)
+    tokenizer = cached_wordpiece(text.train, config.tokenizer, cache_dir=config.cache_dir)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return new_bert(config.shape, attention=config.attention), wordpiece_vocabulary(tokenizer)
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,57 +144,24 @@ def build_metrics() -> dict[str, Any]:
     return {"accuracy": MaskedTokenAccuracy()}
 
 
-def num_updates(config: MlmConfig, task: MlmTask) -> int:
+def num_updates(config: MlmConfig, batches: int) -> int:
     """Returns the number of updates of the run; a cycle of accumulation that the end of an epoch cuts short counts."""
-    return config.epochs * math.ceil(len(task.train) / config.accumulate)
+    return config.epochs * math.ceil(batches / config.accumulate)
 
 
-def run_settings(config: MlmConfig, task: MlmTask) -> dict[str, Any]:
+def run_settings(config: MlmConfig, text: TextSplits, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns name -> value of everything that the results depend on, except the devices; a hash of text and tokens."""
-    digest = hashlib.sha256(task.vocabulary.tokenizer.to_str().encode())
-    for line in (*task.text.train, *task.text.valid):
+    digest = hashlib.sha256(vocabulary.tokenizer.to_str().encode())
+    for line in (*text.train, *text.valid):
         digest.update(b"\0" + line.encode())
     return {**settings_except(config, _MAY_CHANGE), "text": digest.hexdigest()[:16]}
 
 
-def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Vocabulary]:
-    if config.pretrained is not None:
-        _warn_of_ignored(config)
-        return load_pretrained(config.pretrained, attention=config.attention, dropout=config.dropout)
-    tokenizer = cached_wordpiece(text.train, config.tokenizer, cache_dir=config.cache_dir.expanduser())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        module = new_bert(config.shape, attention=config.attention)
-    return module, wordpiece_vocabulary(tokenizer)
-
-
-def _warn_of_ignored(config: MlmConfig) -> None:
-    defaults = {field.name: field.default for field in fields(BertShape)}
-    ignored = [n for n in defaults if n not in ("positions", "dropout") and getattr(config, n) != defaults[n]]
-    if ignored:
-        warnings.warn(
-            f"{', '.join(ignored)} have no effect with pretrained={config.pretrained!r}, which has its own size",
-            stacklevel=4,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class MlmResult:
-    """The result of a run.
+class MlmResult(Result):
+    """The result of a run: also the text's source, the size of the vocabulary, and the predictions for the examples."""
 
-    Args:
-        history: metrics and times of the epochs.
-        test_metrics: loss and accuracy over the test split.
-        source: where the text comes from.
-        parameters: number of parameters of the whole model, tied ones counted once.
-        vocabulary: number of tokens that the tokenizer knows.
-        filled: the model's predictions for the examples.
-    """
-
-    history: History
-    test_metrics: dict[str, float]
     source: str
-    parameters: int
     vocabulary: int
     filled: tuple[FilledSentence, ...]
 
@@ -230,48 +194,30 @@ def train_mlm(
         ConfigError: an example has no mask.
         CheckpointError: the backup is of a run with other settings.
     """
-    task = build_mlm(config, read_on_chief(partial(read_text, config), strategy.workers))
+    text = read_on_chief(partial(read_text, config), strategy.workers)
+    task = build_mlm(config, text, static_shapes=_static_shapes(strategy))
     if examples is None:
-        sentences = mask_words(task.text.test, task.vocabulary, number=_NUM_EXAMPLES, seed=config.seed)
+        sentences = mask_words(text.test, task.vocabulary, number=_NUM_EXAMPLES, seed=config.seed)
     else:
         sentences = tokenize_examples(examples, task.vocabulary)
-    parameters = sum(parameter.numel() for parameter in task.module.parameters())  # before a strategy divides them
-    model = compile_mlm(config, task, strategy)
-    all_callbacks = [*callbacks, ResumeCheck(partial(run_settings, config, task))]
-    if config.patience:
-        all_callbacks.append(EarlyStopping("val_loss", patience=config.patience))
-    if log_dir is not None:
-        all_callbacks.append(TensorBoard(log_dir))
-    history = model.fit(task.train, task.valid, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
-    test_metrics = model.evaluate(task.test, verbose=0)
+    parameters = num_parameters(task.module)  # before a strategy divides them
+    model = compile_task(task, strategy)
+    history, test_metrics = fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
     return MlmResult(
         history=history,
         test_metrics=test_metrics,
-        source=task.text.source,
         parameters=parameters,
+        source=text.source,
         vocabulary=task.vocabulary.size,
         filled=fill_masks(model, sentences, task.vocabulary, top_k=_TOP_K),
     )
 
 
-def compile_mlm(config: MlmConfig, task: MlmTask, strategy: Strategy) -> Model:
-    """Returns a compiled ``Model`` of the task's module on the strategy."""
-    # A divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs.
-    task.module.static_shapes = strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
-    with strategy.scope():
-        model = Model(task.module)
-        model.compile(
-            optimizer=partial(build_optimizer, config),
-            loss=masked_token_loss,
-            metrics=build_metrics(),
-            scheduler=partial(build_scheduler, steps=num_updates(config, task)),
-            precision=config.precision,
-            accumulate=config.accumulate,
-            clip_norm=config.clip_norm,
-        )
-    return model
+def _static_shapes(strategy: Strategy) -> bool:
+    """On GPUs; but a divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs."""
+    return strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
@@ -309,39 +255,17 @@ def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> Ex
     Raises:
         ConfigError: ``steps`` is below 1.
     """
-    check_steps(steps)
+    at_least("steps", steps, 1)
     text = read_on_chief(partial(read_text, config), strategy.workers)
     task = build_mlm(replace(config, dropout=0.0), text)
-    batches = tuple(islice(task.train, steps))
-    comparison = Comparison(
-        module=task.module,
-        batches=batches,
-        train=partial(train_with_model, batches=batches, loss=masked_token_loss, strategy=strategy),
-        plain_loss=_plain_loss,
-    )
-    return comparison.report(strategy, partial(build_optimizer, config), condition="no dropout")
+    return compare_task(task, strategy, tuple(islice(task.train, steps)), _plain_loss, condition="no dropout")
 
 
-def _plain_loss(module: nn.Module, batch: Batch) -> Tensor:
+def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     inputs, labels = batch
     return F.cross_entropy(module(**inputs), labels[labels != IGNORED_LABEL])
 
 
-def largest_mlm_batch(config: MlmConfig, strategy: Strategy) -> LargestBatch:
-    """Finds the largest global batch that fits even if all its lines have the maximum length.
-
-    Args:
-        config: the configuration of the run; the search begins with its batch size.
-        strategy: the devices.
-
-    Raises:
-        DeviceMemoryError: not even one line per replica fits.
-    """
-    task = build_mlm(config)
-    return largest_batch(
-        compile_mlm(config, task, strategy),
-        CompileConfig(loss=masked_token_loss, precision=config.precision, clip_norm=config.clip_norm),
-        task.train.longest_batch,
-        start=config.batch_size,
-        examples=task.train.num_rows,
-    )
+def find_largest_batch(config: MlmConfig, strategy: Strategy) -> LargestBatch:
+    """Finds the largest global batch that fits even if all its lines have the maximum length."""
+    return largest_batch(build_mlm(config, static_shapes=_static_shapes(strategy)), strategy)

@@ -19,39 +19,22 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import load_named
 from lockstep.recipes.shuffling import plan_batches, seeded_generator
-from lockstep.recipes.text.tokenizer import END, MASK, PAD, START, UNKNOWN, WordPieceSettings, cached_wordpiece
+from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, TokenRows, WordPieceSettings, cached_wordpiece
 
 
 def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
-    """Trains a tokenizer; returns it as a transformers tokenizer.
-
-    Args:
-        texts: the training split.
-        settings: settings of the training.
-        max_tokens: maximum length of a row.
-        cache_dir: folder of trained tokenizers.
-    """
-    transformers = require("transformers", "text")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir.expanduser()),
+    """Trains a tokenizer on the training split; returns it as a transformers tokenizer."""
+    return require("transformers", "text").PreTrainedTokenizerFast(
+        tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir),
         model_max_length=max_tokens,
         model_input_names=["input_ids", "attention_mask"],
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        cls_token=START,
-        sep_token=END,
-        mask_token=MASK,
+        **{f"{name}_token": token for name, token in SPECIAL_TOKENS.items()},
     )
 
 
 def load_tokenizer(name: str) -> Any:
-    """Loads the tokenizer of a pretrained model.
-
-    Raises:
-        ConfigError: it was not found, or has no padding token.
-    """
-    transformers = require("transformers", "text")
-    tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
+    """Loads the tokenizer of a pretrained model; raises ConfigError if it has no padding token."""
+    tokenizer = load_named(name, require("transformers", "text").AutoTokenizer, extra="text")
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"pretrained={name!r} has a tokenizer without a padding token; expected BERT's [PAD]; give a folder whose"
@@ -60,15 +43,17 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
+    """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
+    rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
+    return rows
+
+
 class ReviewRows(Dataset[dict[str, Any]]):
     """Token rows for the Trainer: dicts of ``input_ids``, ``attention_mask`` (lists) and ``labels`` (int).
 
-    Args:
-        encoded: the token ids of each review, with special tokens at both ends.
-        classes: the class of each review.
-        hide: fraction of the other tokens that are replaced by ``mask_id``; which ones depends on seed and epoch.
-        mask_id: id of the mask token.
-        seed: seed of the masks.
+    A fraction ``hide`` of the tokens, except those at the ends, is replaced by ``mask_id``; which ones depends on seed
+    and epoch.
     """
 
     def __init__(
@@ -80,27 +65,30 @@ class ReviewRows(Dataset[dict[str, Any]]):
         mask_id: int = 0,
         seed: int = 0,
     ) -> None:
-        self.lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int64)
-        self._ends = self.lengths.cumsum(0)
-        self._tokens = torch.tensor([token for row in encoded for token in row], dtype=torch.int64)
+        self._rows = TokenRows(encoded)
         self._classes = list(classes)
         self._hide, self._mask_id, self._seed = hide, mask_id, seed
         self.set_epoch(0)
 
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each row, [rows] int64."""
+        return self._rows.lengths
+
     def set_epoch(self, epoch: int) -> None:
         """Masks the tokens of that epoch, counted from 0."""
-        self._masked = self._tokens
+        self._masked = self._rows.tokens
         if self._hide:
             # All rows at once: a generator for each row took 2 ms of a step.
-            hidden = torch.rand(len(self._tokens), generator=seeded_generator(self._seed, epoch)) < self._hide
-            hidden[self._ends - 1] = False
-            hidden[self._ends - self.lengths] = False
-            self._masked = self._tokens.masked_fill(hidden, self._mask_id)
+            hidden = torch.rand(len(self._masked), generator=seeded_generator(self._seed, epoch)) < self._hide
+            hidden[self._rows.ends - 1] = False
+            hidden[self._rows.ends - self.lengths] = False
+            self._masked = self._masked.masked_fill(hidden, self._mask_id)
 
     def sorted_by_length(self) -> tuple[ReviewRows, list[int]]:
         """Returns the unmasked rows from the shortest to the longest, which pads least, and their original indices."""
         order: list[int] = self.lengths.argsort(stable=True).tolist()
-        rows = [self._row(self._tokens, index) for index in order]
+        rows = [self._row(self._rows.tokens, index) for index in order]
         return ReviewRows(rows, [self._classes[index] for index in order]), order
 
     def __len__(self) -> int:
@@ -111,15 +99,9 @@ class ReviewRows(Dataset[dict[str, Any]]):
         return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._classes[index]}
 
     def _row(self, tokens: Tensor, index: int) -> list[int]:
-        end = int(self._ends[index])
+        end = int(self._rows.ends[index])
         row: list[int] = tokens[end - int(self.lengths[index]) : end].tolist()
         return row
-
-
-def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
-    """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
-    rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
-    return rows
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -149,11 +131,7 @@ class LengthGroupedSampler(Sampler[int]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[int]:
-        plan = plan_batches(
-            self._rows.lengths,
-            batch_size=self._batch_size,
-            window=self._window,
-            generator=seeded_generator(self._seed, self._epoch),
-        )
+        generator = seeded_generator(self._seed, self._epoch)
+        plan = plan_batches(self._rows.lengths, batch_size=self._batch_size, window=self._window, generator=generator)
         plan.sort(key=lambda batch: len(batch) < self._batch_size)
         return iter(torch.cat(plan).tolist())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least, between, fraction, one_of, positive
+from lockstep.recipes.config_checks import at_least, at_least_each, check_common, divides, fraction
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -102,36 +102,23 @@ class ReviewsConfig:
     cache_dir: Path = Path("~/.cache/lockstep")
 
     def __post_init__(self) -> None:
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "epochs", "accumulate"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("layers", "hidden", "heads", "feed_forward", "length_window"):
-            at_least(name, getattr(self, name), 1)
+        check_common(self)
+        at_least_each(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size", "length_window")
+        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward")
         at_least("limit", self.limit, 0)
         at_least("max_tokens", self.max_tokens, 3)  # [CLS], one token, [SEP]
-        between("seed", self.seed, 0, 2**32 - 1)
-        one_of("repeated", self.repeated, ("drop", "keep"))
-        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        one_of("tokens", self.tokens, ("words", "characters"))
-        positive("learning_rate", self.learning_rate)
         for name in ("test_fraction", "valid_fraction"):
             fraction(name, getattr(self, name), most=0.45, above_zero=True)
         fraction("warmup", self.warmup, most=0.9)
         fraction("hide", self.hidden_fraction, most=0.9)
         fraction("dropout", self.dropout, most=0.9)
+        divides("heads", self.heads, "hidden", self.hidden)
         if not (self.weight_decay >= 0 and self.clip_norm >= 0):
             raise ConfigError(
                 f"weight_decay={self.weight_decay} and clip_norm={self.clip_norm} were given, expected 0 or more"
             )
-        if self.hidden % self.heads:
-            divisors = ", ".join(str(n) for n in range(1, self.hidden + 1) if self.hidden % n == 0)
-            raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose one of {divisors}")
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
             raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
-        self._check_file_format()
-        # These check the other values; they are made here so that a bad value is an error now, not when it is used.
-        _ = self.tokenizer, self.memory
-
-    def _check_file_format(self) -> None:
         try:
             codecs.lookup(self.encoding)
         except LookupError:
@@ -140,6 +127,8 @@ class ReviewsConfig:
             ) from None
         if len(self.delimiter) != 1:
             raise ConfigError(f"separator={self.separator!r} was given, expected one character, or tab")
+        # These check the other values; they are made here so that a bad value is an error now, not when it is used.
+        _ = self.tokenizer, self.memory
 
     @property
     def delimiter(self) -> str:

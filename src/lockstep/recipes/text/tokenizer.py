@@ -16,9 +16,10 @@ from torch import Tensor
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import one_of
 
-PAD, UNKNOWN, START, END, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+"""Name of a special token in transformers -> the token, in the order of their ids."""
+MASK = SPECIAL_TOKENS["mask"]
 
 _CACHE_FORMAT = "lockstep wordpiece 3"
 _MAX_VOCABULARY = 1_000_000  # the library allocates memory for all tokens at once and aborts if there is not enough
@@ -41,27 +42,25 @@ class WordPieceSettings:
     chinese: Literal["characters", "words"] = "characters"
 
     def __post_init__(self) -> None:
-        one_of("chinese", self.chinese, ("characters", "words"))
         if not len(SPECIAL_TOKENS) < self.vocabulary <= _MAX_VOCABULARY:
             raise ConfigError(
                 f"vocabulary={self.vocabulary} was given, expected more than the {len(SPECIAL_TOKENS)} special tokens"
                 f" and at most {_MAX_VOCABULARY} tokens; try 30522"
             )
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of a piece that continues a word."""
+        return "##" if self.chinese == "characters" else ""
+
 
 def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache_dir: Path) -> Any:
-    """Returns the tokenizer of these lines and settings. It is trained once and then read from the cache.
+    """Returns the ``tokenizers.Tokenizer`` of these lines and settings: trained once, and then read from the cache.
 
-    Args:
-        lines: the training text.
-        settings: the settings of the training.
-        cache_dir: folder of the cache. If it cannot be written to, the function warns and caches nothing.
-
-    Returns:
-        A ``tokenizers.Tokenizer`` that adds ``[CLS]`` before and ``[SEP]`` after each line.
+    If the cache cannot be written to, the function warns and caches nothing.
     """
     key = cache_key(lines, settings)
-    path = cache_dir / f"wordpiece-{key[:16]}.json"
+    path = cache_dir.expanduser() / f"wordpiece-{key[:16]}.json"
     cached = _read_cache(path, key)
     if cached is not None:
         return require("tokenizers", "text").Tokenizer.from_str(cached)
@@ -75,81 +74,6 @@ def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache
             stacklevel=2,
         )
     return tokenizer
-
-
-def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
-    """Trains a tokenizer (1.4 million characters take about a second). The same lines always give the same ids.
-
-    Raises:
-        ConfigError: the vocabulary is smaller than the number of distinct characters in the text.
-    """
-    tokenizers = require("tokenizers", "text")
-    untrained = _new_tokenizer(settings, vocabulary=None)
-    # The library numbers "##a", "##b" ... in the order of a hash table, which differs between runs, and breaks ties
-    # between pairs by these numbers. As special tokens of a trial training they get their numbers first, in our order.
-    trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=settings.vocabulary,
-        min_frequency=_MIN_FREQUENCY,
-        special_tokens=[*SPECIAL_TOKENS, *_continuation_characters(untrained, lines, settings)],
-        continuing_subword_prefix=_continuation_prefix(settings),
-        show_progress=False,
-    )
-    untrained.train_from_iterator(lines, trainer, length=len(lines))
-    if untrained.get_vocab_size() > settings.vocabulary:
-        raise ConfigError(
-            f"vocabulary={settings.vocabulary} was given, but the special tokens and the characters of the text alone"
-            f" are {untrained.get_vocab_size()}; give at least that many, such as 30522"
-        )
-    tokenizer = _new_tokenizer(settings, vocabulary=untrained.get_vocab())
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    ends = [(token, tokenizer.token_to_id(token)) for token in (END, START)]
-    tokenizer.post_processor = tokenizers.processors.BertProcessing(*ends)
-    return tokenizer
-
-
-def _new_tokenizer(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None) -> Any:
-    tokenizers = require("tokenizers", "text")
-    characters = settings.chinese == "characters"
-    model = tokenizers.models.WordPiece(
-        vocabulary,
-        unk_token=UNKNOWN,
-        max_input_chars_per_word=_MAX_WORD_LENGTH,
-        continuing_subword_prefix=_continuation_prefix(settings),
-    )
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=characters)
-    words = tokenizers.pre_tokenizers.BertPreTokenizer()
-    known = [token for token in vocabulary or () if len(token) == 1]
-    tokenizer.pre_tokenizer = words if characters else _split_long_runs(words, known=known)
-    tokenizer.decoder = tokenizers.decoders.WordPiece(_continuation_prefix(settings))
-    return tokenizer
-
-
-def _continuation_prefix(settings: WordPieceSettings) -> str:
-    """The prefix of a piece that continues a word."""
-    return "##" if settings.chinese == "characters" else ""
-
-
-def _split_long_runs(words: Any, *, known: Sequence[str]) -> Any:
-    """Splits long runs, and unknown characters out of them: one unknown character would make the whole run [UNK]."""
-    tokenizers = require("tokenizers", "text")
-    patterns = [f".{{1,{_MAX_CHINESE_RUN}}}"]
-    if known:
-        characters = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
-        patterns.insert(0, f"[^{characters}]")
-    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
-    return tokenizers.pre_tokenizers.Sequence([words, *splits])
-
-
-def _continuation_characters(tokenizer: Any, lines: Sequence[str], settings: WordPieceSettings) -> list[str]:
-    """``##`` and each character that stands inside a word of the text, sorted; none if ## is not used."""
-    if settings.chinese == "words":
-        return []
-    inside: set[str] = set()
-    for line in lines:
-        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)):
-            inside.update(word[1:])
-    return [f"##{character}" for character in sorted(inside)]
 
 
 def cache_key(lines: Sequence[str], settings: WordPieceSettings) -> str:
@@ -175,14 +99,76 @@ def _read_cache(path: Path, key: str) -> str | None:
     return tokenizer if text == _with_checksum(key, tokenizer) else None
 
 
+def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
+    """Trains a tokenizer that puts a line between ``[CLS]`` and ``[SEP]``; the same lines always give the same ids."""
+    tokenizers = require("tokenizers", "text")
+    untrained = _new_tokenizer(settings, vocabulary=None)
+    # The library numbers "##a", "##b" ... in the order of a hash table, which differs between runs, and breaks ties
+    # between pairs by these numbers. As special tokens of a trial training they get their numbers first, in our order.
+    special = list(SPECIAL_TOKENS.values())
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=settings.vocabulary,
+        min_frequency=_MIN_FREQUENCY,
+        special_tokens=[*special, *(_continuation_characters(untrained, lines) if settings.prefix else ())],
+        continuing_subword_prefix=settings.prefix,
+        show_progress=False,
+    )
+    untrained.train_from_iterator(lines, trainer, length=len(lines))
+    if untrained.get_vocab_size() > settings.vocabulary:
+        raise ConfigError(
+            f"vocabulary={settings.vocabulary} was given, but the special tokens and the characters of the text alone"
+            f" are {untrained.get_vocab_size()}; give at least that many, such as 30522"
+        )
+    tokenizer = _new_tokenizer(settings, vocabulary=untrained.get_vocab())
+    tokenizer.add_special_tokens(special)
+    ends = [(SPECIAL_TOKENS[end], tokenizer.token_to_id(SPECIAL_TOKENS[end])) for end in ("sep", "cls")]
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(*ends)
+    return tokenizer
+
+
+def _new_tokenizer(settings: WordPieceSettings, *, vocabulary: dict[str, int] | None) -> Any:
+    tokenizers = require("tokenizers", "text")
+    model = tokenizers.models.WordPiece(
+        vocabulary,
+        unk_token=SPECIAL_TOKENS["unk"],
+        max_input_chars_per_word=_MAX_WORD_LENGTH,
+        continuing_subword_prefix=settings.prefix,
+    )
+    characters = settings.chinese == "characters"
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=characters)
+    words = tokenizers.pre_tokenizers.BertPreTokenizer()
+    known = [token for token in vocabulary or () if len(token) == 1]
+    tokenizer.pre_tokenizer = words if characters else _split_long_runs(words, known=known)
+    tokenizer.decoder = tokenizers.decoders.WordPiece(settings.prefix)
+    return tokenizer
+
+
+def _split_long_runs(words: Any, *, known: Sequence[str]) -> Any:
+    """Splits long runs, and unknown characters out of them: one unknown character would make the whole run [UNK]."""
+    tokenizers = require("tokenizers", "text")
+    patterns = [f".{{1,{_MAX_CHINESE_RUN}}}"]
+    if known:
+        characters = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
+        patterns.insert(0, f"[^{characters}]")
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    return tokenizers.pre_tokenizers.Sequence([words, *splits])
+
+
+def _continuation_characters(tokenizer: Any, lines: Sequence[str]) -> list[str]:
+    """``##`` and each character that stands inside a word of the text, sorted."""
+    inside: set[str] = set()
+    for line in lines:
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)):
+            inside.update(word[1:])
+    return [f"##{character}" for character in sorted(inside)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer and the ids of its special tokens.
+    """A ``tokenizers.Tokenizer``, and the ids of its special tokens under transformers' names ("pad", "mask" ...).
 
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer`` that adds the special tokens to each line.
-        named_ids: ids of the special tokens under transformers' names ("pad", "mask" and so on). Special tokens are
-            never masked and never replace a masked token.
+    Special tokens are never masked and never replace a masked token.
     """
 
     tokenizer: Any
@@ -218,48 +204,30 @@ class Vocabulary:
         """Returns the tokens of each line, special ones included, truncated to ``max_tokens``."""
         self.tokenizer.enable_truncation(max_tokens)
         self.tokenizer.no_padding()
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)]
-        return TokenRows(
-            tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int32),
-            lengths=torch.tensor([len(row) for row in rows]),
-        )
+        return TokenRows([encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)])
+
+
+def wordpiece_vocabulary(tokenizer: Any) -> Vocabulary:
+    """Returns the vocabulary of a tokenizer from ``train_wordpiece``."""
+    return Vocabulary(
+        tokenizer=tokenizer, named_ids={name: tokenizer.token_to_id(token) for name, token in SPECIAL_TOKENS.items()}
+    )
 
 
 class TokenRows:
-    """The token rows of one split, concatenated in memory.
+    """Token rows, concatenated: ``tokens`` [all tokens] int32, ``lengths`` and ``ends`` [rows] int64."""
 
-    Args:
-        tokens: [all tokens] int32.
-        lengths: [rows] int64: number of tokens of each row.
-    """
-
-    def __init__(self, *, tokens: Tensor, lengths: Tensor) -> None:
-        self.tokens = tokens
-        self.lengths = lengths
-        self._starts = lengths.cumsum(0) - lengths
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+        self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        self.ends = self.lengths.cumsum(0)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def padded(self, rows: Tensor, *, width: int, pad_id: int) -> tuple[Tensor, Tensor]:
-        """Returns some rows as one padded tensor.
-
-        Args:
-            rows: [chosen] int64: the row numbers.
-            width: tokens per row; at least the length of the longest chosen row.
-            pad_id: id of the padding token.
-
-        Returns:
-            The tokens, [chosen, width] int64, and which of them are not padding, [chosen, width] bool.
-        """
+        """Returns the rows of these numbers, padded: [rows, width] int64; and which tokens are real, as bool."""
         real = torch.arange(width) < self.lengths[rows, None]
-        index = (self._starts[rows, None] + torch.arange(width)).clamp(max=len(self.tokens) - 1)
+        starts = self.ends[rows, None] - self.lengths[rows, None]
+        index = (starts + torch.arange(width)).clamp(max=len(self.tokens) - 1)
         return self.tokens[index].long().masked_fill(~real, pad_id), real
-
-
-def wordpiece_vocabulary(tokenizer: Any) -> Vocabulary:
-    """Returns the vocabulary of a tokenizer from ``train_wordpiece``."""
-    names = {"pad": PAD, "unk": UNKNOWN, "cls": START, "sep": END, "mask": MASK}
-    return Vocabulary(
-        tokenizer=tokenizer, named_ids={name: tokenizer.token_to_id(token) for name, token in names.items()}
-    )

@@ -1,9 +1,9 @@
-"""Linear layers of replicas on a CPU through oneDNN, where the BLAS that torch was built with is the slower of the two.
+"""Linear layers of replicas on a CPU through oneDNN, where it is faster than the BLAS that torch was built with.
 
-torch multiplies float32 matrices with Intel's MKL, which on an AMD processor with AVX-512 does not use what the
-processor has: on an EPYC of 2025 90 GFLOP/s a core where oneDNN, which torch carries for its convolutions, has 220. A
-step of bert_tiny, 64 lines a replica, took 765 ms so and 501 through oneDNN. Both round in float32; which of the two is
-used follows from the processor alone, so that a program's numbers stay the same from run to run.
+torch multiplies float32 matrices with Intel's MKL, which is slow on AMD processors with AVX-512: 90 GFLOP/s a core on
+an EPYC of 2025, and 220 with oneDNN, which torch has for its convolutions. A step of bert_tiny, 64 lines a replica,
+took 765 ms with MKL and 501 with oneDNN. Both round in float32; the choice follows from the processor alone, so that a
+program's numbers stay the same from run to run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep._torch_compat import functorch_is_active, mkldnn_linear, num_dispa
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WORTH_IT = 1 << 22
-"""Multiplications from which a product is given to oneDNN: below, what Python adds is as much as what is saved."""
+"""The smallest product, in multiplications, for oneDNN: below it Python's overhead is as large as what is saved."""
 
 
 @functools.cache
@@ -36,19 +36,10 @@ def onednn_is_faster() -> bool:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, through oneDNN where that can be.
+    """``torch.nn.functional.linear``, through oneDNN for large float32 products on the CPU.
 
-    Everything but large float32 products on the CPU is left to torch: other dtypes, autocast, subclasses of Tensor,
-    functorch; and where a dispatch mode looks at the operators, as FlopCounterMode does, which knows torch's own.
-    ``torch.backends.mkldnn.flags(enabled=False)`` leaves it all to torch.
-
-    Args:
-        input: [..., in] float32.
-        weight: [out, in].
-        bias: [out].
-
-    Returns:
-        [..., out]
+    Left to torch are other dtypes, autocast, subclasses of Tensor, functorch; dispatch modes that inspect operators, as
+    FlopCounterMode does; and everything under ``torch.backends.mkldnn.flags(enabled=False)``.
     """
     if not _suits(input, weight, bias):
         return F.linear(input, weight, bias)
@@ -66,16 +57,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         for_input, for_weight, _ = context.needs_input_grad
-        # Each is what the other's gradient needs: beside frozen weights no activations are kept, as in torch.
+        # The gradient of one needs the other: with frozen weights no activations are kept, as in torch.
         context.save_for_backward(input if for_weight else None, weight if for_input else None)
         return _product(input, weight, bias)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         input, weight = context.saved_tensors
-        edges = (*context.next_functions, None)  # which has none for a bias that is not there
+        edges = (*context.next_functions, None)  # the None is for an absent bias, which has no edge
         for_input, for_weight, for_bias = map(_wanted, context.needs_input_grad, edges)
-        # A gradient of the gradient is asked for: torch's own products have one, oneDNN's here do not.
+        # With grad mode on, a gradient of the gradient is wanted: torch's own products have one, oneDNN's here do not.
         product = _differentiable_product if torch.is_grad_enabled() else _product
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (
@@ -86,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _wanted(needs_gradient: bool, edge: tuple[Any, int] | None) -> bool:
-    """Whether this backward pass asks for a gradient: a divided one, as zero-bubble's, asks for some at a time."""
+    """Whether this backward pass computes a gradient: a divided one, as zero-bubble's, computes some at a time."""
     if not needs_gradient or edge is None:
         return False
     try:
@@ -105,7 +96,6 @@ def _weight_gradient(product: Any, rows: Tensor, examples: Tensor) -> Tensor:
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input`` weight^T + bias."""
     result: Tensor = mkldnn_linear(input, weight, bias, "none", [], "")
     return result
 
@@ -134,7 +124,7 @@ def _suits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _vendor() -> str:
-    """The processor's maker as Linux says it; empty where it does not."""
+    """The processor's vendor, as Linux names it; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

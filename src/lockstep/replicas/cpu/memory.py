@@ -1,7 +1,6 @@
-"""The resident memory of this process, and how much more the host would give it, as Linux accounts for both.
+"""The resident memory of this process, the memory still available to it, and glibc's settings for freed memory.
 
-Replicas on a CPU share the process's memory, and what takes too much there does not end in an error: the kernel kills
-the process. So whoever must not go too far measures here first.
+Replicas on a CPU share the process's memory, and taking too much is not an error there: the kernel kills the process.
 """
 
 from __future__ import annotations
@@ -20,20 +19,12 @@ _GIVING_BACK = ((_M_MMAP_THRESHOLD, 1 << 16), (_M_TRIM_THRESHOLD, 1 << 16))
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed blocks for the next step; process-wide, and until ``give_back_at_once``.
-
-    Returns:
-        Whether it was done: False with another C library, whose allocator is left alone.
-    """
+    """Sets glibc to keep freed blocks for the next step, process-wide; False with another C library."""
     return _set(_SETTINGS)
 
 
 def give_back_at_once() -> bool:
-    """Undoes that, for a measurement: what is resident is then what is in use, at the price of a map for each block.
-
-    Returns:
-        Whether it was done.
-    """
+    """Undoes that, for a measurement: what is resident is then what is in use, at the price of a map for each block."""
     return _set(_GIVING_BACK)
 
 
@@ -45,7 +36,7 @@ def _set(settings: Sequence[tuple[int, int]]) -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Gives what has been freed, and is kept for the next step, back to the system; with another C library, nothing."""
+    """Returns freed memory that glibc keeps to the system."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -53,7 +44,7 @@ def give_back_freed_memory() -> None:
 _BYTES_PER_MB = 2**20
 _KB_PER_MB = 2**10
 _SAMPLED_EVERY_S = 0.002
-# The control group's limit, usage, and the line of memory.stat for file pages that it gives up when it needs room.
+# The control group's limit, usage, and the line of memory.stat for file pages that it can reclaim.
 _GROUP_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -67,90 +58,78 @@ def resident_mb() -> float:
 
 
 def available_mb(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """MB that this process can take more before the machine or its control group has none left, without swapping."""
+    """MB that this process can still take before the machine or its control group has none left, without swapping."""
     (free,) = (
         int(line.split()[1]) / _KB_PER_MB
         for line in (proc / "meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
-    return max(0.0, min([free, *_rooms(proc, groups)]))
+    return max(0.0, min([free, *_group_headrooms(proc, groups)]))
 
 
 class ResidentPeak:
-    """Measures the most memory that this process has resident inside a ``with`` block: ``peak_mb``, afterwards.
+    """Measures the peak resident memory inside a ``with`` block, in ``peak_mb``, by the kernel's high-water mark.
 
-    The kernel's own high-water mark is used, which misses nothing. Where it may not be set back, a thread looks every
-    two milliseconds.
+    Where that cannot be reset, a thread samples every two milliseconds.
     """
 
     def __init__(self) -> None:
         self.peak_mb = 0.0
-        self._sampler: _Sampler | None = None
+        self._ended = threading.Event()
+        self._sampler: threading.Thread | None = None
 
     def __enter__(self) -> ResidentPeak:
-        if not _forget_high_water_mark():
-            self._sampler = _Sampler()
+        if not _reset_high_water_mark():
+            self.peak_mb = resident_mb()
+            self._sampler = threading.Thread(target=self._sample, name="lockstep-resident-memory", daemon=True)
+            self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._sampler is not None:
-            self.peak_mb = self._sampler.end()
+            self._ended.set()
+            self._sampler.join()
+            self.peak_mb = max(self.peak_mb, resident_mb())
         else:
             status = Path("/proc/self/status").read_text().splitlines()
             (mark,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
             self.peak_mb = mark / _KB_PER_MB
 
-
-class _Sampler:
-    """A thread that looks at the resident memory until it is ended."""
-
-    def __init__(self) -> None:
-        self._peak_mb = resident_mb()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="lockstep-resident-memory", daemon=True)
-        self._thread.start()
-
-    def end(self) -> float:
-        self._ended.set()
-        self._thread.join()
-        return max(self._peak_mb, resident_mb())
-
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._ended.wait(_SAMPLED_EVERY_S):
-            self._peak_mb = max(self._peak_mb, resident_mb())
+            self.peak_mb = max(self.peak_mb, resident_mb())
 
 
-def _forget_high_water_mark() -> bool:
+def _reset_high_water_mark() -> bool:
     """Sets the process's high-water mark to what is resident now; False where that is not allowed."""
     try:
         control = os.open("/proc/self/clear_refs", os.O_WRONLY)
     except OSError:
         return False
     try:
-        os.write(control, b"5")
+        return os.write(control, b"5") > 0
     except OSError:
         return False
     finally:
         os.close(control)
-    return True
 
 
-def _rooms(proc: Path, groups: Path) -> Iterator[float]:
-    """What every control group above this process, of either version, has left; none for groups without a limit."""
+def _group_headrooms(proc: Path, groups: Path) -> Iterator[float]:
+    """The MB left in each control group above this process, of either version, that has a limit."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         version, root = (1, groups / "memory") if controllers else (2, groups)
-        # In a container the path may be the host's, which is not to be seen here: the root is the container's then.
+        # In a container the path may be the host's, which is not visible here: the root is the container's then.
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            yield from _room(folder, *_GROUP_FILES[version])
+            yield from _headroom(folder, *_GROUP_FILES[version])
             if folder == root:
                 break
 
 
-def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[float]:
+def _headroom(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[float]:
     try:
         most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,12 +1,10 @@
 """The OpenMP team of the thread that calls ``run``, ended before a run so that the replicas' teams stay awake.
 
-    caller: a large operation -> a team of threads, which stays and waits       replica: a large operation -> another
-    libgomp: more threads than processors, idle ones counted -> a thread that waits sleeps, and is woken every time
-
-One replica on two cores, in a process whose main thread had made a model, slept and was woken 439 times in a step of
-the recipe ``reviews``, and 22 times without that thread's team: medians of 95 ms and 73, of 160 steps in turns. While
-other programs kept both cores busy, sleeping was the faster; ``OMP_WAIT_POLICY=passive`` asks for it. The number of
-threads that an operation is divided among stays what it was, and so do the numbers.
+A large operation makes a team of threads, which stays and waits. Where there are more threads than processors, idle
+ones included, libgomp's waiting threads sleep and must be woken every time. One replica on two cores, in a process
+whose main thread had made a model, was woken 439 times in a step of the recipe ``reviews``, and 22 times without that
+thread's team: medians of 95 ms and 73, of 160 steps in turns. While other programs kept both cores busy, sleeping was
+faster; ``OMP_WAIT_POLICY=passive`` selects it. Neither the number of threads of an operation nor its result changes.
 """
 
 from __future__ import annotations
@@ -21,18 +19,13 @@ from collections.abc import Callable, Sequence
 from lockstep._torch_compat import library_path
 
 SHARE_OF_RUNS = 0.01
-"""Most of the time of the runs that ending teams may take: a caller that makes one in every step has it made anew."""
+"""The largest share of the runs' time for ending teams: a caller that makes one in every step pays to make it anew."""
 
 _SOFT = 1  # omp_pause_soft in <omp.h>
 
 
 class CallerOpenMPTeam:
-    """The teams of the threads that call ``run``.
-
-    Args:
-        shares: each replica's intra-op threads; those with one have no team that could fall asleep.
-        end: ends the calling thread's team, if it has one.
-    """
+    """The teams of the threads that call ``run``, for replicas with these ``shares`` of the intra-op threads."""
 
     def __init__(self, shares: Sequence[int], end: Callable[[], None] | None = None) -> None:
         self._end = (end or end_openmp_team) if max(shares, default=1) > 1 else None
@@ -41,7 +34,7 @@ class CallerOpenMPTeam:
         self._runs_s = 0.0
 
     def end(self) -> None:
-        """Ends the calling thread's, unless that has taken too much of the runs' time."""
+        """Ends the calling thread's team, unless that has taken too much of the runs' time."""
         if self._end is None or self._ending_s > SHARE_OF_RUNS * self._runs_s:
             return
         began = time.perf_counter()
@@ -49,12 +42,11 @@ class CallerOpenMPTeam:
         self._ending_s += time.perf_counter() - began
 
     def record(self, seconds: float) -> None:
-        """Notes that a run took ``seconds``."""
         self._runs_s += seconds
 
 
 def end_openmp_team() -> None:
-    """Ends the OpenMP team of the calling thread, whose next large operation makes another; nothing without libgomp."""
+    """Ends the OpenMP team of the calling thread; its next large operation makes another. Needs libgomp."""
     pause = _pause()
     if pause is not None:
         pause(_SOFT)
@@ -62,16 +54,13 @@ def end_openmp_team() -> None:
 
 @functools.cache
 def _end_teams_before_forks() -> None:
-    """Ends a thread's team whenever it forks, from now on, as fork takes the team's threads along in name alone.
-
-    libgomp would wait for them for ever in the forked process, at the end of the team and at any large operation.
-    """
+    """Ends a thread's team whenever it forks: libgomp would wait forever for its threads, which fork does not copy."""
     os.register_at_fork(before=end_openmp_team)
 
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """The function ``omp_pause_resource_all`` of libgomp, which is about the calling thread alone; others' are not."""
+    """Libgomp's ``omp_pause_resource_all``, which affects the calling thread alone; that of others affects all."""
     if not sys.platform.startswith("linux"):
         return None
     openmp = ctypes.CDLL(library_path())  # with what it is linked to

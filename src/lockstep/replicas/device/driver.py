@@ -1,125 +1,271 @@
-"""The interface to a GPU: streams, events, memory, generators, graphs, and copies to and from the host.
+"""The driver of GPUs: streams, events, memory, generators, CUDA graphs, and copies to and from the host.
 
     the caller's stream --.            .-- share gpu:0's stream --.   meeting   .--> ...
                           '-- events --+-- share gpu:1's stream --+-- stream ---+--> ...
                                        '-- ...                  --'             '--> ...
 
-It is narrow so that order, waits and memory accounts can be tested without a GPU: ``tests/stand_in`` has a driver that
-computes on the CPU and records its calls. ``device.cuda`` is the driver for CUDA.
+Only this module calls torch.cuda for these, so that order, waits and memory accounts can be tested without a GPU:
+``tests/stand_in`` has a driver with the same methods that computes on the CPU and records its calls.
+
+torch's allocator reuses a freed block only on the stream on which it was allocated. So a share's stream is its memory
+pool as well, in every thread and in a graph too. ``torch.cuda.MemPool`` is not used: in older allocators an open one
+counts as a graph's capture, so that blocks seen by ``record_stream`` and cached memory are not reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from lockstep._torch_compat import end_allocation_to_pool, release_pool
 from lockstep.config import LogicalDevice, PhysicalDevice
-from lockstep.replicas.device.cuda import CudaDriver, DeviceGraph
-from lockstep.replicas.device.memory import PoolUse
-
-Purpose = Literal["meeting", "copy", "recording"]
-"""The purpose of a stream that is no logical device's: combining values, copying input, capturing graphs."""
 
 
-class DeviceDriver(Protocol):
-    """A ``LogicalDevice`` is a share of it, a ``torch.device`` all of it; streams and events are opaque."""
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """The bytes of a pool in tensors, and all bytes that it has taken from the GPU, cached ones included."""
 
-    def stream(self, device: LogicalDevice) -> Any:
+    in_use: int
+    reserved: int
+
+
+class DeviceGraph:
+    """A CUDA graph of one device.
+
+    Args:
+        device: the GPU.
+        generators: the generators that the captured work draws from; they advance with each replay.
+        pool: a memory pool for graphs that are never replayed at the same time.
+        stream: the stream to capture on. The driver keeps it, since torch hands out the same 32 streams in turn.
+    """
+
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._generators = tuple(generators)
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            self._graph.register_generator_state(generator)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A block whose work is captured, on streams that fork from the current one and join it.
+
+        Other threads may copy data to the device meanwhile. After a RuntimeError, because something cannot be
+        captured, the device can be used as before.
+        """
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # so that the capture can use what eager steps have cached
+            self._stream.wait_stream(torch.cuda.current_stream())
+            # Not torch.cuda.graph: if the end of a failed capture raises, it leaves its stream the current one.
+            with torch.cuda.stream(self._stream):
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                except BaseException:
+                    with suppress(RuntimeError):  # the same failure again
+                        self._graph.capture_end()
+                    self._give_up()
+                    raise
+                try:
+                    self._graph.capture_end()
+                except BaseException:  # never ended twice: torch counts the captures in progress
+                    self._give_up()
+                    raise
+
+    def in_replica(self) -> AbstractContextManager[None]:
+        """Goes around a replica's part of the captured step, in its thread, whose stream has joined the capture."""
+        return nullcontext()
+
+    def replay(self) -> None:
+        """Runs the captured work on the current stream, without waiting for it."""
+        self._graph.replay()
+
+    def _give_up(self) -> None:
+        """Restores the stream, the allocator and the generators after a failed capture has ended."""
+        try:
+            self._graph.pool()
+        except RuntimeError:  # no graph was made that would release the pool
+            self._give_pool_back()
+        self._graph.reset()
+        for generator in self._generators:  # one left in capture would refuse to draw
+            generator.graphsafe_set_state(generator.clone_state())
+
+    def _give_pool_back(self) -> None:
+        """Does what torch omits: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
+        try:
+            end_allocation_to_pool(self._device.index, self._pool)
+        except RuntimeError:  # the use has ended already
+            if not torch.__version__.startswith("2.13.0"):
+                return
+        release_pool(self._device.index, self._pool)
+
+
+class DeviceDriver:
+    """A ``LogicalDevice`` is a share of a GPU, a ``torch.device`` all of it. Streams last as long as the process."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+
+    def stream(self, device: LogicalDevice) -> torch.cuda.Stream:
         """The stream of a logical device, the same at every call; memory allocated on it is of the device's pool."""
+        return self.side_stream(device.torch_device, device.name)
 
-    def side_stream(self, device: torch.device, purpose: Purpose) -> Any:
-        """A stream of the physical device that is no logical device's, the same at every call."""
+    def side_stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
+        """A stream of the physical device for combining values, copying input or capturing graphs."""
+        key = (device, purpose)
+        with self._lock:
+            if key not in self._streams:
+                # torch hands out 32 streams a device in turn, and then the first one again.
+                self._streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return self._streams[key]
 
-    def current_stream(self, device: torch.device) -> Any:
-        """The stream on which the calling thread queues work."""
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
 
-    def on_stream(self, stream: Any) -> AbstractContextManager[None]:
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """A block in which the calling thread queues work on ``stream``, and its device is the current one."""
+        return torch.cuda.stream(stream)
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """An event behind all work that any thread has queued on ``stream``."""
+        event: torch.cuda.Event = stream.record_event()
+        return event
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Makes what is queued on ``stream`` from now on run behind ``event``. The host does not wait."""
+        stream.wait_event(event)
 
-    def query(self, event: Any) -> bool:
+    def query(self, event: torch.cuda.Event) -> bool:
         """Whether the device has reached ``event``. The host does not wait."""
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
-    def synchronize(self, event: Any) -> None:
-        """Makes the host wait until the device has reached ``event``; no other call here waits."""
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Makes the host wait until the device has reached ``event``; no other method here waits."""
+        event.synchronize()
 
-    def use_on(self, tensor: torch.Tensor, stream: Any) -> None:
+    def use_on(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Keeps a dropped tensor's memory from reuse until the work then queued on ``stream`` has run."""
+        tensor.record_stream(stream)
 
     def allocated(self, device: torch.device) -> int:
         """The bytes in tensors of this process on the whole GPU."""
+        return _statistic(device, "allocated_bytes", "current")
 
     def peak(self, device: torch.device) -> int:
         """The maximum of ``allocated`` since ``reset_peak``."""
+        return _statistic(device, "allocated_bytes", "peak")
 
     def reset_peak(self, device: torch.device) -> None:
-        """Starts a new ``peak``."""
+        torch.cuda.reset_peak_memory_stats(device)
 
     def resizes(self, device: torch.device) -> int:
         """How often memory was taken from the GPU or released; while unchanged, so are the sizes of all pools."""
+        # Nested, since making the flat names of memory_stats() costs several times what reading the numbers does.
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(statistics["num_device_alloc"]) + int(statistics["num_device_free"])
 
     def pool(self, device: LogicalDevice) -> PoolUse:
         """The memory pool of a logical device. It inspects every block, in milliseconds: not for every step."""
+        own = self.stream(device).cuda_stream
+        index = device.torch_device.index
+        segments = [
+            segment
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == index and segment["stream"] == own
+        ]
+        return PoolUse(
+            in_use=sum(segment["allocated_size"] for segment in segments),
+            reserved=sum(segment["total_size"] for segment in segments),
+        )
 
     def whole(self, device: torch.device) -> PoolUse:
-        """All memory of this process on the GPU."""
+        return PoolUse(
+            in_use=_statistic(device, "allocated_bytes", "current"),
+            reserved=_statistic(device, "reserved_bytes", "current"),
+        )
 
     def product(self, device: torch.device) -> str:
-        """The product name of the GPU."""
+        return torch.cuda.get_device_name(device)
 
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
-        """The free bytes of the GPU, and all its bytes."""
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
 
     def release_cached(self, device: torch.device) -> None:
-        """Releases cached memory that no tensor uses."""
+        torch.cuda.empty_cache()  # of all GPUs: torch has no other
 
     def limits_pools(self) -> bool:
-        """Whether ``pool`` and ``resizes`` are reliable."""
+        return torch.cuda.get_allocator_backend() == "native"
 
     def new_generator(self, device: torch.device, seed: int) -> torch.Generator:
-        """A generator for ``swap_generator``."""
+        return torch.Generator(device).manual_seed(seed)
 
-    def swap_generator(self, device: torch.device, own: torch.Generator) -> Any:
+    def swap_generator(self, device: torch.device, own: torch.Generator) -> torch.Generator:
         """Makes the GPU's default generator draw from ``own``; returns what ``restore_generator`` needs."""
+        # By reference, not by value: a graph that is captured meanwhile registers the replica's own state.
+        default = _default_generator(device)
+        others = default.graphsafe_get_state()
+        default.graphsafe_set_state(own)
+        return others
 
-    def restore_generator(self, device: torch.device, own: torch.Generator, others: Any) -> None:
+    def restore_generator(self, device: torch.device, own: torch.Generator, others: torch.Generator) -> None:
         """Ends ``swap_generator``: ``own`` has advanced, and the default generator draws as before."""
+        _default_generator(device).graphsafe_set_state(others)
 
     def graph_pool(self, device: torch.device) -> Any:
         """A memory pool for graphs of the device that are never replayed at the same time."""
+        return torch.cuda.graph_pool_handle()
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> DeviceGraph:
         """A graph to capture, which draws from ``generators`` and the GPU's default generator."""
+        # The default one is drawn from where no replica swaps it for its own: by the default strategy.
+        every = [*generators, _default_generator(device)]
+        return DeviceGraph(device, every, pool, self.side_stream(device, "recording"))
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """A copy in pinned host memory, and the event behind it. The host does not wait."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.record(self.current_stream(tensor.device))
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned host memory; itself if it is there already."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
 
-    def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: Any) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, device: LogicalDevice, stream: torch.cuda.Stream) -> torch.Tensor:
         """A copy on the device, queued on ``stream``; the device's own stream must wait for an event of ``stream``."""
+        with self.on_stream(stream):
+            copied = tensor.to(device.torch_device, non_blocking=True)
+        # It is of the copying stream's memory: without this a later copy would get it as soon as it is dropped.
+        self.use_on(copied, self.stream(device))
+        return copied
+
+
+def _statistic(device: torch.device, name: str, which: str) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[name]["all"][which])
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    generator: torch.Generator = torch.cuda.default_generators[device.index]
+    return generator
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A point in the work of one stream.
-
-    Args:
-        driver: the driver of the device.
-        device: the GPU of the stream.
-        event: the driver's event.
-    """
+    """A point in the work of one stream of a GPU."""
 
     driver: DeviceDriver
     device: torch.device
@@ -137,9 +283,49 @@ def driver_of(device: LogicalDevice) -> DeviceDriver | None:
 
 def gpu_driver(physical: PhysicalDevice) -> DeviceDriver | None:
     """The driver of a physical device; None for a CPU."""
-    return None if physical.kind == "CPU" else physical.driver or _cuda()
+    return None if physical.kind == "CPU" else physical.driver or _driver()
 
 
 @cache
-def _cuda() -> CudaDriver:
-    return CudaDriver()
+def _driver() -> DeviceDriver:
+    return DeviceDriver()
+
+
+class AsyncScalars:
+    """Numbers, and tensors of one element, that a device may still be computing.
+
+    If ``device`` is a GPU, the tensors are gathered there, copied to pinned memory without waiting, and only ``read``
+    waits; otherwise they are converted at once.
+    """
+
+    def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
+        self._known: tuple[float, ...] | None = None
+        driver = None if device is None else driver_of(device)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if driver is None or device is None or not tensors:
+            self._known = tuple(map(float, values))
+            return
+        self._driver: DeviceDriver = driver
+        gpu = device.torch_device
+        with torch.no_grad():
+            flat = [each.detach().reshape(()).to(gpu, torch.float64, non_blocking=True) for each in tensors]
+            self._host, self._event = driver.to_host(torch.stack(flat))
+        self._values = tuple(None if isinstance(value, Tensor) else float(value) for value in values)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether ``read`` returns without waiting."""
+        return self._known is not None or bool(self._driver.query(self._event))
+
+    def read(self) -> tuple[float, ...]:
+        """The numbers in the order of ``values``. Waits for those that have not arrived."""
+        if self._known is None:
+            if not self._driver.query(self._event):
+                self._driver.synchronize(self._event)
+            came = iter(self._host.tolist())
+            self._known = tuple(next(came) if value is None else value for value in self._values)
+            del self._host, self._event, self._values
+        return self._known
+
+
+NO_SCALARS = AsyncScalars((), None)

@@ -1,19 +1,19 @@
-"""What makes the host wait for a device: which operators, on which lines.
+"""Host synchronisations: which operators make the host wait for a device, and on which lines.
 
     with HostSyncs() as reads:
         strategy.run(step, (batch,))
     reads.syncs   ->   [("aten._local_scalar_dense", "train.py:30")]
 
-It watches operators, not the device, so that it tells of a program on a CPU what would wait on a GPU. What an operator
-does inside its own kernel it cannot see; ``torch.cuda.set_sync_debug_mode`` can, on a GPU.
+It watches operators, not the device, so a program on a CPU shows what would wait on a GPU. It does not see what an
+operator does inside its own kernel; ``torch.cuda.set_sync_debug_mode`` does, on a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from lockstep._torch_compat import TorchDispatchMode
 from lockstep.replicas.context import get_replica_context
 
-# Torch, this room and what looks at losses: function modes stand between a program's line and the operator.
+# torch, this package and what inspects losses: function modes are called between a program's line and the operator.
 _BETWEEN = (
     *(str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1])),
     str(Path(__file__).parents[2] / "train" / "loss"),
@@ -32,9 +32,8 @@ _BETWEEN = (
 # Their result, or its shape, is known to the host only when the device has computed it.
 _READING = frozenset(
     {
-        "aten._local_scalar_dense",  # .item(), float(tensor), if tensor:
-        *("aten.nonzero", "aten.masked_select", "aten.equal", "aten.bincount", "aten.repeat_interleave"),
-        *("aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive"),
+        *("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.bincount"),
+        *("aten.repeat_interleave", "aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive"),
         "aten.unique_dim_consecutive",
     }
 )
@@ -52,25 +51,23 @@ class HostSync(NamedTuple):
 
 
 class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that torch.compile's code runs in, each of its operators seen.
+    """A mode under which compiled code runs, and whose operators it sees. It is off while torch compiles.
 
-    Without being told so, torch runs no compiled code where a mode is on, and calls it an error where the whole forward
-    was to be compiled.
+    Under any other mode torch runs no compiled code, and raises where the whole forward was to be compiled.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Off while torch compiles; on while the code runs."""
         return True
 
 
 class HostSyncs(BesideCompiledCode):
-    """Notes what makes the host wait, in the block and in the replicas that it runs.
+    """Records what makes the host wait, in the block and in the replicas that it runs.
 
-    Replicas on a CPU are told of too, where reading is cheap: what they would wait for on a GPU.
+    For replicas on a CPU, where reading is cheap, it records what they would wait for on a GPU.
 
     Attributes:
-        places: the waits, in the order of the calls in each thread.
+        syncs: the waits, in the order of the calls in each thread.
 
     Example:
         >>> import torch
@@ -80,9 +77,9 @@ class HostSyncs(BesideCompiledCode):
         ['aten._local_scalar_dense']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, syncs: list[HostSync] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.syncs: list[HostSync] = []
+        self.syncs: list[HostSync] = [] if syncs is None else syncs
         self._tokens: list[Token[HostSyncs | None]] = []
 
     def __enter__(self) -> HostSyncs:
@@ -103,28 +100,10 @@ class HostSyncs(BesideCompiledCode):
         return func(*args, **kwargs)
 
 
-class _InReplica(BesideCompiledCode):
-    """The mode of one replica's thread: modes are thread-local, and count their own entries."""
-
-    def __init__(self, told: HostSyncs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._told = told
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._told.__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def recording_host_syncs() -> Iterator[None]:
-    """In a replica's thread: notes its waits too, where its caller has them noted."""
-    told = _watching.get()
-    if told is None:
-        yield
-        return
-    with _InReplica(told):
-        yield
+def recording_host_syncs() -> AbstractContextManager[Any]:
+    """In a replica's thread: a block whose waits are recorded too, if its caller has them recorded."""
+    caller = _watching.get()
+    return nullcontext() if caller is None else HostSyncs(caller.syncs)
 
 
 def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -139,7 +118,7 @@ def _waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_the_hosts_own(args: Sequence[Any]) -> bool:
-    """Whether a replica of a real GPU looks at a tensor that is on the host anyway."""
+    """Whether a replica of a real GPU reads a tensor that is on the host anyway."""
     context = get_replica_context()
     elsewhere = context is not None and context.device.torch_device.type != "cpu"
     return elsewhere and bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
@@ -156,15 +135,12 @@ def _copies_to_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> b
         into, source = args[0], args[1]
         late = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         return bool(into.device.type == "cpu" != source.device.type and not late)
-    into = kwargs.get("device")
-    return bool(
-        into is not None and into.type == "cpu" != args[0].device.type and not kwargs.get("non_blocking", False)
-    )
+    into, late = kwargs.get("device"), kwargs.get("non_blocking", False)
+    return bool(into is not None and into.type == "cpu" != args[0].device.type and not late)
 
 
 def _name(func: Any) -> str:
-    packet = func.overloadpacket
-    return str(packet)
+    return str(func.overloadpacket)
 
 
 def _line() -> str:

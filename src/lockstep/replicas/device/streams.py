@@ -1,4 +1,4 @@
-"""Replicas on GPUs: one issues work at a time, each on its own stream, and events keep the program's order.
+"""Replicas on GPUs: the account of their memory, their issue slots, and the order of work on their streams.
 
     caller      --x.......................................x-->   x  an event is recorded, and others wait for it
     replica 0     '--forward--backward--x.......x--update-'      .  nothing is queued here meanwhile
@@ -6,45 +6,128 @@
     meeting                             '--sum--'
 
 Replicas of one GPU issue one after another and hand over at collectives, so random numbers drawn from the GPU's
-generator during a slot are that replica's. The GPU works on all their streams at once.
+generator during a slot are that replica's. The GPU works on all their streams at once; events keep the order. They also
+make memory safe, since torch reuses freed memory on the stream on which it was allocated: other replicas use memory of
+a replica only while values are combined, and its stream continues behind that.
 
-These events also make memory safe. torch reuses freed memory on the stream that it was allocated on. Other replicas use
-what a replica has allocated only while values are combined, and its stream continues behind that; replicas use what the
-combination has allocated, and the next one starts behind all of them. The same holds at both ends of a run.
+A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
+``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lockstep.collectives.replica_barrier import DeviceEvent, IssueGate
+from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
-from lockstep.replicas.device.driver import DeviceDriver, StreamEvent, driver_of
-from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, PoolUse, out_of_memory
+from lockstep.replicas.device.driver import DeviceDriver, PoolUse, StreamEvent, driver_of
+
+MB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """The memory of one logical device, in bytes: see ``PoolUse``; ``peak`` is the maximum of ``reserved``."""
+
+    name: str
+    limit: int | None
+    in_use: int
+    reserved: int
+    peak: int
+
+    def sizes_mb(self) -> dict[str, float]:
+        """The sizes in MB (2**20 bytes) by name; "limit" only if there is one."""
+        sizes = {"in_use": self.in_use, "reserved": self.reserved, "peak": self.peak}
+        return {name: size / MB for name, size in sizes.items()} | (
+            {} if self.limit is None else {"limit": self.limit / MB}
+        )
+
+
+class MemoryAccount:
+    """The account of one logical device's pool. Sizes are in bytes.
+
+    Attributes:
+        static: the bytes in tensors at the beginning of a run: weights and optimizer state.
+        moved: whether the size of the pool may have changed since ``begin``.
+    """
+
+    def __init__(self, name: str, limit_mb: int | None) -> None:
+        self.name = name
+        self.limit = None if limit_mb is None else limit_mb * MB
+        self.reserved = self.peak = self.static = 0
+        self.moved = True
+        self._seen: int | None = None
+
+    @property
+    def overdrawn(self) -> bool:
+        return self.limit is not None and self.reserved > self.limit
+
+    def outdated(self, resizes: int) -> bool:
+        """Whether the pool may have another size than at the last ``enter``."""
+        return resizes != self._seen
+
+    def enter(self, pool: PoolUse, resizes: int) -> None:
+        """Notes the size of the pool, and the driver's count of resizes."""
+        self._seen = resizes
+        self.moved = True
+        self.reserved = pool.reserved
+        self.peak = max(self.peak, pool.reserved)
+
+    def begin(self, pool: PoolUse) -> None:
+        self.static = pool.in_use
+        self.moved = False
+
+    def check(self, top: int, rows: int | None) -> None:
+        """Raises a DeviceMemoryError if ``top``, the peak of the step's tensors, is above the limit.
+
+        It names the largest batch expected to fit, if all but ``static`` is proportional to the shard's ``rows``.
+        """
+        if self.limit is None or top <= self.limit:
+            return
+        raise DeviceMemoryError(
+            f"{self.name} has a memory_limit of {self.limit // MB} MB, but the step took {top / MB:.0f} MB; "
+            f"{self._advice(self.limit, top, rows)}"
+        )
+
+    def _advice(self, limit: int, top: int, rows: int | None) -> str:
+        if not rows or top <= self.static:
+            return "use a smaller batch or a larger memory_limit"
+        fits = max(0, (limit - self.static) * rows // (top - self.static))
+        if fits:
+            return f"the largest per-replica batch expected to fit is {fits} (this one had {rows})"
+        static = f"{self.static / MB:.0f} MB of weights and state"
+        return f"not even one example fits beside the {static}; use a larger share"
+
+
+def out_of_memory(account: MemoryAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
+    """The error message if the GPU itself, with ``free`` of ``total`` bytes free, has no more memory."""
+    limit = "" if account.limit is None else f" of a memory_limit of {account.limit // MB} MB"
+    batch = f" than the {rows} examples of this one" if rows else ""
+    return (
+        f"{account.name} got no more memory from its GPU: its tensors took {pool.in_use / MB:.0f} MB{limit}, and of "
+        f"the GPU's {total / MB:.0f} MB {free / MB:.0f} MB are free; use a smaller per-replica batch{batch}, or end "
+        "other programs on the GPU"
+    )
 
 
 class GpuReplica:
-    """What a replica on a GPU keeps between its slots: stream, its generator, the account of its memory.
-
-    Args:
-        device: the logical device.
-        driver: the driver of the device.
-        seed: the seed of its generator.
+    """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory.
 
     Raises:
-        ConfigError: the device has a memory_limit, which another allocator than torch's own cannot report on.
+        ConfigError: the device has a memory_limit, and torch uses another allocator than its own.
     """
 
     def __init__(self, device: LogicalDevice, driver: DeviceDriver, seed: int) -> None:
         if device.memory_limit is not None and not driver.limits_pools():
             raise ConfigError(
-                f"{device.name} has a memory_limit, and torch has been told to use another allocator than its own, "
-                "whose memory cannot be told apart by share; leave PYTORCH_ALLOC_CONF's backend at native"
+                f"{device.name} has a memory_limit, and torch is set to use another allocator than its own, whose "
+                "memory cannot be attributed to shares; leave PYTORCH_ALLOC_CONF's backend at native"
             )
         self.device = device
         self.driver = driver
@@ -54,11 +137,8 @@ class GpuReplica:
 
     def memory(self) -> DeviceMemory:
         """The present and peak size of its memory pool."""
-        pool = self.look()
-        account = self.account
-        return DeviceMemory(
-            name=account.name, limit=account.limit, in_use=pool.in_use, reserved=pool.reserved, peak=account.peak
-        )
+        pool, own = self.look(), self.account
+        return DeviceMemory(name=own.name, limit=own.limit, in_use=pool.in_use, reserved=pool.reserved, peak=own.peak)
 
     def look(self) -> PoolUse:
         """Updates the account with the present size of the pool, and returns it."""
@@ -81,18 +161,14 @@ class GpuReplica:
             self.driver.reset_peak(self.device.torch_device)
 
     def check(self, rows: int | None) -> None:
-        """Checks the memory of the slot that ends against the limit of the device.
-
-        Raises:
-            DeviceMemoryError: its tensors took more.
-        """
+        """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
         gpu = self.device.torch_device
         if self.device.memory_limit is None or not self.account.outdated(self.driver.resizes(gpu)):
             return
         pool = self.look()
         if not self.account.overdrawn:
             return
-        # Nobody else computed on the GPU during this slot, so the GPU's peak above its present use is this replica's,
+        # No other replica computed on the GPU during this slot, so the GPU's peak above its present use is this one's,
         # but for batches that came or went. And its tensors cannot have taken more than its pool has.
         top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
         self.account.check(top, rows)
@@ -100,23 +176,23 @@ class GpuReplica:
         self.look()
 
     def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
-        """The error to raise if the GPU itself has no more memory, with the name and sizes of the logical device."""
+        """The error to raise if the GPU itself has no more memory."""
         free, total = self.driver.free_and_total(self.device.torch_device)
         return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
 
 
 class GpuSlot:
-    """The issue slot of one replica on its GPU.
+    """The issue slot of one replica on its GPU, whose gate has width 1; see ``IssueGate`` for its methods.
 
     Args:
-        slots: the gate of the physical device, of width 1.
+        gate: the gate of the physical device.
         replica: the replica.
         rows: the length of the replica's shard, for messages; None if unknown.
         alone: whether this process has no other replica, so that no events are needed.
     """
 
-    def __init__(self, slots: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
-        self._slots = slots
+    def __init__(self, gate: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:
+        self._gate = gate
         self._replica = replica
         self._rows = rows
         self._alone = alone
@@ -125,40 +201,31 @@ class GpuSlot:
 
     def acquire(self) -> None:
         """Waits for the slot, then makes the replica's stream and generator the GPU's current ones."""
-        self._slots.acquire()
+        self._gate.acquire()
         replica = self._replica
         with ExitStack() as held:
-            held.callback(self._slots.release)
+            held.callback(self._gate.release)
             held.enter_context(replica.driver.on_stream(replica.stream))
             held.enter_context(self._drawing())
             replica.begin_peak()
             self._held = held.pop_all()
 
     def release(self) -> None:
-        """Gives the slot up."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
 
     def check(self) -> None:
-        """Raises DeviceMemoryError if the slot took more memory than the limit of the device."""
         self._replica.check(self._rows)
 
-    def record_event(self) -> DeviceEvent | None:
-        """An event behind what the replica has queued so far; None for the only replica of the process."""
+    def record_event(self) -> StreamEvent | None:
         if self._alone:
             return None
         driver = self._replica.driver
         return StreamEvent(driver, self._replica.device.torch_device, driver.record(self._replica.stream))
 
-    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
-        """Lets the replica's stream, and what its thread queues on other GPUs, wait for ``events``."""
-        for event in events:
-            event.wait()
-
     @contextmanager
     def with_default_rng(self) -> Iterator[None]:
-        """A block in which the GPU's default generator is the one outside replicas."""
         replica, gpu = self._replica, self._replica.device.torch_device
         replica.driver.restore_generator(gpu, replica.generator, self._others)
         try:
@@ -169,11 +236,6 @@ class GpuSlot:
 
     @contextmanager
     def naming_device(self) -> Iterator[None]:
-        """A block in which an out-of-memory error names the logical device.
-
-        Raises:
-            DeviceMemoryError: in place of torch's own error.
-        """
         try:
             yield
         except DeviceMemoryError:
@@ -192,12 +254,10 @@ class GpuSlot:
 
 
 class RunStreams:
-    """All streams of a strategy's GPUs during one run, among them those on which values of all replicas are combined.
+    """All streams of a strategy's GPUs during one run, and those on which values of all replicas are combined.
 
-    A context manager around a run: replicas see what the caller queued before, and the caller sees all that they did.
-
-    Args:
-        devices: the logical device of each local replica. CPUs have no streams; a single replica combines on its own.
+    A context manager around a run: replicas start behind the caller's earlier work, and the caller's later work runs
+    behind theirs. CPUs have no streams, and a single replica combines values on its own.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:
@@ -229,8 +289,11 @@ class RunStreams:
                 event.wait()
 
     @contextmanager
-    def after(self, events: Sequence[DeviceEvent]) -> Iterator[None]:
-        """See ``CombineStreams``. The current device is the first replica's, whichever thread runs this."""
+    def after(self, events: Sequence[StreamEvent]) -> Iterator[None]:
+        """A block in which the calling thread queues work on the streams for combining, behind ``events``.
+
+        The current device is the first replica's, whichever thread runs this.
+        """
         with ExitStack() as stack:
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))
@@ -238,7 +301,7 @@ class RunStreams:
                 event.wait()
             yield
 
-    def record_events(self) -> Sequence[DeviceEvent]:
+    def record_events(self) -> Sequence[StreamEvent]:
         """Events behind what has been queued on the streams for combining."""
         return self._record(self._meeting)
 
@@ -248,17 +311,14 @@ class RunStreams:
 
 
 def device_memory_of(device: LogicalDevice) -> DeviceMemory | None:
-    """The memory of a logical device that this process has taken, with any strategy; None for a CPU."""
+    """The memory that this process has taken on a logical device, with any strategy; None for a CPU."""
     driver = driver_of(device)
     return None if driver is None else GpuReplica(device, driver, seed=0).memory()
 
 
 @contextmanager
 def allocating_on(device: LogicalDevice) -> Iterator[None]:
-    """A block in which the calling thread allocates from the pool of ``device``, in order with its other work.
-
-    For use outside replicas. On a CPU it does nothing.
-    """
+    """A block outside replicas that allocates from the pool of ``device``, in order with the thread's other work."""
     driver = driver_of(device)
     if driver is None:
         yield

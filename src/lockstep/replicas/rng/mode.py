@@ -2,18 +2,18 @@
 
 torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
 are thread-local, so ``ReplicaRng`` gives every random function that is called in its thread the replica's own
-``torch.Generator``. Numbers drawn on a GPU are not its business: there one replica issues at a time, and its turn
-swaps the device's own generator (``replicas.gpu``).
+``torch.Generator``. On a GPU one replica issues at a time, and its slot swaps the device's default generator instead
+(``device.streams``).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from types import MappingProxyType
 from typing import Any
@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep._torch_compat import default_device, sample_dirichlet, standard_gamma
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng import ops
+from lockstep.replicas.rng.ops import REWRITTEN
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
 
 DEFAULT_GENERATOR_LOCK = threading.Lock()
-"""Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
+"""Held while torch's default generator draws a replica's numbers, and by other threads that draw from it."""
 
+_Tensor = torch.Tensor
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
     [
         *(
@@ -43,51 +44,46 @@ _TAKES_GENERATOR: frozenset[Any] = frozenset(
             torch.randint_like,
         ),
         *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, standard_gamma),
-        *(sample_dirichlet, torch.Tensor.bernoulli, torch.Tensor.multinomial, torch.Tensor.bernoulli_),
-        *(torch.Tensor.cauchy_, torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_),
-        *(torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.uniform_),
+        *(sample_dirichlet, _Tensor.bernoulli, _Tensor.multinomial, _Tensor.bernoulli_, _Tensor.cauchy_),
+        *(_Tensor.exponential_, _Tensor.geometric_, _Tensor.log_normal_, _Tensor.normal_, _Tensor.random_),
+        _Tensor.uniform_,
     ]
 )
 # Python functions that draw through others: their own body is run with the mode still on. A backward pass does where
 # gradient checkpointing runs a block once more.
 _COMPOSITE: frozenset[Any] = frozenset(
-    [
-        *(F.multi_head_attention_forward, F.gumbel_softmax),
-        *(torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad),
-    ]
+    [F.multi_head_attention_forward, F.gumbel_softmax, _Tensor.backward, torch.autograd.backward, torch.autograd.grad]
 )
-# Functions that draw inside C++, or that no hot loop calls: the default generator is lent to them, one at a time.
-_DRAWS_INSIDE: frozenset[Any] = frozenset(
+# With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
+_RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
+# Functions that draw inside C++, or that no hot loop calls: the default generator draws for them, one at a time.
+_DRAWS_INSIDE: frozenset[Any] = _RECURRENT | frozenset(
     [
-        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.rrelu, torch.rrelu_),
-        *(torch.dropout, torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_),
-        *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        *(torch.rrelu, torch.rrelu_, torch.dropout, torch.dropout_, torch.native_dropout),
+        *(torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+        *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
         *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
         *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
         *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
     ]
 )
-# With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
-_RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
-_ATTENTION = F.scaled_dot_product_attention
-_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | ops.DROPOUTS.keys() | {F.rrelu, _ATTENTION}
-
+_DRAWING = _TAKES_GENERATOR | _COMPOSITE | _DRAWS_INSIDE | REWRITTEN.keys()
 
 _FRAMES_TO_CALL = 24
-"""How far above a mode's call the function stands that it was called for, with other modes between."""
+"""How many frames above a mode's call the function can be that was called, with other modes between."""
 _METADATA: frozenset[Any] = frozenset(
     [
-        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")),
-        *(torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
+        *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_nested")),
+        *(_Tensor.dim, _Tensor.numel, _Tensor.is_floating_point),
     ]
 )
 """Calls without keywords that read no values: a third of a transformer's calls, and passed on at once."""
 
 PROCEED: Any = object()
-"""What a guard answers where a call is to be made as it is."""
+"""A guard's answer where the call is to be made as it is."""
 
 Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given a torch function, its arguments and keyword arguments: PROCEED, or the result that stands for the call's."""
+"""Given a torch function, its arguments and keyword arguments: PROCEED, or the result to use instead of the call's."""
 
 
 def is_random(func: Callable[..., Any]) -> bool:
@@ -96,10 +92,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 
 def restore_l1_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that a function mode sees, with what torch 2.13 leaves out of them.
-
-    ``F.l1_loss`` does not hand its ``weight`` to modes, which so would compute a loss without it.
-    """
+    """The arguments of a call, with the ``weight`` that torch 2.13's ``F.l1_loss`` does not pass on to modes."""
     if func is not F.l1_loss or kwargs.get("weight") is not None:
         return kwargs
     frame = sys._getframe(1)
@@ -118,10 +111,7 @@ def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def in_replica() -> bool:
-    """Whether this is a replica's own code, and not cross-replica context.
-
-    What runs once for all replicas runs in the thread of the last to arrive, so it must not draw that one's numbers.
-    """
+    """Whether this is a replica's own code, not a ``combine`` for all, which the last to arrive happens to run."""
     return get_replica_context() is not None
 
 
@@ -130,11 +120,11 @@ class ReplicaRng(TorchFunctionMode):
 
     Args:
         generator: a CPU generator that no other thread draws from.
-        applies: asked before each draw; where it says no, torch's default generator is used. None is always.
-        instead: other functions of torch -> what is called for them. Here, since every mode costs time at every call.
+        applies: called before each draw; if it returns False, torch's default generator is used. None is always True.
+        instead: replacements of other torch functions. They are here because every mode costs time at every call.
 
     Attributes:
-        guard: asked before every call of a torch function; None asks nobody.
+        guard: called before every torch function; None for no guard.
     """
 
     def __init__(
@@ -174,83 +164,37 @@ class ReplicaRng(TorchFunctionMode):
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function that draws random numbers, from the replica's generator."""
+        """Calls a function that draws random numbers, with the replica's generator."""
         if func in _TAKES_GENERATOR:
-            return self._inject(func, args, kwargs)
-        if func in ops.DROPOUTS:
-            return self._dropout(func, *args, **kwargs)
-        if func is F.rrelu:
-            return self._rrelu(*args, **kwargs)
-        if func is _ATTENTION:
-            return self._attention(*args, **kwargs)
+            if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):
+                kwargs = {**kwargs, "generator": self.generator}
+            return func(*args, **kwargs)
+        if func in REWRITTEN:
+            return REWRITTEN[func](self.generator, *args, **kwargs)
         if func in _COMPOSITE:
             with self:
                 return _body(func)(*args, **kwargs)
         if func in _RECURRENT and not _drops_between_layers(*args):
             return func(*args, **kwargs)
-        return self._lend(func, args, kwargs)
+        with default_generator_as(self.generator):
+            return func(*args, **kwargs)
 
     def _generator_here(self) -> torch.Generator | None:
         return self.generator if self._applies is None or self._applies() else None
 
-    def _inject(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("generator") is None and not any(isinstance(arg, torch.Generator) for arg in args):
-            kwargs = {**kwargs, "generator": self.generator}
-        return func(*args, **kwargs)
 
-    def _dropout(
-        self, func: Any, input: torch.Tensor, p: float = 0.5, training: bool | None = None, inplace: bool = False
-    ) -> torch.Tensor:
-        if training is None:
-            training = inspect.signature(func).parameters["training"].default
-        if not training or p == 0 or not 0 < p <= 1:
-            untouched: torch.Tensor = func(input, p, training, inplace)
-            return untouched
-        result = ops.DROPOUTS[func](input, p, self.generator)
-        return ops.inplace(input, result) if inplace else result
-
-    def _rrelu(
-        self,
-        input: torch.Tensor,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-        inplace: bool = False,
-    ) -> torch.Tensor:
-        if not training:
-            return F.rrelu(input, lower, upper, training, inplace)
-        result = ops.rrelu(input, lower, upper, self.generator)
-        return ops.inplace(input, result) if inplace else result
-
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p == 0:
-            return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return ops.attention(
-            query, key, value, attn_mask, dropout_p,
-            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, generator=self.generator,
-        )  # fmt: skip
-
-    def _lend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        default = torch.default_generator
-        with DEFAULT_GENERATOR_LOCK:
-            others = default.get_state()
-            default.set_state(self.generator.get_state())
-            try:
-                result = func(*args, **kwargs)
-                self.generator.set_state(default.get_state())
-            finally:
-                default.set_state(others)
-        return result
+@contextmanager
+def default_generator_as(own: torch.Generator) -> Iterator[None]:
+    """A block in which torch's default generator draws the numbers of ``own``; one thread at a time."""
+    default = torch.default_generator
+    with DEFAULT_GENERATOR_LOCK:
+        others = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            yield
+            own.set_state(default.get_state())
+        finally:
+            default.set_state(others)
 
 
 def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -279,7 +223,7 @@ def _never(*_: Any) -> bool:
 
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any]:
-    """``func`` without its own check for modes: calling ``func`` itself here would only come back to the mode."""
+    """``func`` without its own check for modes: calling ``func`` itself would only come back to the mode."""
     names = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     body = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__

@@ -1,9 +1,9 @@
-"""Inside a replica, "the default generator" is the replica's own: for torch.get_rng_state and its like.
+"""The states of the replicas' generators; and torch.get_rng_state and its like inside a replica.
 
-Gradient checkpointing notes the generator's state before a block and puts it back to draw the block's dropout masks
-once more in the backward pass. It asks torch.random for the process's default generator; but in a replica's thread the
-masks come from another one, so the second masks would differ from the first and the gradients would be wrong without
-a sign. torch.random finds the generator under one global name, and that name is given an answer for each thread.
+Gradient checkpointing saves the generator's state before a block and restores it to draw the block's dropout masks
+once more in the backward pass. It uses the process's default generator of torch.random; but a replica's masks come from
+another one, so the second masks would differ from the first and the gradients would be silently wrong. torch.random
+finds the generator under one global name, so that name gets an object that answers for each thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from lockstep.config import LogicalDevice
 from lockstep.replicas.device.streams import GpuReplica
 
 
@@ -27,41 +26,38 @@ def replica_generator(seed: int, replica: int) -> torch.Generator:
 
 
 class ReplicaGenerators:
-    """The random numbers of one worker's replicas. Use it between runs.
+    """The generators of one worker's replicas, to be used between runs.
 
     Args:
-        devices: the replicas' devices.
         generators: each replica's own.
-        on_gpu: what each replica keeps on its GPU; None for a replica on a CPU.
-        apart: that of the one replica here for what this worker alone holds of a model.
+        on_gpu: each replica's state on its GPU; None for a replica on a CPU.
+        apart: this worker's own generator, for the part of a model that it alone holds.
     """
 
     def __init__(
         self,
-        devices: Sequence[LogicalDevice],
         generators: Sequence[torch.Generator],
         on_gpu: Sequence[GpuReplica | None],
         apart: torch.Generator | None = None,
     ) -> None:
-        self._all = list(zip(devices, generators, on_gpu, strict=True))
+        self._all = list(zip(generators, on_gpu, strict=True))
         self._apart = apart
 
     def with_apart(self, apart: torch.Generator) -> ReplicaGenerators:
-        """These, and one for what this worker alone holds of a model."""
-        devices, generators, on_gpu = zip(*self._all, strict=True)
-        return ReplicaGenerators(devices, generators, on_gpu, apart)
+        """These, and the worker's own generator."""
+        return ReplicaGenerators([own for own, _ in self._all], [gpu for _, gpu in self._all], apart)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """One dict per replica: "cpu", for a replica on a GPU "cuda", for one of a part "apart"; uint8 on the CPU."""
+        """Per replica its states by name: "cpu", on a GPU "cuda", with a generator of the worker's own "apart"."""
         apart = {} if self._apart is None else {"apart": self._apart.get_state()}
         return [
             {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.generator.get_state()}) | apart
-            for _, generator, gpu in self._all
+            for generator, gpu in self._all
         ]
 
     def set_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Puts back what ``states`` gave, in this process or another."""
-        for (_, generator, gpu), state in zip(self._all, states, strict=True):
+        """Restores what ``states`` returned, in this process or another."""
+        for (generator, gpu), state in zip(self._all, states, strict=True):
             generator.set_state(state["cpu"])
             if gpu is not None and "cuda" in state:
                 gpu.generator.set_state(state["cuda"])
@@ -69,29 +65,24 @@ class ReplicaGenerators:
                 self._apart.set_state(state["apart"])
 
     def on_gpu(self) -> list[torch.Generator]:
-        """Those that replicas on a GPU draw from there, in replica order; graphs register them."""
-        return [gpu.generator for _, _, gpu in self._all if gpu is not None]
+        """The generators of replicas on GPUs, in replica order; CUDA graphs register them."""
+        return [gpu.generator for _, gpu in self._all if gpu is not None]
 
     def begin(self, seed: int, first_replica: int) -> None:
-        """Begins anew, with the numbers of a new strategy of this seed.
-
-        Args:
-            seed: of all replicas.
-            first_replica: the number of the first of these among the replicas of all workers.
-        """
+        """Begins anew, with the numbers of a new strategy of this seed, whose first local replica is that one."""
         self._set([replica_generator(seed, first_replica + replica) for replica in range(len(self._all))])
 
     def derive(self, step: int) -> None:
-        """Begins anew with numbers that follow from each replica's seed and ``step``, and from nothing else.
+        """Begins anew with numbers that follow from each replica's seed and ``step`` alone.
 
-        For a training that goes on with another number of replicas: the first numbers must not come once more.
+        For a training that resumes with another number of replicas, so that the first numbers are not drawn again.
         """
-        self._set([replica_generator(generator.initial_seed(), step) for _, generator, _ in self._all])
+        self._set([replica_generator(generator.initial_seed(), step) for generator, _ in self._all])
         if self._apart is not None:
             self._apart.set_state(replica_generator(self._apart.initial_seed(), step).get_state())
 
     def _set(self, fresh: Sequence[torch.Generator]) -> None:
-        for (_, generator, gpu), begun in zip(self._all, fresh, strict=True):
+        for (generator, gpu), begun in zip(self._all, fresh, strict=True):
             generator.set_state(begun.get_state())
             if gpu is not None:
                 gpu.generator.manual_seed(begun.initial_seed())
@@ -100,13 +91,13 @@ class ReplicaGenerators:
 GeneratorHere = Callable[[], torch.Generator | None]
 
 own_generator: ContextVar[GeneratorHere | None] = ContextVar("lockstep_own_generator", default=None)
-"""Asked for the generator that stands for the default one in this context; None, or an answer of None, is torch's."""
+"""Returns the generator that is the default in this context; None, or a result of None, is torch's."""
 companion_generators: ContextVar[tuple[torch.Generator, ...]] = ContextVar("lockstep_beside_own", default=())
-"""Others that the replica draws from by itself: their states are taken, and put back, with that of its own."""
+"""Other generators that the replica draws from: their states are saved, and restored, with that of its own."""
 
 
 class _DefaultHere:
-    """Stands under ``torch.random.default_generator``: every use goes to the generator that is the default here."""
+    """Replaces ``torch.random.default_generator``: every use goes to the generator that is the default here."""
 
     def __init__(self, process_wide: torch.Generator) -> None:
         self._process_wide = process_wide
@@ -115,12 +106,12 @@ class _DefaultHere:
         return getattr(self._here() or self._process_wide, name)
 
     def get_state(self) -> torch.Tensor:
-        """That of the default generator here, and behind it those of what it stands with."""
+        """The state of the default generator here, followed by those of its companions."""
         own, *beside = self._all()
         return torch.cat([own.get_state(), *(each.get_state() for each in beside)]) if beside else own.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """What ``get_state`` gave, or a state of the default generator alone."""
+        """Restores what ``get_state`` returned, or a state of the default generator alone."""
         own, *beside = self._all()
         size = own.get_state().numel()
         if not beside or state.numel() == size:

@@ -6,10 +6,9 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep.errors import (
@@ -37,9 +36,14 @@ _BATCH_END_HOOKS = ("on_train_batch_end", "on_batch_end")
 class Callback:
     """Code that runs at set moments of fit, evaluate and predict, in the caller's thread and outside the replicas.
 
-    Override the hooks you need. ``self.model`` is the Model and ``self.params`` a dict with "epochs", "steps" (None
-    if unknown) and "verbose". Setting ``self.model.stop_training = True`` ends fit after the current batch; with
-    several workers it is enough that one of them sets it, and all end after the next batch.
+    Override the hooks you need. ``train`` hooks are those of fit, ``test`` hooks those of evaluate and of validation
+    inside fit. Epochs and batches count from 0. The logs of ``on_epoch_end`` are the numbers of the epoch and its
+    validation; those of ``on_train_batch_end`` the numbers of the epoch so far; those of ``on_test_batch_end`` the loss
+    so far. ``on_train_end`` is not called after an error.
+
+    ``self.model`` is the Model and ``self.params`` a dict with "epochs", "steps" (None if unknown) and "verbose".
+    Setting ``self.model.stop_training = True`` ends fit after the current batch; with several workers it is enough that
+    one of them sets it, and all end after the next batch.
 
     Example:
         >>> class Shout(Callback):
@@ -91,55 +95,28 @@ class Callback:
     def close(self) -> None:
         """Releases files and the like. Called at every end of a run, also after an error or Ctrl-C."""
 
-    def on_train_begin(self, logs: Logs) -> None:
-        """Called when fit begins."""
-
-    def on_train_end(self, logs: Logs) -> None:
-        """Called when fit ends by itself; not after an error."""
-
-    def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Called before the first batch of an epoch; epochs count from 0."""
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Called after an epoch and its validation, with the numbers of the epoch."""
-
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
-        """Called before a global batch of fit. By default it calls ``on_batch_begin``."""
+        """Calls ``on_batch_begin``, its older name."""
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a global batch of fit, with the numbers of the epoch so far. It calls ``on_batch_end``."""
+        """Calls ``on_batch_end``, its older name."""
         self.on_batch_end(batch, logs)
 
-    def on_batch_begin(self, batch: int, logs: Logs) -> None:
-        """The older name of ``on_train_batch_begin``."""
-
-    def on_batch_end(self, batch: int, logs: Logs) -> None:
-        """The older name of ``on_train_batch_end``."""
-
-    def on_test_begin(self, logs: Logs) -> None:
-        """Called when evaluate, or a validation inside fit, begins."""
-
-    def on_test_end(self, logs: Logs) -> None:
-        """Called when evaluate, or a validation inside fit, ends, with its results."""
-
-    def on_test_batch_begin(self, batch: int, logs: Logs) -> None:
-        """Called before a global batch of evaluate or of a validation."""
-
-    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a global batch of evaluate or of a validation, with the loss so far."""
-
-    def on_predict_begin(self, logs: Logs) -> None:
-        """Called when predict begins."""
-
-    def on_predict_end(self, logs: Logs) -> None:
-        """Called when predict ends."""
-
-    def on_predict_batch_begin(self, batch: int, logs: Logs) -> None:
-        """Called before a global batch of predict."""
-
-    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a global batch of predict."""
+    def on_batch_begin(self, batch: int, logs: Logs) -> None: ...
+    def on_batch_end(self, batch: int, logs: Logs) -> None: ...
+    def on_train_begin(self, logs: Logs) -> None: ...
+    def on_train_end(self, logs: Logs) -> None: ...
+    def on_epoch_begin(self, epoch: int, logs: Logs) -> None: ...
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None: ...
+    def on_test_begin(self, logs: Logs) -> None: ...
+    def on_test_end(self, logs: Logs) -> None: ...
+    def on_test_batch_begin(self, batch: int, logs: Logs) -> None: ...
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None: ...
+    def on_predict_begin(self, logs: Logs) -> None: ...
+    def on_predict_end(self, logs: Logs) -> None: ...
+    def on_predict_batch_begin(self, batch: int, logs: Logs) -> None: ...
+    def on_predict_batch_end(self, batch: int, logs: Logs) -> None: ...
 
 
 Hook = Callable[..., Any]
@@ -198,20 +175,18 @@ class LambdaCallback(Callback):
 class CallbackList:
     """The callbacks of one run, called in the given order, then by ``comes_after``. Closes them when its block ends.
 
-    An exception of a callback becomes a CallbackError, here and nowhere else.
-
-    Args:
-        callbacks: instances of Callback.
-        model: handed to each callback.
-        params: handed to each callback: "epochs", "steps", "verbose".
+    Each gets the model and ``params``. An exception of a callback becomes a CallbackError, here and nowhere else.
 
     Raises:
         ConfigError: an item is not a Callback.
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
-        for callback in callbacks:
-            _check(callback)
+        given: Sequence[Any] = callbacks
+        for each in given:
+            if not isinstance(each, Callback):
+                kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+                raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         is_chief = model.strategy.workers.is_chief
         here = [callback for callback in callbacks if is_chief or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
@@ -222,9 +197,7 @@ class CallbackList:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The stack closes every callback even if one fails, and chains a failure to the error that ended the run.
         with ExitStack() as stack:
             for callback in reversed(self._callbacks):
@@ -245,22 +218,16 @@ class CallbackList:
                 _call(callback, "load_state_dict", state[name])
 
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
-        """Calls a hook of every callback, each with its own copy of the logs.
-
-        Raises:
-            CallbackError: a callback raised. The error names callback and hook; its cause is the exception.
-        """
+        """Calls a hook of every callback, each with its own copy of the logs."""
         for callback in self._callbacks:
             _call(callback, hook, *args, copy_logs(logs))
 
-    def _named(self) -> list[tuple[str, Callback]]:
+    def _named(self) -> Iterator[tuple[str, Callback]]:
         seen: Counter[str] = Counter()
-        named: list[tuple[str, Callback]] = []
         for callback in self._callbacks:
             kind = type(callback).__name__
             seen[kind] += 1
-            named.append((kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback))
-        return named
+            yield kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback
 
 
 def _call(callback: Callback, hook: str, *args: Any) -> Any:
@@ -276,18 +243,8 @@ def _call(callback: Callback, hook: str, *args: Any) -> Any:
         ) from error
 
 
-def _check(callback: Any) -> None:
-    if not isinstance(callback, Callback):
-        kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-        raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
-
-
 def check_path(path: Any, argument: str) -> str:
-    """The path that a callback was given, as a string. ``argument`` names it in messages.
-
-    Raises:
-        ConfigError: it is empty, which file systems take for the working directory, or not a path.
-    """
+    """The path that a callback was given as ``argument``; not an empty one, which means the working directory."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"{argument} is {path!r}; give the path of a file or folder")
     text = os.fspath(path)
@@ -308,6 +265,9 @@ class Monitor:
         min_delta: a smaller change is no improvement; its sign is ignored.
         owner: the callback's name, for messages.
 
+    Attributes:
+        direction: "min" or "max"; None if "auto" could not tell.
+
     Raises:
         ConfigError: the mode is unknown.
     """
@@ -316,57 +276,41 @@ class Monitor:
         if mode not in ("auto", "min", "max"):
             raise ConfigError(f"{owner}(mode={mode!r}) is unknown; choose 'auto', 'min' or 'max'")
         self.name = name
-        self._mode = mode
-        self._owner = owner
-        self._min_delta = abs(min_delta)
-        self._maximise = {"max": True, "min": False}.get(mode)
+        self._mode, self._owner, self._min_delta = mode, owner, abs(min_delta)
+        self.direction: Literal["min", "max"] | None = None if mode == "auto" else mode
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
         """Resolves "auto" with the Model's metrics."""
         if self._mode == "auto":
             plain = self.name.removeprefix("val_")
-            self._maximise = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
-
-    @property
-    def direction(self) -> Literal["min", "max"] | None:
-        """The better direction; None if "auto" could not tell."""
-        return None if self._maximise is None else ("max" if self._maximise else "min")
+            higher = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
+            self.direction = None if higher is None else ("max" if higher else "min")
 
     def read(self, logs: Logs) -> float | None:
         """The monitored number; None, with a warning, if the logs lack it."""
         if self.name in logs:
             return logs[self.name]
-        names = ", ".join(logs) or "none"
-        warnings.warn(f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {names}", stacklevel=2)
+        warnings.warn(self._lacks(logs), stacklevel=2)
         return None
 
     def require(self, logs: Logs, *, validated: bool) -> float | None:
         """The monitored number of an epoch; None if it is one of the validation and the epoch was not validated.
 
-        Args:
-            logs: of the epoch.
-            validated: whether some epochs of this fit are validated.
-
-        Raises:
-            ConfigError: the logs lack it.
+        ``validated`` says whether some epochs of this fit are. A ConfigError is raised if the logs lack the number.
         """
         if self.name in logs:
             return logs[self.name]
         if validated and self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
             return None
         advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
-        raise ConfigError(
-            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}. "
-            f"Give one of these names as monitor{advice}"
-        )
+        raise ConfigError(f"{self._lacks(logs)}. Give one of these names as monitor{advice}")
+
+    def _lacks(self, logs: Logs) -> str:
+        return f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}"
 
     def is_better(self, value: float, reference: float | None) -> bool:
-        """Whether ``value`` improves on ``reference`` by more than ``min_delta``. NaN never does, all else beats None.
-
-        Raises:
-            ConfigError: mode is "auto" and the metric does not say which direction is better.
-        """
-        if self._maximise is None:
+        """Whether ``value`` improves ``reference`` by more than ``min_delta``. NaN never does; all else beats None."""
+        if self.direction is None:
             raise ConfigError(
                 f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
             )
@@ -374,4 +318,4 @@ class Monitor:
             return False
         if reference is None:
             return True
-        return (value - reference if self._maximise else reference - value) > self._min_delta
+        return (value - reference if self.direction == "max" else reference - value) > self._min_delta

@@ -23,7 +23,27 @@ from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, check_p
 from lockstep.train.callbacks.progress import write_line
 
 
-class ModelCheckpoint(Callback):
+class _SavingCallback(Callback):
+    """Saves at the end of epochs, or every ``save_freq`` global batches, counted over all epochs."""
+
+    def __init__(self, save_freq: Literal["epoch", False] | int, expected: str) -> None:
+        super().__init__()
+        if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
+            raise ConfigError(f"{type(self).__name__}(save_freq={save_freq!r}); give {expected}")
+        self.save_freq = save_freq
+        self._due = False
+        self._manager: CheckpointManager | None = None
+
+    def _is_due_at(self, step: int) -> bool:
+        """Whether the save after this global batch, or one that waits for the update, is due."""
+        return self._due or (type(self.save_freq) is int and step % self.save_freq == 0)
+
+    def _write(self, text: str) -> None:
+        if self.model.strategy.workers.is_chief:
+            write_line(text)
+
+
+class ModelCheckpoint(_SavingCallback):
     """Saves during fit, always or only the best. Arguments as in Keras. With several workers the chief writes.
 
     With ``save_weights_only`` it writes safetensors files, atomically. Without it, checkpoints that
@@ -66,9 +86,7 @@ class ModelCheckpoint(Callback):
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> None:
-        super().__init__()
-        if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
-            raise ConfigError(f"ModelCheckpoint(save_freq={save_freq!r}); give 'epoch' or a number of batches")
+        super().__init__(save_freq or 0, "'epoch' or a number of batches")
         if save_weights_only and (keep is not None or asynchronous):
             raise ConfigError(
                 f"ModelCheckpoint(keep={keep!r}, asynchronous={asynchronous!r}) is for whole checkpoints; give "
@@ -79,46 +97,37 @@ class ModelCheckpoint(Callback):
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_weights_only = save_weights_only
-        self.save_freq = save_freq
         self.keep = keep
         self.asynchronous = asynchronous
         self.best = initial_value_threshold
         if not save_weights_only:
             self.comes_after = 1  # so that it saves the states of the others after their hooks
         self._watch = Monitor(monitor, mode=mode, owner="ModelCheckpoint")
-        self._manager: CheckpointManager | None = None
         self._epoch = 0
-        self._batches_seen = 0
-        self._due = False
 
     def wants_batch_logs(self) -> bool:
-        return self.save_freq != "epoch" and (self._due or (self._batches_seen + 1) % self.save_freq == 0)
+        return self.save_freq != "epoch" and self._is_due_at(self.model.training_state.position.step + 1)
 
     def on_train_begin(self, logs: Logs) -> None:
+        self._due = False
         self._watch.begin(self.model.metrics)
-        self._batches_seen, self._due = 0, False
         if not self.save_weights_only:
+            best = self._watch.direction
             self._manager = CheckpointManager(
-                self.model.checkpoint(),
-                self.filepath,
-                keep=self.keep,
-                best=self._watch.direction,
-                asynchronous=self.asynchronous,
+                self.model.checkpoint(), self.filepath, keep=self.keep, best=best, asynchronous=self.asynchronous
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        self._batches_seen += 1
-        self._due |= self.save_freq != "epoch" and self._batches_seen % self.save_freq == 0
-        if self._due and (self._manager is None or self.model.training_state.at_update):
-            self._due = False
+        state = self.model.training_state
+        self._due = self._is_due_at(state.position.step)
+        if self._due and (self.save_weights_only or state.at_update):
             self._save({**logs, "batch": batch + 1}, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.save_freq == "epoch" or self._due:
-            self._due = False
             self._save(logs, logs)
 
     def on_train_end(self, logs: Logs) -> None:
@@ -126,11 +135,11 @@ class ModelCheckpoint(Callback):
             self._manager.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "batches": self._batches_seen, "due": self._due}
+        return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, {"best": float | None, "batches": int, "due": bool}, "ModelCheckpoint")
-        self.best, self._batches_seen, self._due = state["best"], state["batches"], state["due"]
+        check_kind(state, {"best": float | None}, "ModelCheckpoint")
+        self.best = state["best"]
 
     def close(self) -> None:
         manager, self._manager = self._manager, None
@@ -138,22 +147,19 @@ class ModelCheckpoint(Callback):
             manager.finish_writing()
 
     def _save(self, names: Logs, logs: Logs) -> None:
+        self._due = False
         if self.save_best_only and not self._improved(logs):
             return
-        path = self._save_weights(names) if self._manager is None else self._save_all(self._manager, logs)
-        if self.verbose and self.model.strategy.workers.is_chief:
-            what = "the weights" if self.save_weights_only else "a checkpoint"
-            write_line(f"epoch {self._epoch + 1}: saved {what} to {path}")
-
-    def _save_weights(self, names: Logs) -> Path:
-        path = self._path(names)
-        self.model.save_weights(path)
-        return path
-
-    def _save_all(self, manager: CheckpointManager, logs: Logs) -> Path:
-        state = self.model.training_state
-        manager.run = state.run
-        return manager.save(state.position.step, monitored=logs.get(self.monitor))
+        if self._manager is None:
+            what, path = "the weights", self._path(names)
+            self.model.save_weights(path)
+        else:
+            state = self.model.training_state
+            self._manager.run = state.run
+            what = "a checkpoint"
+            path = self._manager.save(state.position.step, monitored=logs.get(self.monitor))
+        if self.verbose:
+            self._write(f"epoch {self._epoch + 1}: saved {what} to {path}")
 
     def _improved(self, logs: Logs) -> bool:
         """Whether the monitored number is the best so far; True if it is absent, as in Keras."""
@@ -181,10 +187,8 @@ SAVED_AND_STOPPED = 75
 It is neither 0, as the training is not done, nor 143, the code of a process that ended on SIGTERM without saving.
 """
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
 
-
-class BackupAndRestore(Callback):
+class BackupAndRestore(_SavingCallback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
     The backup holds weights, optimizer, scheduler, random states, the position in the data, history, and the states of
@@ -217,17 +221,13 @@ class BackupAndRestore(Callback):
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
     ) -> None:
-        super().__init__()
-        if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
-            raise ConfigError(f"BackupAndRestore(save_freq={save_freq!r}); give 'epoch', a number of batches, or False")
+        super().__init__(save_freq, "'epoch', a number of batches, or False")
         self.backup_dir = check_path(backup_dir, "BackupAndRestore(backup_dir)")
-        self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
-        self._manager: CheckpointManager | None = None
         self._made_folder = False
         self._signal = _Termination()
-        self._due = self._ending = self._ended = False
+        self._ending = self._ended = False
 
     def wants_batch_logs(self) -> bool:
         return False
@@ -245,11 +245,11 @@ class BackupAndRestore(Callback):
         workers.clear_flags(ControlFlags.SAVE)
         self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
         if restored is not None and self.params.get("verbose"):
-            self._write(f"going on from {restored}: {self._place()}")
+            self._write(f"going on from {restored}: {self._position()}")
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         state = self.model.training_state
-        self._due |= type(self.save_freq) is int and state.position.step % self.save_freq == 0
+        self._due = self._is_due_at(state.position.step)
         self._receive_signal()
         if (self._due or self._ending) and state.at_update:
             self._save()
@@ -294,16 +294,12 @@ class BackupAndRestore(Callback):
         path = self._manager.save(step)
         self._due = False
         if self._ending:
-            self._write(f"SIGTERM: saved {self._place()} to {path}; start again to go on")
+            self._write(f"SIGTERM: saved {self._position()} to {path}; start again to go on")
             raise SystemExit(SAVED_AND_STOPPED)
 
-    def _place(self) -> str:
-        place = self.model.training_state.position
-        return f"epoch {place.epoch + 1}, {place.batch} batches done"
-
-    def _write(self, text: str) -> None:
-        if self.model.strategy.workers.is_chief:
-            write_line(text)
+    def _position(self) -> str:
+        position = self.model.training_state.position
+        return f"epoch {position.epoch + 1}, {position.batch} batches done"
 
 
 def _check_place(place: Path, run: str) -> None:
@@ -319,9 +315,8 @@ class _Termination:
     """Handles SIGTERM for the length of a fit. Only the main thread can."""
 
     def __init__(self) -> None:
-        self.came = False
-        self._listens = False
-        self._previous: Handler = None
+        self.came = self._listens = False
+        self._previous: Callable[[int, FrameType | None], Any] | int | None = None
 
     def listen(self, received: Callable[[], None]) -> None:
         """Calls ``received`` when the signal comes."""

@@ -12,13 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
 
-_SAVED: Any = {
-    "weights": dict[str, Tensor] | None,
-    "best": float | None,
-    "wait": int,
-    "stopped_epoch": int,
-    "best_epoch": int,
-}
+_SAVED: Any = {"best": float | None, "wait": int, "stopped_epoch": int, "best_epoch": int}
 
 
 class EarlyStopping(Callback):
@@ -64,15 +58,15 @@ class EarlyStopping(Callback):
         self.baseline = baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
+        self._reset()
+
+    def _reset(self) -> None:
         self.best: float | None = None
-        self.wait = 0
-        self.stopped_epoch = 0
-        self.best_epoch = 0
+        self.wait = self.stopped_epoch = self.best_epoch = 0
         self._best_weights: dict[str, Tensor] | None = None
 
     def on_train_begin(self, logs: Logs) -> None:
-        self.best, self._best_weights = None, None
-        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self._reset()
         self._watch.begin(self.model.metrics)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -83,7 +77,10 @@ class EarlyStopping(Callback):
             return
         self.wait += 1
         if self._watch.is_better(value, self.best):
-            self._keep(epoch, value)
+            self.best, self.best_epoch = value, epoch
+            if self.restore_best_weights:
+                state = self.model.state_dict()
+                self._best_weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
             # As in Keras, only a value that also beats the baseline resets the wait.
             if self._watch.is_better(value, self.baseline):
                 self.wait = 0
@@ -101,21 +98,13 @@ class EarlyStopping(Callback):
             self.model.load_state_dict(self._best_weights)
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("best", "wait", "stopped_epoch", "best_epoch")
-        return {"weights": self._best_weights, **{name: getattr(self, name) for name in names}}
+        return {"weights": self._best_weights, **{name: getattr(self, name) for name in _SAVED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, _SAVED, "EarlyStopping")
+        check_kind(state, {"weights": dict[str, Tensor] | None, **_SAVED}, "EarlyStopping")
         self._best_weights = state["weights"]
-        self.best, self.wait = state["best"], state["wait"]
-        self.stopped_epoch, self.best_epoch = state["stopped_epoch"], state["best_epoch"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
 
     def close(self) -> None:
         self._best_weights = None
-
-    def _keep(self, epoch: int, value: float) -> None:
-        self.best = value
-        self.best_epoch = epoch
-        if self.restore_best_weights:
-            state = self.model.state_dict()
-            self._best_weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""TensorBoard: the logs as scalars that TensorBoard draws."""
+"""CSVLogger and TensorBoard: callbacks that write the logs to files."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ class TensorBoard(Callback):
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: UpdateFreq = "epoch") -> None:
         super().__init__()
-        known = update_freq in ("epoch", "batch") or (type(update_freq) is int and update_freq > 0)
-        if not known:
+        every = {"epoch": 0, "batch": 1}.get(update_freq) if isinstance(update_freq, str) else update_freq
+        if type(every) is not int or every < 0 or update_freq == 0:
             raise ConfigError(f"TensorBoard(update_freq={update_freq!r}) is unknown; give 'epoch', 'batch' or a number")
         self.log_dir = Path(check_path(log_dir, "TensorBoard(log_dir)"))
         self.update_freq = update_freq
-        self._every = {"epoch": 0, "batch": 1}.get(str(update_freq)) if isinstance(update_freq, str) else update_freq
+        self._every = every  # batches; 0 for epochs
         self._step = 0
         self._writers: dict[str, Any] = {}
 
     def wants_batch_logs(self) -> bool:
-        return bool(self._every) and (self._step + 1) % int(self._every or 1) == 0
+        return self._every > 0 and (self._step + 1) % self._every == 0
 
     def on_train_begin(self, logs: Logs) -> None:
         self._step = 0

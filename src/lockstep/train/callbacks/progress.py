@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 from lockstep.errors import MissingExtraError
@@ -48,7 +47,6 @@ class ProgressBar(Callback):
         self._late: LazyLogs | None = None
         self._title = ""
         self._training = False
-        self._epoch_line = ""
 
     def wants_batch_logs(self) -> bool:
         return self._bar is not None and time.monotonic() - self._drawn >= _REDRAW_S
@@ -90,16 +88,16 @@ class ProgressBar(Callback):
         self._training = False
         self._close_bar()
 
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def _begin(self, title: str, steps: int | None) -> None:
         self._title = title
         self._known, self._late = {}, None
         self._drawn = time.monotonic()
-        make_bar = _bar_maker() if self.verbose == 1 else None
-        self._bar = (
-            None
-            if make_bar is None
-            else make_bar(desc=title, total=steps, bar_format=_BAR_UNKNOWN if steps is None else _BAR_KNOWN)
-        )
+        self._bar = _make_bar(title, steps) if self.verbose == 1 else None
 
     def _advance(self, logs: Logs) -> None:
         if self._bar is None:
@@ -119,15 +117,10 @@ class ProgressBar(Callback):
             self._known, self._late = self._late, logs
         return self._known
 
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
     def _finish(self, logs: Logs) -> None:
         if self._bar is not None:
             self._bar.leave = False
-            self._close_bar()
+        self._close_bar()
         clock = self.model.clock
         steps = "1 step" if clock.steps == 1 else f"{clock.steps} steps"
         write_line(f"{self._title}: {steps}, {clock.seconds:.1f} s, {self._describe(logs)}")
@@ -138,8 +131,8 @@ class ProgressBar(Callback):
         return ", ".join([f"{name} {value:#.4g}" for name, value in logs.items()] + speed)
 
 
-def _bar_maker() -> Callable[..., Any] | None:
-    """A function that makes a tqdm bar on standard output; None if that is not a terminal or tqdm is missing."""
+def _make_bar(title: str, steps: int | None) -> Any:
+    """A tqdm bar on standard output; None if that is not a terminal or tqdm is missing."""
     if not sys.stdout.isatty():
         return None
     try:
@@ -148,8 +141,5 @@ def _bar_maker() -> Callable[..., Any] | None:
         return None
     # Without tqdm's monitor thread, which would outlive the run.
     bar_class = type("Bar", (tqdm,), {"monitor_interval": 0})
-
-    def make(**options: Any) -> Any:
-        return bar_class(file=sys.stdout, dynamic_ncols=True, mininterval=0, **options)
-
-    return make
+    form = _BAR_UNKNOWN if steps is None else _BAR_KNOWN
+    return bar_class(desc=title, total=steps, bar_format=form, file=sys.stdout, dynamic_ncols=True, mininterval=0)

@@ -25,8 +25,7 @@ from lockstep._torch_compat import DisableTorchFunction, foreach_copy_, tree_lea
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import is_plain
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.device.cuda import DeviceGraph
-from lockstep.replicas.device.driver import DeviceDriver
+from lockstep.replicas.device.driver import DeviceDriver, DeviceGraph
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards
@@ -34,15 +33,9 @@ from lockstep.train.step import ReplicaState, StepOutput, train_step, update_met
 
 Value = torch.Tensor | float | None
 
-FREE = ("lr",)
-"""The hyperparameters that may change between replays."""
-
 
 def signature(batch: Any) -> Hashable:
-    """What two batches must have in common for one captured step to serve both.
-
-    Args:
-        batch: nested tuples, lists and mappings of ``PerReplica`` and plain values.
+    """What two batches of tuples, lists, mappings and values have in common if one captured step serves both.
 
     Raises:
         NotCapturableError: the batch holds something that cannot be compared.
@@ -75,11 +68,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 
 class StaticInputs:
-    """A batch at fixed addresses.
-
-    Args:
-        batch: copied to them first.
-    """
+    """A copy of a batch, at fixed addresses."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = tree_map(_cloned, batch)
@@ -98,11 +87,7 @@ def _cloned(leaf: Any) -> Any:
 
 
 def cloned_outputs(outputs: Any) -> Any:
-    """The same structure with a copy of each tensor, made on the current stream. One tensor gets one copy.
-
-    Args:
-        outputs: nested dataclasses and whatever else torch takes for structure, such as transformers' outputs.
-    """
+    """The same structure, also of dataclasses, with one copy of each tensor, made on the current stream."""
     copies: dict[int, torch.Tensor] = {}
 
     def copied(leaf: Any) -> Any:
@@ -119,12 +104,7 @@ def cloned_outputs(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The gradients and sums of all replicas at one moment. It keeps the tensors alive.
-
-    Args:
-        gradients: of every parameter of every replica.
-        sums: the total and the count of every replica.
-    """
+    """The gradients of all parameters, and the total and count of each replica, at one moment."""
 
     gradients: tuple[Value, ...]
     sums: tuple[Value, ...]
@@ -137,7 +117,7 @@ class Snapshot:
     @property
     def kind(self) -> Hashable:
         """Equal for two snapshots if a step that was captured after one can be replayed after the other."""
-        if not any(gradient is not None for gradient in self.gradients):
+        if all(gradient is None for gradient in self.gradients):
             return tuple(map(_form, self.sums))
         return tuple(map(_form, (*self.gradients, *self.sums)))
 
@@ -150,13 +130,12 @@ class Snapshot:
                     into.copy_(value)
 
 
-class CarriedState:
-    """What one step hands to the next besides weights: gradients that wait for their update, and the sums of losses.
+def _form(value: Value) -> Hashable:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
-    Args:
-        copies: each replica's copy of the module.
-        states: each replica's state.
-    """
+
+class CarriedState:
+    """What one step hands to the next besides weights: gradients that wait for their update, and the sums of losses."""
 
     def __init__(self, copies: Sequence[nn.Module], states: Sequence[ReplicaState]) -> None:
         self._parameters = [parameter for copy in copies for parameter in copy.parameters()]
@@ -169,12 +148,7 @@ class CarriedState:
             return Snapshot(tuple([parameter.grad for parameter in self._parameters]), tuple(sums))
 
     def put(self, snapshot: Snapshot, *, present: Snapshot | None = None) -> None:
-        """Makes a snapshot the present state.
-
-        Args:
-            snapshot: the new state.
-            present: the state now, if it is known; gradients that are the same in both are not touched.
-        """
+        """Makes a snapshot the present state. Gradients that are the same in ``present`` are not touched."""
         old_gradients = snapshot.gradients if present is None else present.gradients
         for parameter, old, new in zip(self._parameters, old_gradients, snapshot.gradients, strict=True):
             if present is None or old is not new:
@@ -183,19 +157,11 @@ class CarriedState:
             state.total, state.count = total, count  # type: ignore[assignment]
 
 
-def _form(value: Value) -> Hashable:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
 class DeviceLearningRates:
     """The learning rates of an optimizer's groups as float32 tensors of one element, which fused kernels read.
 
     A scheduler writes a float into the groups. A captured step would keep the float of its capture, so the groups hold
     tensors during the capture, and the floats are copied there before each replay.
-
-    Args:
-        optimizer: the mirrored optimizer.
-        device: the device of its parameters.
 
     Raises:
         NotCapturableError: the optimizer's kernels take the rate as a number, or count steps on the host.
@@ -213,11 +179,7 @@ class DeviceLearningRates:
         self._tensors = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
 
     def refresh(self) -> None:
-        """Copies the rates that have changed to the device, on the current stream.
-
-        Raises:
-            NotCapturableError: the optimizer has a new group, or a rate that is a tensor.
-        """
+        """Copies the rates that have changed to the device, on the current stream."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._tensors) or any(isinstance(group["lr"], torch.Tensor) for group in groups):
             raise NotCapturableError("the optimizer has a new parameter group, or a learning rate that is a tensor")
@@ -247,8 +209,8 @@ class DeviceLearningRates:
 class DeferredMetric:
     """Takes the place of a replica's metrics in a step, and keeps what they would have been updated with."""
 
-    def __init__(self) -> None:
-        self.arguments: tuple[Any, Any] | None = None
+    def __init__(self, arguments: tuple[Any, Any] | None = None) -> None:
+        self.arguments = arguments
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Called by the step."""
@@ -282,12 +244,7 @@ def _update_metrics(state: ReplicaState, deferred: DeferredMetric) -> None:
 
 @dataclass(frozen=True)
 class StepResults:
-    """What a step of all replicas returns.
-
-    Args:
-        outputs: one per replica.
-        metrics: the updates of the metrics, one per replica.
-    """
+    """What a step of all replicas returns: the output and the update of the metrics of each replica."""
 
     outputs: tuple[StepOutput, ...]
     metrics: Sequence[DeferredMetric]
@@ -295,34 +252,21 @@ class StepResults:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedStep:
-    """A captured step, for batches of one signature.
-
-    Args:
-        graph: the CUDA graph.
-        inputs: where it reads its batch.
-        rates: where it reads the learning rates.
-        carried: reads and sets gradients and sums.
-        entered: the gradients and sums that it reads.
-        left: the gradients and sums that it writes.
-        results: the outputs that it writes.
-        guards: what else it depends on.
-    """
+    """A captured step, for batches of one signature."""
 
     graph: DeviceGraph
     inputs: StaticInputs
     rates: DeviceLearningRates
     carried: CarriedState
-    entered: Snapshot
-    left: Snapshot
-    results: StepResults
-    guards: StepGuards
+    entered: Snapshot  # the gradients and sums that it reads
+    left: Snapshot  # the gradients and sums that it writes
+    results: StepResults  # the outputs that it writes
+    guards: StepGuards  # what else it depends on
 
     def replay(self, batch: Any, entering: Snapshot) -> StepResults:
-        """Runs the step on another batch of the same signature. The tensors in the results are copies.
+        """Runs the step on another batch of its signature, with the present gradients and sums, of the kind of its own.
 
-        Args:
-            batch: the global batch, sharded.
-            entering: the present gradients and sums, of the kind of ``entered``.
+        The tensors in the results are copies.
         """
         self.entered.take(entering)
         self.inputs.take(batch)
@@ -330,24 +274,11 @@ class CapturedStep:
         self.graph.replay()
         self.carried.put(self.left, present=entering)
         outputs, arguments = cloned_outputs((self.results.outputs, [each.arguments for each in self.results.metrics]))
-        return StepResults(outputs, [_deferred(each) for each in arguments])
-
-
-def _deferred(arguments: Any) -> DeferredMetric:
-    deferred = DeferredMetric()
-    deferred.arguments = arguments
-    return deferred
+        return StepResults(outputs, list(map(DeferredMetric, arguments)))
 
 
 class GraphCapture:
-    """Captures the steps of one fit.
-
-    Args:
-        strategy: its replicas are all on one device.
-        setup: with an optimizer.
-        states: one per replica.
-        carried: the gradients and sums that steps hand on.
-        driver: of the device.
+    """Captures the steps of one fit, whose replicas are all on one device.
 
     Raises:
         NotCapturableError: the optimizer's update cannot be captured.
@@ -373,8 +304,7 @@ class GraphCapture:
     def capture(self, batch: Any, due: bool) -> CapturedStep:
         """Captures the step for batches like this one. Nothing is computed; replay it to run the step.
 
-        Raises:
-            NotCapturableError: the device refused. Everything is as it was before.
+        If the device refuses, a NotCapturableError is raised, and everything is as it was before.
         """
         before = self._carried.now()
         if not self._graphs:  # a pool ends with the last of its graphs: torch captures no other graph into it
@@ -401,7 +331,7 @@ class GraphCapture:
             entered=before,
             left=left,
             results=results,
-            guards=StepGuards(self._setup, FREE),
+            guards=StepGuards(self._setup, free=("lr",)),  # read from a tensor
         )
 
 

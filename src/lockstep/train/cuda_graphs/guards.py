@@ -31,11 +31,7 @@ class NotCapturableError(Exception):
 
 
 def driver_for(strategy: Strategy) -> DeviceDriver | None:
-    """The driver of the GPU that all replicas are on; None if they are on CPUs.
-
-    Raises:
-        NotCapturableError: the replicas are on several GPUs or of several workers.
-    """
+    """The driver of the GPU that all replicas are on; None if they are on CPUs. Several GPUs are not capturable."""
     devices = strategy.devices
     driver = driver_of(devices[0])
     if driver is None:
@@ -48,11 +44,7 @@ def driver_for(strategy: Strategy) -> DeviceDriver | None:
 
 
 def check_setup(setup: TrainSetup) -> None:
-    """Checks that the steps of a setup can be captured.
-
-    Raises:
-        NotCapturableError: they cannot.
-    """
+    """Raises a NotCapturableError if the steps of a setup cannot be captured."""
     if setup.config.precision == "fp16":
         raise NotCapturableError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
     if setup.module.pipeline is not None or setup.module.shards_weights:
@@ -65,21 +57,13 @@ def check_setup(setup: TrainSetup) -> None:
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Checks that there are no hooks: their Python code would run once, during the capture, and never again.
-
-    Raises:
-        NotCapturableError: there are some.
-    """
-    if any(_global_hooks()):
-        raise NotCapturableError("hooks on all modules would run once, during the capture, and never again")
-    for part in module.modules():
-        if any(_hooks_of(part)):
-            raise NotCapturableError(
-                f"the hooks of a {type(part).__name__} would run once, during the capture; remove them"
-            )
-    for parameter in module.parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise NotCapturableError("the hooks of a parameter would run once, during the capture; remove them")
+    """Raises a NotCapturableError if there are hooks: they would run once, during the capture, and never again."""
+    hooked = ["all modules"] if any(_global_hooks()) else []
+    hooked += [f"a {type(part).__name__}" for part in module.modules() if any(_hooks_of(part))]
+    weights = module.parameters()
+    hooked += ["a parameter" for each in weights if each._backward_hooks or each._post_accumulate_grad_hooks]
+    if hooked:
+        raise NotCapturableError(f"the hooks of {hooked[0]} would run once, during the capture; remove them")
 
 
 class StepGuards:
@@ -93,7 +77,7 @@ class StepGuards:
     """
 
     def __init__(self, setup: TrainSetup, free: Iterable[str]) -> None:
-        self._setup = setup
+        self._optimizer = setup.optimizer
         self._free = frozenset(["params", *free])
         own = setup.module.module
         self._modules = [_ModuleGuard(part) for part in own.modules()]
@@ -108,7 +92,7 @@ class StepGuards:
         """What has changed; None if nothing has."""
         for module in self._modules:
             if not module.holds:
-                return f"{module.name} has other attributes, parameters or children than before"
+                return f"{type(module.part).__name__} has other attributes, parameters or children than before"
         states = self._states_now()
         if len(states) != len(self._states) or not all(map(is_, states, self._states)):
             return "the state of the optimizer was loaded"
@@ -120,8 +104,7 @@ class StepGuards:
 
     def _states_now(self) -> list[Any]:
         """The states of the optimizers of all storages; loading a state replaces all of them together."""
-        optimizer = self._setup.optimizer
-        return [] if optimizer is None else [each.state for each in optimizer.storages.every]
+        return [] if self._optimizer is None else [each.state for each in self._optimizer.storages.every]
 
     def _addresses_now(self) -> list[int]:
         addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -132,10 +115,10 @@ class StepGuards:
 
     def _settings_now(self) -> list[Any]:
         settings: list[Any] = [tensor.requires_grad for tensor in self._tensors]
-        if self._setup.optimizer is not None:
-            groups = self._setup.optimizer.param_groups
-            settings += [value for group in groups for name, value in group.items() if name not in self._free]
-        settings += [
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        settings += [value for group in groups for name, value in group.items() if name not in self._free]
+        return [
+            *settings,
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
@@ -143,7 +126,6 @@ class StepGuards:
             # Read one by one: torch's older names for them raise errors once a program has set one of these.
             *(each.fp32_precision for each in _PRECISIONS),
         ]
-        return settings
 
 
 class _ModuleGuard:
@@ -153,7 +135,7 @@ class _ModuleGuard:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self._part = part
+        self.part = part
         plain = [name for name, value in part.__dict__.items() if isinstance(value, _PLAIN)]
         self._read = itemgetter(*plain)  # at least two: every module has `training` and more of torch's own
         self._plain = self._read(part.__dict__)
@@ -163,14 +145,9 @@ class _ModuleGuard:
         ]
 
     @property
-    def name(self) -> str:
-        """The module's class, for messages."""
-        return type(self._part).__name__
-
-    @property
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        attributes = self._part.__dict__
+        attributes = self.part.__dict__
         if len(attributes) != self._attributes or self._read(attributes) != self._plain:
             return False
         return all(len(now) == len(before) and all(map(is_, now.values(), before)) for now, before in self._held)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
@@ -62,32 +63,15 @@ class GraphedSteps:
     """Runs the training steps of all replicas, replayed from CUDA graphs where possible.
 
     Where steps cannot be captured, the log "lockstep" says why, and they run as usual.
-
-    Args:
-        strategy: the strategy that runs the steps.
-        setup: what the replicas share.
-        states: one per replica.
-        capture: captures steps on the device.
-        carried: the gradients and sums that steps hand on.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        setup: TrainSetup,
-        states: PerReplica[ReplicaState],
-        *,
-        capture: GraphCapture,
-        carried: CarriedState,
-    ) -> None:
-        self._strategy = strategy
-        self._setup = setup
-        self._states = states
-        self._capture: GraphCapture | None = capture
-        self._carried = carried
+    def __init__(self, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver):
+        self._strategy, self._setup, self._states = strategy, setup, states
+        self._carried = CarriedState(setup.module.copies, states.values)
+        self._capture: GraphCapture | None = GraphCapture(strategy, setup, states, self._carried, driver)
         self._kinds: dict[Hashable, _Kind] = {}
         self._captures = self._differences = 0
-        self._alike_in = -1  # the last epoch in which a step was like an earlier one of its kind
+        self._alike_in = -1  # the last epoch in which a step was like the one before it of its kind
 
     @classmethod
     def create(cls, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
@@ -99,24 +83,13 @@ class GraphedSteps:
             if driver is None:
                 return None
             check_setup(setup)
-            carried = CarriedState(setup.module.copies, states.values)
-            capture = GraphCapture(strategy, setup, states, carried, driver)
+            return cls(strategy, setup, states, driver)
         except NotCapturableError as reason:
             _log(reason)
             return None
-        return cls(strategy, setup, states, capture=capture, carried=carried)
 
     def run(self, batch: Any, due: bool, *, epoch: int) -> tuple[StepOutput, ...]:
-        """One step of every replica.
-
-        Args:
-            batch: the global batch, sharded.
-            due: whether the step ends with an update.
-            epoch: counted from 0.
-
-        Returns:
-            The output of each replica, in replica order.
-        """
+        """One step of every replica on a sharded batch, with an update if it is ``due``. Epochs count from 0."""
         if self._capture is None or current_observer() is not None:
             return self._run(batch, due)
         entering = self._carried.now()
@@ -154,8 +127,7 @@ class GraphedSteps:
         return kind.captured
 
     def _observe(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
-        observed = ObservedStep(self._strategy, self._setup, self._states.values, self._carried)
-        observed.run(batch, due)
+        observed = ObservedStep(self._strategy, self._setup, self._states, self._carried, batch, due)
         try:
             observed.check()
             self._compare(kind, observed.trace, epoch)

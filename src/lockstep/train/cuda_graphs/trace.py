@@ -34,13 +34,7 @@ Argument = tuple[Any, ...] | str | int | float | bool | complex | None
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One operator of a step.
-
-    Args:
-        name: such as "aten.mul.Tensor".
-        arguments: see ``Argument``.
-        where: the nearest line of the user's program; empty in a backward pass.
-    """
+    """One operator of a step, and the nearest line of the user's program; empty in a backward pass."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -50,9 +44,7 @@ class OperatorCall:
 class StepTrace:
     """The operators of one step of all replicas.
 
-    Args:
-        replicas: the number of replicas.
-        changing: tensors that may be others in the next step: the batch, and the gradients and sums so far.
+    ``changing`` are tensors that may be others in the next step: the batch, and the gradients and sums so far.
     """
 
     def __init__(self, replicas: int, changing: Iterable[torch.Tensor]) -> None:
@@ -80,10 +72,7 @@ class StepTrace:
     def drop_internal(self, left: Iterable[torch.Tensor]) -> None:
         """After a step with compiled code: tensors that the code has made by itself are no tensors from outside.
 
-        They are known by being freed, or by being among what the step has left.
-
-        Args:
-            left: the gradients and outputs of the step.
+        They are those that are freed, or in what the step has ``left``: its gradients and outputs.
         """
         freed = (storage for storage, held in self._outer.items() if held.expired())  # type: ignore[no-untyped-call]
         made = {*freed, *map(_storage, left)}
@@ -130,13 +119,7 @@ class _TraceMode(BesideCompiledCode):
 
 
 class ObservedStep:
-    """One step that is observed.
-
-    Args:
-        strategy: runs the step.
-        setup: what the replicas share.
-        states: one per replica.
-        carried: the gradients and sums that steps hand on.
+    """Runs one step and observes it.
 
     Attributes:
         results: what the step returned.
@@ -144,33 +127,30 @@ class ObservedStep:
     """
 
     def __init__(
-        self, strategy: Strategy, setup: TrainSetup, states: Sequence[ReplicaState], carried: CarriedState
+        self,
+        strategy: Strategy,
+        setup: TrainSetup,
+        states: PerReplica[ReplicaState],
+        carried: CarriedState,
+        batch: Any,
+        due: bool,
     ) -> None:
-        self._strategy, self._setup, self._states, self._carried = strategy, setup, states, carried
-
-    def run(self, batch: Any, due: bool) -> None:
-        """Runs the step."""
-        strategy = self._strategy
-        self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *self._carried.now().tensors])
-        self._setup.module.align()  # as the run would: what was set on the user's module is no change by the step
-        guards, drawn = StepGuards(self._setup, ()), self._host_generators()
-        with deferring_metrics(self._states) as metrics, HostSyncs() as reads:
-            found = strategy.run(_traced_step, (self.trace, self._setup, PerReplica(self._states), batch, due))
+        self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *carried.now().tensors])
+        setup.module.align()  # as the run would: what was set on the user's module is no change by the step
+        guards, drawn = StepGuards(setup, free=()), _host_generators(strategy)
+        with deferring_metrics(states.values) as metrics, HostSyncs() as reads:
+            found = strategy.run(_traced_step, (self.trace, setup, states, batch, due))
         self.results = StepResults(strategy.local_results(found), metrics)
-        if self._setup.module.is_compiled:
+        if setup.module.is_compiled:
             outputs = tree_leaves([each.arguments for each in metrics])
             outputs = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
-            self.trace.drop_internal([*outputs, *self._carried.now().tensors])
+            self.trace.drop_internal([*outputs, *carried.now().tensors])
         self._waits = list(dict.fromkeys(reads.syncs))
         self._change = guards.change()
-        self._drew = not all(map(torch.equal, drawn, self._host_generators()))
+        self._drew = not all(map(torch.equal, drawn, _host_generators(strategy)))
 
     def check(self) -> None:
-        """Checks that a step like this can be captured.
-
-        Raises:
-            NotCapturableError: it cannot.
-        """
+        """Raises a NotCapturableError if a step like this cannot be captured."""
         if self._waits:
             operator, line = self._waits[0]
             more = f", and in {len(self._waits) - 1} other places" if len(self._waits) > 1 else ""
@@ -180,11 +160,11 @@ class ObservedStep:
         if self._change is not None:
             raise NotCapturableError(f"the step changes what a captured step assumes: {self._change}")
 
-    def _host_generators(self) -> list[torch.Tensor]:
-        """The states of the replicas' host generators, if the device draws from others."""
-        if self._strategy.devices[0].torch_device.type == "cpu":
-            return []
-        return [state["cpu"] for state in self._strategy.generators.states()]
+
+def _host_generators(strategy: Strategy) -> list[torch.Tensor]:
+    """The states of the replicas' host generators, if the device draws from others."""
+    on_host = strategy.devices[0].torch_device.type == "cpu"
+    return [] if on_host else [state["cpu"] for state in strategy.generators.states()]
 
 
 @wraps(train_step)  # so that the strategy's check of the first run of a step is not made again

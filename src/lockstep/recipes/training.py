@@ -1,0 +1,192 @@
+"""The path of every recipe that trains with ``Model``: compile, fit, test; and the search for the largest batch.
+
+A recipe builds a ``Task`` from its config; what differs between recipes is in the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.errors import CheckpointError
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.batch_size import default_budget_mb
+from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
+from lockstep.train.compile import CompileConfig, Loss, Precision, TrainSetup
+from lockstep.train.fit import Verbose
+from lockstep.train.logs import History
+from lockstep.train.model import Model
+from lockstep.train.step import ReplicaState, train_step
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The parts of a run. They are plain PyTorch and do not depend on the number of replicas.
+
+    Args:
+        config: the recipe's configuration: epochs, patience, precision, accumulate, clip_norm, batch_size.
+        module: the model, on the CPU.
+        train: training batches, with ``num_rows``, ``dummy_batch(rows)`` and another order in every epoch.
+        valid: validation batches, the same in every epoch; empty if nothing is held out.
+        test: test batches.
+        loss: the loss of ``Model.compile``.
+        optimizer: makes the optimizer of parameters.
+        scheduler: makes the learning rate schedule of an optimizer; None for a constant rate.
+        metrics: name -> torchmetrics Metric.
+        sync_batchnorm: whether batch norm statistics are those of the global batch.
+        settings: returns name -> number, string or None of everything that the results depend on, except the devices.
+    """
+
+    config: Any
+    module: Any
+    train: Any
+    valid: Any
+    test: Any
+    loss: Loss
+    optimizer: MakeOptimizer
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    metrics: Mapping[str, Any]
+    sync_batchnorm: bool = False
+    settings: Callable[[], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The result of a run.
+
+    Args:
+        history: metrics and times of the epochs.
+        test_metrics: metrics over the test split.
+        parameters: number of parameters of the whole model, tied ones counted once.
+    """
+
+    history: History
+    test_metrics: Mapping[str, float]
+    parameters: int
+
+
+def compile_task(task: Task, strategy: Strategy) -> Model:
+    """Returns a compiled ``Model`` of the task's module on the strategy."""
+    config = task.config
+    with strategy.scope():
+        model = Model(task.module, sync_batchnorm=task.sync_batchnorm)
+        model.compile(
+            optimizer=task.optimizer,
+            loss=task.loss,
+            metrics=task.metrics,
+            scheduler=task.scheduler,
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm,
+        )
+    return model
+
+
+def fit_and_test(
+    task: Task, model: Model, *, callbacks: Sequence[Callback], log_dir: Path | None, verbose: Verbose
+) -> tuple[History, dict[str, float]]:
+    """Trains and validates epoch by epoch, then tests; returns history and test metrics. Every worker must call it.
+
+    Raises:
+        CheckpointError: the backup is of a run with other settings.
+    """
+    config = task.config
+    all_callbacks = [*callbacks, ResumeCheck(task.settings)]
+    if config.patience:
+        all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
+    if log_dir is not None:
+        all_callbacks.append(TensorBoard(log_dir))
+    history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
+    return history, model.evaluate(task.test, verbose=0)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Returns the number of elements of all parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class ResumeCheck(Callback):
+    """Saves a run's settings in its checkpoints, and refuses to resume a run that had other settings.
+
+    ``settings`` is called when the first checkpoint is saved or restored, so a run without checkpoints hashes no data.
+    """
+
+    def __init__(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._find = settings
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return dict(self._find())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings."""
+        return dict(self._settings)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the settings of the saved run differ from those of this run."""
+        changed = [name for name, value in self._settings.items() if name in state and state[name] != value]
+        if changed:
+            saved, own = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (state, self._settings))
+            raise CheckpointError(
+                f"the backup is of a run with {saved}, and this run has {own}; resume with the saved settings, or start"
+                " anew in another folder"
+            )
+
+
+def settings_except(config: Any, names: Collection[str]) -> dict[str, Any]:
+    """Returns name -> value of the fields of a config, except those that may change when a run is resumed."""
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch:
+    """The largest global batch that fits: its size, the examples in the training split, and the memory limit.
+
+    The limit is that of this process in MB; None on GPUs, which have limits of their own.
+    """
+
+    size: int
+    examples: int
+    memory_mb: float | None
+
+
+def largest_batch(task: Task, strategy: Strategy) -> LargestBatch:
+    """Tries training steps, as ``Model.fit`` takes them, until it finds the largest global batch that fits in memory.
+
+    The search begins with the config's batch size; every row is as large as the largest of the data.
+
+    Raises:
+        DeviceMemoryError: not even one example per replica fits.
+    """
+    config, examples = task.config, task.train.num_rows
+    model = compile_task(task, strategy)
+    setup = TrainSetup(
+        module=strategy.mirror(model.module).train(),
+        config=CompileConfig(loss=task.loss, precision=config.precision, clip_norm=config.clip_norm),
+        precision=Precision(config.precision, strategy.devices[0].torch_device.type),
+        optimizer=model.optimizer,
+    )
+
+    def step(shard: Any) -> None:
+        train_step(setup, ReplicaState({}), shard, True)
+
+    budget_mb = default_budget_mb(strategy.devices)
+    size = strategy.find_batch_size(
+        step,
+        task.train.dummy_batch,
+        config.batch_size,
+        limit=examples,
+        multiple_of=min(strategy.num_replicas_in_sync, examples),
+        memory_mb=budget_mb,
+    )
+    return LargestBatch(size=size, examples=examples, memory_mb=budget_mb)
