@@ -21,7 +21,7 @@ import lockstep as ls
 from benchmarks.processes import ProcessInfo
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import TRIAL_LIMIT_S, Batch, Layout, Trial, Workload
-from lockstep.collectives.options import Compression
+from lockstep.collectives.communicator import Compression
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.memory import keep_freed_memory

@@ -22,7 +22,7 @@ from benchmarks.results import Comparison, Figures, compare_steps, figures_of, s
 from benchmarks.suites.cpu import layouts_of
 from benchmarks.trial import Conditions, Contender, Layout, Pace, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
-from lockstep.collectives.options import Compression
+from lockstep.collectives.communicator import Compression
 
 PACE = Pace(warm_up=3, steps=10, rounds=3)
 ONE_HOST_LIMIT = 1.0

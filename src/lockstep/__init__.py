@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep import config, errors
     from lockstep.checkpoint import Checkpoint, CheckpointManager, export_weights, latest_checkpoint
     from lockstep.cluster.spec import ClusterSpec
-    from lockstep.collectives.options import CommunicationOptions
+    from lockstep.collectives.communicator import CommunicationOptions
     from lockstep.collectives.per_replica import PerReplica
     from lockstep.collectives.reduce import ReduceOp
     from lockstep.data.dataset import InputContext
@@ -82,7 +82,7 @@ __all__ = [
 _WHERE = {
     "lockstep.checkpoint": ("Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"),
     "lockstep.cluster.spec": ("ClusterSpec",),
-    "lockstep.collectives.options": ("CommunicationOptions",),
+    "lockstep.collectives.communicator": ("CommunicationOptions",),
     "lockstep.collectives.per_replica": ("PerReplica",),
     "lockstep.collectives.reduce": ("ReduceOp",),
     "lockstep.data.dataset": ("InputContext",),

@@ -2,11 +2,10 @@
 
     per_replica      values that differ by replica, and the base class of variables
     replica_barrier  where replica threads meet, and who may issue work meanwhile
-    communicator     the collectives between workers: the interface, for a single worker, and for a device mesh
+    communicator     the collectives between workers: the interface and its options, for one worker, for a mesh
     distributed      the collectives over torch.distributed
     process_group    gloo and NCCL groups whose waits are watched
     reduce           reduce and gather over all replicas of all workers; the differentiable forms
-    options          CommunicationOptions
 
 Begin with ``communicator`` and ``replica_barrier``; the others build on these.
 """

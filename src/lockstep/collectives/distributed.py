@@ -109,7 +109,7 @@ class DistributedCommunicator(Communicator):
         names = [membership.names[member] for member in self._members]
         super().__init__(self._members.index(membership.spec.index), replicas, names)
         self._owns_membership = members is None
-        self._prefix = f"{team} {self._members[0]}/" if team else ""  # the first member tells teams of one name apart
+        self._prefix = f"{team} {self._members[0]}/" if team else ""  # groups of one name have different first members
         self.membership = membership
         self._nccl = nccl
         self._timeout_s = timeout_s

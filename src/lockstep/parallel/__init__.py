@@ -2,13 +2,13 @@
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
     model_specs                          what the known model families call their layers
-    tensor_parallel, vocab_parallel      layers divided among workers; logits and losses divided by vocabulary
-    sequence_parallel, tp_rng            tokens divided between those layers; dropout on divided and whole tensors
+    tensor_parallel, tp_rng              layers, and sequences between them, divided among workers; their dropout
+    vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker
     pipeline, pipeline_trace             a training step through the stages; what ran when
     fsdp                                 weights sharded over the data axis
     deferred_init                        first weights of a model that was made on the meta device
-    sharded_module, regions              a worker's part of a model as an nn.Module; where it lies in the whole tensors
+    sharded_module, regions              a worker's part of a model as an nn.Module; its place in the whole tensors
 
 Begin with ``mesh_layout`` and ``sharded_module``; ``strategies.parallel`` puts the parts together.
 """

@@ -1,7 +1,7 @@
 """Deferred initialisation: a worker's part of a model that was made on the meta device gets its initial values.
 
-Each tensor is initialised whole, by the model's own functions and from a seed of its own, and this worker's shard is
-kept; so the values do not depend on how the model is divided.
+Each tensor is initialised whole, by the model's functions and from a seed of its name, and this worker keeps its shard;
+so the values do not depend on how the model is divided.
 """
 
 from __future__ import annotations

@@ -102,9 +102,8 @@ def choose_pipeline_config(
         8
     """
     if stages_per_worker is not None and workers == 1:
-        raise ConfigError(
-            f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
-        )
+        given = f"stages_per_worker={stages_per_worker}"
+        raise ConfigError(f"{given} is about pipelines, and pipeline=1 is none; leave it out")
     if stages_per_worker is None:
         stages_per_worker = 1 if workers == 1 or _STAGES_PER_WORKER.get(schedule, (1, 1))[1] == 1 else 2
     if microbatches is None:
@@ -124,9 +123,8 @@ def check_layers(pipelining: PipelineConfig, layers: int) -> None:
     each, workers = pipelining.stages_per_worker, pipelining.workers
     if each == 1 or pipelining.stages <= layers:
         return
-    least = 1 if pipelining.schedule == "zero_bubble" else 2
     fitting = [f"pipeline up to {layers // each}"] if layers // each > 1 else []
-    if least <= layers // workers < each and pipelining.schedule != "zero_bubble_v":
+    if _STAGES_PER_WORKER[pipelining.schedule][0] <= layers // workers < each:
         fitting.append(f"stages_per_worker up to {layers // workers}")
     fitting.append(f'schedule="1f1b" with pipeline up to {layers}')
     raise ConfigError(

@@ -50,7 +50,7 @@ class VocabShard:
         return min(self.most, self.size - self.begin)
 
     def cut(self, logits: Tensor, dim: int) -> Tensor:
-        """This rank's part of whole logits, whose vocabulary lies along ``dim``."""
+        """This rank's part of whole logits, with the vocabulary along ``dim``."""
         return logits.narrow(dim, self.begin, self.own)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
@@ -242,7 +242,7 @@ class VocabParallelLogits(Tensor):
     def whole(self) -> Tensor:
         """The gathered logits as a plain tensor, the same one at each call. All ranks must call it."""
         if self.known_whole is None:
-            with torch.enable_grad():  # as for the part, whatever the mode of the first caller
+            with torch.enable_grad():  # as for the part, independent of the first caller's mode
                 self.known_whole = _gathered(self.part, self.vocabulary, self.vocab_dim)
         return self.known_whole
 

@@ -1,8 +1,7 @@
 """Replicas: one copy of the step function per logical device, each run by a thread of its own.
 
     runner        one run: a job to each thread, then all results or the first error
-    threads       the persistent threads
-    caller_state  the caller's thread-local state (autocast, grad mode, function modes, profiler), set in the threads
+    threads       the persistent threads, and the caller's thread-local state that is set in them
     context       what a step function sees of its replica: ids, device, collectives
     hooks         what a tool such as ``lockstep verify`` can observe of a strategy
     rng, device, cpu   random numbers; GPUs; what is tuned for CPUs

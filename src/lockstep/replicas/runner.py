@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.caller_state import CallerState, Profile
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
@@ -34,7 +33,7 @@ from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.streams import DeviceMemory, GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import ReplicaThreads
+from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy

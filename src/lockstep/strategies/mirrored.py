@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.cluster.environment import declared_job
-from lockstep.collectives.communicator import SingleWorkerCommunicator
-from lockstep.collectives.options import check_waiting_time
+from lockstep.collectives.communicator import SingleWorkerCommunicator, check_waiting_time
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.replicas.runner import ReplicaRunner

@@ -16,9 +16,14 @@ import torch
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, check_agreement
+from lockstep.collectives.communicator import (
+    CommunicationOptions,
+    Communicator,
+    SingleWorkerCommunicator,
+    check_agreement,
+    check_waiting_time,
+)
 from lockstep.collectives.distributed import DistributedCommunicator
-from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
 from lockstep.errors import ClusterError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join

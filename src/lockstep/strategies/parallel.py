@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
+    CommunicationOptions,
     Communicator,
     MeshCommunicator,
     SingleWorkerCommunicator,
     all_gather_object,
     check_agreement,
+    check_waiting_time,
 )
-from lockstep.collectives.options import CommunicationOptions, check_waiting_time
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
@@ -38,9 +39,16 @@ from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
-from lockstep.parallel.sequence_parallel import SequenceSharding
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import WHOLE, SpecNames, TensorPlan, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tensor_parallel import (
+    WHOLE,
+    SequenceSharding,
+    SpecNames,
+    TensorPlan,
+    TensorSharding,
+    shard_layers,
+    ties_of,
+)
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices

@@ -106,7 +106,7 @@ class DeviceGraph:
         """Does what torch omits: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
         try:
             end_allocation_to_pool(self._device.index, self._pool)
-        except RuntimeError:  # the allocator has been told
+        except RuntimeError:  # the use has ended already
             if not torch.__version__.startswith("2.13.0"):
                 return
         release_pool(self._device.index, self._pool)

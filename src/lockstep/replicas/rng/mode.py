@@ -29,7 +29,7 @@ from lockstep.replicas.rng.ops import REWRITTEN
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
 
 DEFAULT_GENERATOR_LOCK = threading.Lock()
-"""Held while torch's default generator is lent to a replica, and by whoever draws from it in a thread of its own."""
+"""Held while torch's default generator draws a replica's numbers, and by other threads that draw from it."""
 
 _Tensor = torch.Tensor
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
@@ -56,7 +56,7 @@ _COMPOSITE: frozenset[Any] = frozenset(
 )
 # With dropout between their layers only. Packed sequences put the weights, a tuple or list, one place later.
 _RECURRENT: frozenset[Any] = frozenset([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu])
-# Functions that draw inside C++, or that no hot loop calls: the default generator is lent to them, one at a time.
+# Functions that draw inside C++, or that no hot loop calls: the default generator draws for them, one at a time.
 _DRAWS_INSIDE: frozenset[Any] = _RECURRENT | frozenset(
     [
         *(torch.rrelu, torch.rrelu_, torch.dropout, torch.dropout_, torch.native_dropout),
