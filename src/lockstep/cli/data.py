@@ -75,19 +75,11 @@ class DataMlm:
 
 def text_summary(text: TextSplits, *, lines: int) -> str:
     """The source, a table of the splits, and the first lines of each, shortened to one line of a terminal."""
-    splits = {"train": text.train, "valid": text.valid, "test": text.test}
-    rows = [
-        [
-            name,
-            *(f"{count:,}" for count in (len(found), sum(len(line.split()) for line in found), sum(map(len, found)))),
-        ]
-        for name, found in splits.items()
-    ]
-    first = [
-        f"{name:<6}{textwrap.shorten(line, width=100, placeholder=' ...')}"
-        for name, found in splits.items()
-        for line in found[:lines]
-    ]
+    rows, first = [], []
+    for name, found in (("train", text.train), ("valid", text.valid), ("test", text.test)):
+        counts = len(found), sum(len(line.split()) for line in found), sum(map(len, found))
+        rows.append([name, *(f"{count:,}" for count in counts)])
+        first += [f"{name:<6}{textwrap.shorten(line, width=100, placeholder=' ...')}" for line in found[:lines]]
     table = text_table(["split", "lines", "words", "characters"], rows)
     return "\n\n".join([f"text: {text.source}", table, "\n".join(first)]).rstrip()
 
@@ -142,21 +134,9 @@ def decoding_bar(*, quiet: bool) -> Iterator[Progress | None]:
 
 def images_summary(summary: ImageSummary) -> str:
     """The source, a table of classes and splits, the sizes, and the broken images."""
-    splits = list(summary.counts)
-    rows = [
-        [name, *(f"{summary.counts[split][label]:,}" for split in splits)] for label, name in enumerate(summary.classes)
-    ]
+    splits, broken = list(summary.counts), summary.broken
+    rows = [[name, *(f"{summary.counts[split][n]:,}" for split in splits)] for n, name in enumerate(summary.classes)]
     total = ["all", *(f"{sum(summary.counts[split]):,}" for split in splits)]
-    blocks = [f"images: {summary.source}", text_table(["class", *splits], [*rows, total]), _image_facts(summary)]
-    if summary.broken:
-        broken = list(summary.broken.items())[:_MAX_BROKEN_SHOWN]
-        shown = [f"broken  {path} ({reason})" for path, reason in broken]
-        more = len(summary.broken) - _MAX_BROKEN_SHOWN
-        blocks.append("\n".join([*shown, *([f"broken  and {more:,} more"] if more > 0 else [])]))
-    return "\n\n".join(blocks)
-
-
-def _image_facts(summary: ImageSummary) -> str:
     facts = [f"splits  {summary.rule}"]
     if summary.sizes:
         named = {size: f"{size[0]}x{size[1]}" for size in summary.sizes}
@@ -168,9 +148,13 @@ def _image_facts(summary: ImageSummary) -> str:
     at_published = f"{format_bytes(decoded)} at {_PUBLISHED_SIZE}x{_PUBLISHED_SIZE}"
     facts.append(f"decoded {at_published}, {format_bytes(decoded // 49)} at 32x32")
     facts += [f"ignored {what}" for what in summary.ignored]
-    broken = len(summary.broken)
-    facts.append(f"broken  {broken:,} of {summary.num_images:,} images ({broken / summary.num_images:.2%})")
-    return "\n".join(facts)
+    share = len(broken) / summary.num_images
+    facts.append(f"broken  {len(broken):,} of {summary.num_images:,} images ({share:.2%})")
+    shown = [f"broken  {path} ({reason})" for path, reason in list(broken.items())[:_MAX_BROKEN_SHOWN]]
+    if len(broken) > len(shown):
+        shown.append(f"broken  and {len(broken) - len(shown):,} more")
+    blocks = [f"images: {summary.source}", text_table(["class", *splits], [*rows, total]), "\n".join(facts)]
+    return "\n\n".join([*blocks, "\n".join(shown)]).rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)

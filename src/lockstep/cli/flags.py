@@ -77,15 +77,22 @@ class Nested:
         return self.kind(**values, **self.given), auto
 
 
-def command(job: type[Job], given: Mapping[str, Any] | None = None, **nested: Nested) -> Callable[..., Job]:
+def command(
+    job: type[Job],
+    given: Mapping[str, Any] | None = None,
+    *,
+    groups: Mapping[str, str] | None = None,
+    **nested: Nested,
+) -> Callable[..., Job]:
     """Returns a typer command that makes an object of a dataclass from the flags.
 
     Args:
         job: a dataclass whose docstring has an ``Args:`` section with an entry for every field, and before it the help.
         given: values of fields that get no flag.
+        groups: first field of a group of flags -> title of the group in the help.
         nested: fields that are dataclasses; their flags come after the others.
     """
-    own = [parameter for parameter in flags_of(job) if parameter.name not in nested]
+    own = [parameter for parameter in flags_of(job, groups=groups) if parameter.name not in nested]
 
     def make(**flags: Any) -> Job:
         values = {parameter.name: flags[parameter.name] for parameter in own}

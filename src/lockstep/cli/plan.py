@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.flags import Nested, command, flag_name
+from lockstep.cli.flags import command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.plan.cost import Prediction
 from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
@@ -30,14 +30,20 @@ def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep plan``."""
     groups = {"devices": "Devices and training", "replicas": "Fixed choices"}
     example = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
-    app.command("plan", epilog=example)(command(PlanCommand, request=Nested(kind=PlanRequest, groups=groups)))
+    app.command("plan", epilog=example)(command(PlanCommand, groups=groups))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What is planned, and for which devices.
+class PlanCommand:
+    """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.
 
     Args:
+        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
+            sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
+        top: how many layouts to show, the best of each (data, pipeline, tensor).
+        measure: use figures of this machine, measured in a second or two, for every device.
+        json: print JSON.
+        infeasible: list the degrees without a layout, and why.
         devices: number of devices.
         kind: kind of the devices, whose published figures are used.
         per_host: devices in a host; by default as usual for the kind.
@@ -54,6 +60,11 @@ class PlanRequest:
         activation_checkpointing: fix what the backward pass recomputes.
     """
 
+    model: Annotated[str, typer.Argument(metavar="MODEL")]
+    top: int = 5
+    measure: bool = False
+    json: bool = False
+    infeasible: bool = False
     devices: int
     kind: str | None = None
     per_host: int | None = None
@@ -69,12 +80,52 @@ class PlanRequest:
     activation_checkpointing: CheckpointingName | None = None
 
     def __post_init__(self) -> None:
-        for name in ("devices", "per_host", "batch", "sequence"):
+        for name in ("top", "devices", "per_host", "batch", "sequence"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
-    def choices(self) -> Choices:
+    def __call__(self) -> int:
+        """Prints the plan."""
+        found = self.find(_shape(self.model, self.sequence))
+        if self.json:
+            print(json_format.dumps(as_dict(found, top=self.top), indent=2))
+        else:
+            print(as_text(found, self.top, self.infeasible))
+        return 0
+
+    def find(self, shape: ModelShape) -> Plan:
+        """Makes the plan; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
+        here = self._measured() if self.measure else None
+        if here is None and self.kind is None:
+            raise ConfigError(
+                f"--kind was not given; choose one of {', '.join(DEVICE_KINDS)}, or --measure this machine's device"
+            )
+        device = here.device if here else device_kind(self.kind or "")
+        network = here.network if here else usual_network(device, self.devices)
+        if self.per_host is not None:
+            network = replace(network, per_host=self.per_host)
+        inside, _, between = (self.link or "").partition(",")
+        if inside:
+            network = replace(network, inside=parse_link(inside))
+        if between:
+            network = replace(network, between=parse_link(between))
+        software = usual_software(device)
+        if self.precision is not None:
+            software = replace(software, precision=precision_named(self.precision))
+        if here is not None:
+            software = replace(software, constants=here.constants)
+        return make_plan(
+            shape,
+            devices=self.devices,
+            kind=device,
+            batch=_SEQUENCES_PER_DEVICE * self.devices if self.batch is None else self.batch,
+            network=network,
+            software=software,
+            choices=self._choices(),
+        )
+
+    def _choices(self) -> Choices:
         """What is fixed, and what else Lockstep can do."""
         checkpointing = self.activation_checkpointing
         return replace(
@@ -87,71 +138,12 @@ class PlanRequest:
             activation_checkpointing=LOCKSTEP.activation_checkpointing if checkpointing is None else (checkpointing,),
         )
 
+    def _measured(self) -> Measured:
+        if self.kind is not None:
+            raise ConfigError(f"--kind {self.kind} and --measure were both given, expected one of them; leave one out")
+        from lockstep.plan.measure import measure  # imports torch
 
-@dataclass(frozen=True, kw_only=True)
-class PlanCommand:
-    """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.
-
-    Args:
-        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
-            sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
-        top: how many layouts to show, the best of each (data, pipeline, tensor).
-        measure: use figures of this machine, measured in a second or two, for every device.
-        json: print JSON.
-        infeasible: list the degrees without a layout, and why.
-    """
-
-    model: Annotated[str, typer.Argument(metavar="MODEL")]
-    top: int = 5
-    measure: bool = False
-    json: bool = False
-    infeasible: bool = False
-    request: PlanRequest
-
-    def __call__(self) -> int:
-        """Prints the plan."""
-        if self.top < 1:
-            raise ConfigError(f"--top {self.top} was given, expected at least 1")
-        found = find_plan(_shape(self.model, self.request.sequence), self.request, measured=self.measure)
-        if self.json:
-            print(json_format.dumps(as_dict(found, top=self.top), indent=2))
-        else:
-            print(as_text(found, self.top, self.infeasible))
-        return 0
-
-
-def find_plan(shape: ModelShape, request: PlanRequest, *, measured: bool) -> Plan:
-    """Makes the plan for the flags; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
-    here = _measure(request) if measured else None
-    if here is None and request.kind is None:
-        raise ConfigError(
-            f"--kind was not given; choose one of {', '.join(DEVICE_KINDS)}, or --measure this machine's device"
-        )
-    device = here.device if here else device_kind(request.kind or "")
-    network = here.network if here else usual_network(device, request.devices)
-    if request.per_host is not None:
-        network = replace(network, per_host=request.per_host)
-    if request.link is not None:
-        inside, _, between = request.link.partition(",")
-        network = replace(
-            network,
-            inside=parse_link(inside) if inside else network.inside,
-            between=parse_link(between) if between else network.between,
-        )
-    software = usual_software(device)
-    if request.precision is not None:
-        software = replace(software, precision=precision_named(request.precision))
-    if here is not None:
-        software = replace(software, constants=here.constants)
-    return make_plan(
-        shape,
-        devices=request.devices,
-        kind=device,
-        batch=_SEQUENCES_PER_DEVICE * request.devices if request.batch is None else request.batch,
-        network=network,
-        software=software,
-        choices=request.choices(),
-    )
+        return measure(per_host=self.per_host or 1)
 
 
 def _shape(model: str, sequence: int | None) -> ModelShape:
@@ -160,14 +152,6 @@ def _shape(model: str, sequence: int | None) -> ModelShape:
     from lockstep.recipes.mlm.config import mlm  # imports torch
 
     return shape_of(mlm(), sequence=sequence)
-
-
-def _measure(request: PlanRequest) -> Measured:
-    if request.kind is not None:
-        raise ConfigError(f"--kind {request.kind} and --measure were both given, expected one of them; leave one out")
-    from lockstep.plan.measure import measure  # imports torch
-
-    return measure(per_host=request.per_host or 1)
 
 
 # The table.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -111,6 +111,10 @@ class MeshFlags:
         return {name: degree for name, degree in given.items() if degree is not None}
 
     @property
+    def _by_axis(self) -> dict[str, int]:
+        return {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
+
+    @property
     def asked(self) -> bool:
         """Whether the model is to be divided."""
         return bool(self._degrees)
@@ -127,8 +131,7 @@ class MeshFlags:
 
     def choose(self, workers: int) -> MeshLayout:
         """The mesh of a job with ``workers`` workers; raises ConfigError if the degrees do not fit."""
-        degrees = {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
-        return choose_mesh_layout(workers, **degrees)
+        return choose_mesh_layout(workers, **self._by_axis)
 
     def pipelining(self, mesh: MeshLayout) -> PipelineConfig:
         """The configuration of the pipelines; raises ConfigError for too few microbatches or stages."""
@@ -136,19 +139,11 @@ class MeshFlags:
 
     def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
         """Makes the strategy on that mesh. Every worker must call it."""
-        return ParallelStrategy(
-            data=REST if self.replicas is None else self.replicas,
-            pipeline=1 if self.pipeline is None else self.pipeline,
-            tensor=1 if self.tensor is None else self.tensor,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            stages_per_worker=self.stages_per_worker,
-            shard_optimizer=self.shard_optimizer,
-            shard_parameters=self.shard_parameters,
-            sequence_parallel=self.sequence_parallel,
-            cluster=cluster,
-            seed=seed,
-        )
+        settings: dict[str, Any] = {"data": REST, **self._by_axis}
+        for field in fields(self):
+            if field.name not in ("replicas", "pipeline", "tensor"):
+                settings[field.name] = getattr(self, field.name)
+        return ParallelStrategy(**settings, cluster=cluster, seed=seed)
 
 
 NO_MESH = MeshFlags()

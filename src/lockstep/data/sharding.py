@@ -160,9 +160,8 @@ def _rows(tensors: Any) -> int:
     if len(set(lengths.values())) > 1:
         found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
-            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), "
-            "values that are one for the whole batch as tensors without a dimension, and lists of one item a row with "
-            'as many items (strategy.distribute_dataset(data, lists="rows") says that they are some)'
+            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), a "
+            'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows'
         )
     return next(iter(lengths.values()))
 
@@ -178,8 +177,7 @@ def _as_tensor(name: str, leaf: Any) -> Any:
     if not numpy or not isinstance(leaf, numpy.ndarray):
         raise DataError(
             f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
-            "single values in tuples, lists and dicts, or a list of one such object a row (a collate_fn of the "
-            "DataLoader can make them)"
+            "single values in tuples, lists and dicts, or a list of one such object a row (see DataLoader's collate_fn)"
         )
     try:
         # torch shares an array's memory, but warns about read-only memory and refuses negative strides.

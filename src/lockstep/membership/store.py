@@ -167,11 +167,9 @@ class StoreAddress:
 
 
 def find_store(host: str, port: int) -> StoreAddress:
-    """Connects once to find out whether the store answers, and by which addresses.
+    """Connects once to find out whether the store answers, and by which addresses; else raises StoreBrokenError.
 
     torch's client would retry by itself and print a C++ traceback to stderr for each failure.
-
-    Raises StoreBrokenError if it does not answer.
     """
     try:
         with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as probe:
@@ -193,12 +191,9 @@ def serve_store(listener: socket.socket) -> Store:
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
-    """A socket that listens on one address of this machine. The caller must close it.
+    """A socket that listens on one address of this machine; port 0 is any free one. The caller must close it.
 
-    Args:
-        host: a name or an IP address.
-        port: the port; 0 for any free one.
-        who: who listens, for messages: "worker 0 (hosta:20000)".
+    ``who`` listens, for messages: "worker 0 (hosta:20000)".
 
     Raises:
         PortTakenError: another program listens there.
@@ -226,10 +221,7 @@ def listen(host: str, port: int, who: str) -> socket.socket:
 
 
 def find_port_owner(port: int, proc: Path = Path("/proc")) -> str:
-    """The process that listens on a port of this machine, such as "process 4242 (python train.py)".
-
-    Empty if it belongs to another user or the machine has no /proc.
-    """
+    """The process that listens on a port of this machine, such as "process 42 (python train.py)"; empty if unknown."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port, proc)}
     for process in sorted(proc.glob("[0-9]*")) if sockets else ():
         try:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,9 @@ Train = Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
 """Trains a module with the strategy; returns the loss of each step, and the weights of the whole model by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """The largest differences of two runs of the same steps, in loss and weights; and how far a weight was moved."""
 
-    optimizer: str
     loss: float
     weight: float
     moved: float
@@ -73,9 +71,9 @@ class ExactnessReport:
         ours = f"{self.replicas} replicas" if self.layout is None else self.layout
         title = f"{ours} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
         lines = [
-            f"  {d.optimizer:<5} largest difference in loss {d.loss:.1e}, in weights {d.weight:.1e}"
-            f" (training moved them by up to {d.moved:.1e})"
-            for d in (self.sgd, self.adam)
+            f"  {name:<5} largest difference in loss {loss:.1e}, in weights {weight:.1e}"
+            f" (training moved them by up to {moved:.1e})"
+            for name, (loss, weight, moved) in (("SGD", self.sgd), ("Adam", self.adam))
         ]
         return "\n".join([title, *lines])
 
@@ -103,12 +101,11 @@ def compare(
     Every worker of the strategy must call it.
     """
 
-    def difference(name: str, optimizer: MakeOptimizer) -> Difference:
+    def difference(optimizer: MakeOptimizer) -> Difference:
         losses, weights = train(copy.deepcopy(module), optimizer)
         plain = copy.deepcopy(module)
         plain_losses = train_in_plain_pytorch(plain, batches, plain_loss, optimizer)
         return Difference(
-            optimizer=name,
             loss=max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True)),
             weight=_largest_difference(weights, plain),
             moved=_largest_difference(dict(module.named_parameters()), plain),
@@ -118,8 +115,8 @@ def compare(
         steps=len(batches),
         replicas=strategy.num_replicas_in_sync,
         condition=condition,
-        sgd=difference("SGD", sgd),
-        adam=difference("Adam", adam),
+        sgd=difference(sgd),
+        adam=difference(adam),
         layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
     )
 

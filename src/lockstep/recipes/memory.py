@@ -71,11 +71,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Reads ``name=value`` pairs separated by commas; "+" separates several names of layers.
-
-        Raises:
-            ConfigError: a pair is malformed, has an unknown name or a bad value, or is given twice.
-        """
+        """Reads ``name=value`` pairs separated by commas; "+" separates several names of layers."""
         known = cls.__dataclass_fields__
         values: dict[str, Any] = {}
         for pair in text.split(","):
@@ -129,11 +125,7 @@ class MemoryChoices:
 
 
 def loading(choices: MemoryChoices, device: torch.device) -> dict[str, Any]:
-    """Returns further arguments of ``from_pretrained``. Call it before anything else is done.
-
-    Args:
-        choices: 8bit and 4bit take effect here, the others in ``with_choices``.
-        device: device of the first replica.
+    """Returns arguments of ``from_pretrained`` for 8bit and 4bit; the other choices take effect in ``with_choices``.
 
     Raises:
         ConfigError: 8-bit or 4-bit weights were asked for without a GPU.
@@ -162,15 +154,9 @@ def loading(choices: MemoryChoices, device: torch.device) -> dict[str, Any]:
 
 
 def with_choices(model: Any, choices: MemoryChoices, *, task: Task | None = None) -> Any:
-    """Applies the choices to ``model`` in place; call it before ``strategy.mirror`` or ``Trainer``.
+    """Applies the choices to a transformers model in place; call it before ``strategy.mirror`` or ``Trainer``.
 
-    Args:
-        model: a transformers model; with 8bit or 4bit, loaded with the arguments from ``loading``.
-        choices: what to do.
-        task: task of the model, for LoRA; None trains no head.
-
-    Returns:
-        The model, or with LoRA the peft.PeftModel around it.
+    With LoRA it returns the peft.PeftModel around the model; ``task`` decides which head is trained, None trains none.
 
     Raises:
         ConfigError: the model does not support adapters or activation checkpointing.
@@ -205,19 +191,11 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
-    """Freezes ``model`` and adds adapters to it, in place; their weights are drawn from torch's default generator.
+    """Freezes ``model`` and adds adapters to it, in place; returns the peft.PeftModel around it.
 
     Afterwards only adapters, and submodules that are trained in full, require gradients; ``merge_and_unload()`` of the
     result returns the plain model with the adapters added to its weights. What is trained is float32: in bfloat16 an
-    update of less than 1/256 of a weight would be lost.
-
-    Args:
-        model: a transformers model, on any device and of any dtype.
-        lora: settings of the adapters.
-        task: task of the model; None trains no head.
-
-    Returns:
-        The peft.PeftModel around ``model``.
+    update of less than 1/256 of a weight would be lost. Weights are drawn from torch's default generator.
 
     Raises:
         ConfigError: the model has no such layers, its layers do not support adapters, or peft has no default targets

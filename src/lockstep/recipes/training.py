@@ -163,14 +163,13 @@ class LargestBatch:
 def largest_batch(task: Task, strategy: Strategy) -> LargestBatch:
     """Tries training steps, as ``Model.fit`` takes them, until it finds the largest global batch that fits in memory.
 
-    The search begins with the config's batch size; every row is as large as the largest of the data.
-
-    Raises:
-        DeviceMemoryError: not even one example per replica fits.
+    The search begins with the config's batch size; every row is as large as the largest of the data. It raises
+    DeviceMemoryError if not even one example per replica fits.
     """
     config, examples = task.config, task.train.num_rows
     model = compile_task(task, strategy)
     setup = TrainSetup(
+        strategy=strategy,
         module=strategy.mirror(model.module).train(),
         config=CompileConfig(loss=task.loss, precision=config.precision, clip_norm=config.clip_norm),
         precision=Precision(config.precision, strategy.devices[0].torch_device.type),

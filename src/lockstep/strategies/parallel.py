@@ -234,7 +234,7 @@ class ParallelStrategy(ThreadedStrategy):
         kinds = self._parts.kinds(firsts)
         sharing = self._job.make_sharing(parameters, peers, kinds) if self._shard_optimizer else None
         return PartExchange(
-            between_replicas,
+            between_replicas=between_replicas,
             workers=self.workers,
             holders=self._groups.job if sharded else self._groups.replica,
             counted=self._parts.counted(firsts),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,32 +14,27 @@ from lockstep.recipes.mlm.batches import (
     MaskedBatches,
 )
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.text.tokenizer import (
-    TokenRows,
-    Vocabulary,
-    WordPieceSettings,
-    train_wordpiece,
-    wordpiece_vocabulary,
-)
+from lockstep.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode, new_tokenizer
 
 CONFIG = MlmConfig(batch_size=16, length_window=4)
 
 
 @pytest.fixture(scope="module")
-def vocabulary(lines: list[str]) -> Vocabulary:
-    return wordpiece_vocabulary(train_wordpiece(lines, WordPieceSettings(vocabulary=400)))
+def tokenizer(lines: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    cache = tmp_path_factory.mktemp("cache")
+    return new_tokenizer(lines, WordPieceSettings(vocabulary=400), max_tokens=96, cache_dir=cache)
 
 
 @pytest.fixture(scope="module")
-def rows(vocabulary: Vocabulary, lines: list[str]) -> TokenRows:
-    return vocabulary.encode(lines, max_tokens=96)
+def rows(tokenizer: Any, lines: list[str]) -> TokenRows:
+    return TokenRows(encode(tokenizer, lines, max_tokens=96))
 
 
 def batches(
-    rows: TokenRows, vocabulary: Vocabulary, *, max_tokens: int = 96, seed: int = 7, **changes: object
+    rows: TokenRows, tokenizer: Any, *, max_tokens: int = 96, seed: int = 7, **changes: object
 ) -> MaskedBatches:
     config = replace(CONFIG, **changes)  # type: ignore[arg-type]
-    return MaskedBatches(rows, vocabulary, config, max_tokens=max_tokens, seed=seed)
+    return MaskedBatches(rows, tokenizer, config, max_tokens=max_tokens, seed=seed)
 
 
 def unmasked(x: Inputs, labels: Tensor) -> list[list[int]]:
@@ -55,8 +51,8 @@ def equal(left: MaskedBatches, right: MaskedBatches) -> bool:
     return all(torch.equal(a["input_ids"], b["input_ids"]) and torch.equal(y, z) for (a, y), (b, z) in pairs)
 
 
-def test_every_row_comes_once_an_epoch_and_can_be_told_from_its_labels(rows: TokenRows, vocabulary: Vocabulary):
-    data = batches(rows, vocabulary)
+def test_every_row_comes_once_an_epoch_and_can_be_told_from_its_labels(rows: TokenRows, tokenizer: Any):
+    data = batches(rows, tokenizer)
 
     found = [row for x, y in data for row in unmasked(x, y)]
 
@@ -66,8 +62,8 @@ def test_every_row_comes_once_an_epoch_and_can_be_told_from_its_labels(rows: Tok
     assert len(data) == 9
 
 
-def test_all_tensors_of_a_batch_have_its_rows_in_dim_0(rows: TokenRows, vocabulary: Vocabulary):
-    for x, y in batches(rows, vocabulary):
+def test_all_tensors_of_a_batch_have_its_rows_in_dim_0(rows: TokenRows, tokenizer: Any):
+    for x, y in batches(rows, tokenizer):
         assert x["input_ids"].shape == x["attention_mask"].shape
         assert x["masked_positions"].shape == y.shape
         assert len(x["input_ids"]) == len(y)
@@ -75,8 +71,8 @@ def test_all_tensors_of_a_batch_have_its_rows_in_dim_0(rows: TokenRows, vocabula
         assert {tensor.dtype for tensor in [*x.values(), y]} == {torch.int64}
 
 
-def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, vocabulary: Vocabulary):
-    data, same, other = (batches(rows, vocabulary, seed=seed) for seed in (7, 7, 8))
+def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, tokenizer: Any):
+    data, same, other = (batches(rows, tokenizer, seed=seed) for seed in (7, 7, 8))
 
     assert equal(data, data)
     assert equal(data, same)
@@ -87,8 +83,8 @@ def test_an_epoch_can_be_repeated_and_the_next_has_other_masks(rows: TokenRows, 
     assert equal(data, same)
 
 
-def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(vocabulary: Vocabulary, lines: list[str]):
-    data = batches(vocabulary.encode(lines[:1], max_tokens=96), vocabulary)
+def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(tokenizer: Any, lines: list[str]):
+    data = batches(TokenRows(encode(tokenizer, lines[:1], max_tokens=96)), tokenizer)
     (_, first) = next(iter(data))
     data.set_epoch(1)
 
@@ -98,27 +94,27 @@ def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(vocabulary:
     assert not torch.equal(first, second)
 
 
-def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, vocabulary: Vocabulary):
+def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, tokenizer: Any):
     special = torch.tensor([0, 1, 2, 3])
 
-    for x, y in batches(rows, vocabulary):
+    for x, y in batches(rows, tokenizer):
         assert not torch.isin(y, special).any()
         valid = x["masked_positions"] != NO_POSITION
         shown = x["input_ids"].gather(1, x["masked_positions"].clamp(min=0))[valid]
         assert not torch.isin(shown, special).any()
 
 
-def test_a_batch_is_as_wide_as_its_longest_row_needs(rows: TokenRows, vocabulary: Vocabulary):
-    for x, _ in batches(rows, vocabulary):
+def test_a_batch_is_as_wide_as_its_longest_row_needs(rows: TokenRows, tokenizer: Any):
+    for x, _ in batches(rows, tokenizer):
         longest = int(x["attention_mask"].sum(dim=1).max())
         assert x["input_ids"].shape[1] == -(-longest // 8) * 8
 
 
-def test_full_padding_gives_every_batch_the_same_width(rows: TokenRows, vocabulary: Vocabulary):
-    assert {x["input_ids"].shape[1] for x, _ in batches(rows, vocabulary, padding="full")} == {96}
+def test_full_padding_gives_every_batch_the_same_width(rows: TokenRows, tokenizer: Any):
+    assert {x["input_ids"].shape[1] for x, _ in batches(rows, tokenizer, padding="full")} == {96}
 
 
-def test_the_width_never_passes_the_sequence_length(vocabulary: Vocabulary, lines: list[str]):
-    short = vocabulary.encode(lines, max_tokens=30)
+def test_the_width_never_passes_the_sequence_length(tokenizer: Any, lines: list[str]):
+    short = TokenRows(encode(tokenizer, lines, max_tokens=30))
 
-    assert max(x["input_ids"].shape[1] for x, _ in batches(short, vocabulary, max_tokens=30)) == 30
+    assert max(x["input_ids"].shape[1] for x, _ in batches(short, tokenizer, max_tokens=30)) == 30

@@ -23,7 +23,7 @@ def test_the_parts_fit_together(tiny: MakeConfig):
     task = build_mlm(tiny())
 
     assert (len(task.train), len(task.valid), len(task.test)) == (8, 2, 2)
-    assert task.vocabulary.size == 400
+    assert len(task.tokenizer) == 400
     x, y = task.valid[0]
     assert task.module(**x).shape == (int((y != -100).sum()), 400)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import pipeline
@@ -14,7 +14,6 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.fill_mask import FilledSentence, mask_words, tokenize_examples
 from lockstep.recipes.mlm.train import build_mlm, train_mlm
-from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.strategies.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:
@@ -25,12 +24,12 @@ TWO = "A [MASK] is bound to a [MASK] in the current namespace."
 
 
 @pytest.fixture
-def vocabulary(tiny: MakeConfig) -> Vocabulary:
-    return build_mlm(tiny()).vocabulary
+def tokenizer(tiny: MakeConfig) -> Any:
+    return build_mlm(tiny()).tokenizer
 
 
-def test_one_whole_word_is_hidden_in_each_of_some_lines_spread_over_the_text(vocabulary: Vocabulary, lines: list[str]):
-    asked = mask_words(lines, vocabulary, number=7, seed=0)
+def test_one_whole_word_is_hidden_in_each_of_some_lines_spread_over_the_text(tokenizer: Any, lines: list[str]):
+    asked = mask_words(lines, tokenizer, number=7, seed=0)
 
     assert len(asked) == 7
     for question, line in zip(asked, lines[::20], strict=True):
@@ -38,24 +37,24 @@ def test_one_whole_word_is_hidden_in_each_of_some_lines_spread_over_the_text(voc
         assert question.text.count("[MASK]") == 1
         assert question.text.lower().replace("[mask]", question.answer) == line.lower()
         (place,) = question.positions
-        encoding = vocabulary.tokenizer.encode(line)
-        assert question.tokens[place] == vocabulary.mask_id
+        encoding = tokenizer.backend_tokenizer.encode(line)
+        assert question.tokens[place] == tokenizer.mask_token_id
         assert encoding.tokens[place] == question.answer
         assert [*question.tokens[:place], *question.tokens[place + 1 :]] == [
             *encoding.ids[:place],
             *encoding.ids[place + 1 :],
         ]
-    assert mask_words(lines, vocabulary, number=7, seed=0) == asked
-    assert mask_words(lines, vocabulary, number=7, seed=1) != asked
-    assert mask_words(["1 + 2"], vocabulary, number=7, seed=0) == ()
+    assert mask_words(lines, tokenizer, number=7, seed=0) == asked
+    assert mask_words(lines, tokenizer, number=7, seed=1) != asked
+    assert mask_words(["1 + 2"], tokenizer, number=7, seed=0) == ()
 
 
-def test_sentences_that_hide_nothing_are_refused(vocabulary: Vocabulary):
-    assert vocabulary.mask_token == "[MASK]"
+def test_sentences_that_hide_nothing_are_refused(tokenizer: Any):
+    assert tokenizer.mask_token == "[MASK]"
     with pytest.raises(ConfigError, match=r"the example 'A list.' has no \[MASK\]; write \[MASK\] for each word"):
-        tokenize_examples(["The [MASK].", "A list."], vocabulary)
+        tokenize_examples(["The [MASK].", "A list."], tokenizer)
     with pytest.raises(ConfigError, match=r"has no \[MASK\] among the first 48 tokens"):
-        tokenize_examples([f"{'words ' * 60}[MASK]"], vocabulary)
+        tokenize_examples([f"{'words ' * 60}[MASK]"], tokenizer)
 
 
 def test_the_model_says_what_transformers_pipeline_says(tiny: MakeConfig, split_cpu: SplitCpu, tmp_path: Path):

@@ -9,6 +9,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
+from lockstep.recipes.mlm.batches import special_tokens
 from lockstep.recipes.mlm.model import load_pretrained
 from lockstep.recipes.mlm.train import build_mlm
 from lockstep.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
@@ -46,13 +47,13 @@ def complaint(name: str | Path) -> str:
 
 
 def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
-    module, vocabulary = load_pretrained(str(folder), attention="eager", dropout=0.2)
+    module, tokenizer = load_pretrained(str(folder), attention="eager", dropout=0.2)
     theirs = BertForMaskedLM.from_pretrained(folder)
 
     state = module.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in theirs.state_dict().items())
-    assert (vocabulary.size, vocabulary.pad_id, vocabulary.mask_id) == (450, 0, 4)
-    assert vocabulary.is_special().sum() == 5
+    assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id) == (450, 0, 4)
+    assert special_tokens(tokenizer).sum() == 5
     assert module.bert.config.hidden_dropout_prob == 0.2
     assert module.bert.config._attn_implementation == "eager"
 
@@ -64,7 +65,7 @@ def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeCo
 
     x, y = task.valid[0]
     assert task.module(**x).shape == (int((y != -100).sum()), 500)
-    assert task.vocabulary.size == 450
+    assert len(task.tokenizer) == 450
     assert config.first_rate == 1e-4
     assert not config.cache_dir.exists()
 

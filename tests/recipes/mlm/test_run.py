@@ -79,8 +79,8 @@ def test_the_output_is_a_folder_that_transformers_and_the_recipe_load(
     assert torch.equal(
         theirs.bert.embeddings.word_embeddings.weight, again.module.bert.embeddings.word_embeddings.weight
     )
-    assert tokenizer("A statement.")["input_ids"] == again.vocabulary.tokenizer.encode("A statement.").ids
-    assert again.vocabulary.named_ids == build_mlm(config).vocabulary.named_ids
+    assert tokenizer("A statement.")["input_ids"] == again.tokenizer("A statement.")["input_ids"]
+    assert again.tokenizer.all_special_ids == build_mlm(config).tokenizer.all_special_ids
 
 
 def test_on_a_gpu_steps_are_recorded_and_give_what_they_give_on_a_cpu(

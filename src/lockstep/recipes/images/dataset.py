@@ -11,17 +11,9 @@ from pathlib import Path
 
 from lockstep.errors import DataError
 from lockstep.extras import require
+from lockstep.recipes.images import pixels
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.folder import FoundImages, Split, Splits, complete_splits, read_digits, scan_folder
-from lockstep.recipes.images.pixels import (
-    PixelStore,
-    Progress,
-    decode_to_disk,
-    decode_to_memory,
-    inspect_file,
-    map_in_workers,
-    to_square,
-)
 
 _MAX_NAMED = 3  # broken images that a message names
 
@@ -38,14 +30,14 @@ class LabelledRows:
 class ImageDataset:
     """Decoded images: rows and labels of each split ("valid" may be empty), and which images are broken, and why."""
 
-    store: PixelStore
+    store: pixels.PixelStore
     splits: Mapping[Split, LabelledRows]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
     source: str
 
 
-def load_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageDataset:
+def load_images(config: ImagesConfig, *, progress: pixels.Progress | None = None) -> ImageDataset:
     """Reads and decodes the images of the config, or the embedded digits.
 
     Raises:
@@ -90,15 +82,15 @@ def _splits(config: ImagesConfig, splits: Splits) -> Splits:
     return complete_splits(splits, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
 
 
-def _decode(config: ImagesConfig, found: FoundImages, progress: Progress | None) -> PixelStore:
+def _decode(config: ImagesConfig, found: FoundImages, progress: pixels.Progress | None) -> pixels.PixelStore:
     if found.embedded:
-        pixels = [to_square(found.embedded[path], config.size) for path in found.paths]
-        return PixelStore(pixels=require("numpy", "images").stack(pixels), broken={})
+        squares = [pixels.to_square(found.embedded[path], config.size) for path in found.paths]
+        return pixels.PixelStore(pixels=require("numpy", "images").stack(squares), broken={})
     how = {"size": config.size, "workers": config.num_workers}
     if config.cache == "memory":
-        return decode_to_memory(found.paths, progress=progress, **how)
+        return pixels.decode_to_memory(found.paths, progress=progress, **how)
     folder = config.cache_dir.expanduser()
-    return decode_to_disk(found.paths, root=found.root, cache_dir=folder, progress=progress, **how)
+    return pixels.decode_to_disk(found.paths, root=found.root, cache_dir=folder, progress=progress, **how)
 
 
 def _check_broken(broken: Mapping[Path, str], images: int, max_broken: float) -> None:
@@ -146,7 +138,7 @@ class ImageSummary:
         return sum(map(sum, self.counts.values()))
 
 
-def summarize_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImageSummary:
+def summarize_images(config: ImagesConfig, *, progress: pixels.Progress | None = None) -> ImageSummary:
     """Finds the images of the config, or the embedded digits, and decodes each once.
 
     Raises:
@@ -156,7 +148,7 @@ def summarize_images(config: ImagesConfig, *, progress: Progress | None = None) 
     sizes: Counter[Size] = Counter(image.size for image in found.embedded.values())
     paths = [] if found.embedded else found.paths
     broken: dict[Path, str] = {}
-    with closing(map_in_workers(inspect_file, paths, workers=config.num_workers)) as results:
+    with closing(pixels.map_in_workers(pixels.inspect_file, paths, workers=config.num_workers)) as results:
         for number, (path, result) in enumerate(zip(paths, results, strict=True), start=1):
             if isinstance(result, str):
                 broken[path] = result

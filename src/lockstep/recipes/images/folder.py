@@ -81,8 +81,8 @@ def scan_folder(folder: Path) -> FoundImages:
     """Finds classes, splits and images.
 
     Raises:
-        DataError: the folder is missing or cannot be read, has fewer than two class folders or an empty one, or a
-            split has a class that the training split does not have.
+        DataError: the folder is missing or unreadable, has fewer than two class folders or an empty one, or a split has
+            a class that the training split does not have.
     """
     root = _find_root(folder)
     folders, ignored = _find_splits(root)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.extras import require
+from lockstep.recipes import training
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.exactness import ExactnessReport, compare_task
 from lockstep.recipes.from_hub import warn_of_ignored
@@ -28,16 +29,6 @@ from lockstep.recipes.images.dataset import ImageDataset, load_images
 from lockstep.recipes.images.folder import Split
 from lockstep.recipes.images.model import ImageClassifier, load_mobilenet, new_mobilenet, save_mobilenet
 from lockstep.recipes.images.pixels import Progress
-from lockstep.recipes.training import (
-    LargestBatch,
-    Result,
-    Task,
-    compile_task,
-    fit_and_test,
-    largest_batch,
-    num_parameters,
-    settings_except,
-)
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
@@ -49,7 +40,7 @@ _EXACT_ROWS = 17
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesTask(Task):
+class ImagesTask(training.Task):
     """The parts of a run, and the decoded images."""
 
     dataset: ImageDataset
@@ -121,11 +112,11 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
         digest.update(f"\0{split} {chosen.labels}".encode())
         for row in chosen.rows:
             digest.update(dataset.store.pixels[row])
-    return {**settings_except(config, _MAY_CHANGE), "images": digest.hexdigest()[:16]}
+    return {**training.settings_except(config, _MAY_CHANGE), "images": digest.hexdigest()[:16]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesResult(Result):
+class ImagesResult(training.Result):
     """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones.
 
     ``decoded`` is size and location of the decoded images, for a person to read.
@@ -165,14 +156,14 @@ def train_images(
         CheckpointError: the backup is of a run with other settings.
     """
     task = build_images(config, progress=progress)
-    dataset, model = task.dataset, compile_task(task, strategy)
-    history, test_metrics = fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
+    dataset, model = task.dataset, training.compile_task(task, strategy)
+    history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mobilenet(model, task.module, output_dir, pixel_range=config.pixel_range)
     return ImagesResult(
         history=history,
         test_metrics=test_metrics,
-        parameters=num_parameters(task.module),
+        parameters=training.num_parameters(task.module),
         source=dataset.source,
         num_images={split: len(chosen.rows) for split, chosen in dataset.splits.items()},
         decoded=dataset.store.description,
@@ -212,6 +203,6 @@ def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(module(images), labels)
 
 
-def find_largest_batch(config: ImagesConfig, strategy: Strategy) -> LargestBatch:
+def find_largest_batch(config: ImagesConfig, strategy: Strategy) -> training.LargestBatch:
     """Finds the largest global batch that fits."""
-    return largest_batch(build_images(config), strategy)
+    return training.largest_batch(build_images(config), strategy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.model import IGNORED_LABEL, NO_POSITION
 from lockstep.recipes.shuffling import plan_batches, seeded_generator
-from lockstep.recipes.text.tokenizer import TokenRows, Vocabulary
+from lockstep.recipes.text.tokenizer import TokenRows
 
 Inputs = dict[str, Tensor]
 _PAD_TO_MULTIPLE = 8  # matrix kernels work on whole vectors
@@ -82,6 +82,13 @@ def _draw_positions(eligible: Tensor, counts: Tensor, generator: torch.Generator
     return drawn.gather(1, ascending), used
 
 
+def special_tokens(tokenizer: Any) -> Tensor:
+    """Returns [vocabulary] bool: True for special tokens, which are never masked and never replace a masked token."""
+    special = torch.zeros(len(tokenizer), dtype=torch.bool)
+    special[tokenizer.all_special_ids] = True
+    return special
+
+
 class MaskedBatches:
     """The global batches of an epoch, as items (x, y) of a ``Model``'s data.
 
@@ -90,20 +97,18 @@ class MaskedBatches:
 
     Args:
         rows: the token rows.
-        vocabulary: the vocabulary of the tokens.
+        tokenizer: the transformers tokenizer of the tokens.
         config: how rows become batches and are masked.
         max_tokens: maximum length of a row.
         seed: seed of the order and of the masks.
     """
 
-    def __init__(
-        self, rows: TokenRows, vocabulary: Vocabulary, config: MlmConfig, *, max_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, rows: TokenRows, tokenizer: Any, config: MlmConfig, *, max_tokens: int, seed: int) -> None:
         self._rows = rows
-        self._vocabulary = vocabulary
+        self._pad_id, self._mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
         self._config = config
         self._max_tokens, self._seed = max_tokens, seed
-        self._is_special = vocabulary.is_special()
+        self._is_special = special_tokens(tokenizer)
         self._ordinary_ids = (~self._is_special).nonzero()[:, 0]
         self._epoch = 0
 
@@ -136,7 +141,7 @@ class MaskedBatches:
             generator=seeded_generator(self._seed, epoch),
         )
         for batch, rows in enumerate(plan):
-            tokens, real = self._rows.padded(rows, width=self._width(rows), pad_id=self._vocabulary.pad_id)
+            tokens, real = self._rows.padded(rows, width=self._width(rows), pad_id=self._pad_id)
             yield self._mask(tokens, real, seeded_generator(self._seed, epoch, batch))
 
     def _mask(self, tokens: Tensor, real: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
@@ -144,7 +149,7 @@ class MaskedBatches:
             tokens,
             real & ~self._is_special[tokens],
             self._config,
-            mask_id=self._vocabulary.mask_id,
+            mask_id=self._mask_id,
             ordinary_ids=self._ordinary_ids,
             generator=generator,
         )

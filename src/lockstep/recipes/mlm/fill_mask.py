@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.batches import Inputs
+from lockstep.recipes.mlm.batches import Inputs, special_tokens
 from lockstep.recipes.shuffling import seeded_generator
-from lockstep.recipes.text.tokenizer import Vocabulary
 from lockstep.train.model import Model
 
 _MIN_LETTERS = 3  # of a word to mask, if the line has such words: shorter ones depend little on the line
@@ -34,8 +34,7 @@ class MaskedSentence:
     answer: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guess:
+class Guess(NamedTuple):
     """A word and its probability according to the model."""
 
     word: str
@@ -60,56 +59,57 @@ def check_examples(sentences: Sequence[str], mask: str) -> None:
             )
 
 
-def tokenize_examples(sentences: Sequence[str], vocabulary: Vocabulary) -> tuple[MaskedSentence, ...]:
+def tokenize_examples(sentences: Sequence[str], tokenizer: Any) -> tuple[MaskedSentence, ...]:
     """Returns the sentences with their tokens, truncated as lines are; raises ConfigError if no mask is left."""
-    check_examples(sentences, vocabulary.mask_token)
+    check_examples(sentences, tokenizer.mask_token)
     found = []
     for sentence in sentences:
-        tokens = tuple(vocabulary.tokenizer.encode(sentence).ids)
-        positions = tuple(position for position, token in enumerate(tokens) if token == vocabulary.mask_id)
+        tokens = tuple(tokenizer(sentence, truncation=True)["input_ids"])
+        positions = tuple(position for position, token in enumerate(tokens) if token == tokenizer.mask_token_id)
         if not positions:
             raise ConfigError(
-                f"the example {sentence[:40]!r}... has no {vocabulary.mask_token} among the first {len(tokens)} tokens,"
+                f"the example {sentence[:40]!r}... has no {tokenizer.mask_token} among the first {len(tokens)} tokens,"
                 " which is the maximum length of a line; give a shorter sentence"
             )
         found.append(MaskedSentence(text=sentence, tokens=tokens, positions=positions))
     return tuple(found)
 
 
-def mask_words(lines: Sequence[str], vocabulary: Vocabulary, *, number: int, seed: int) -> tuple[MaskedSentence, ...]:
+def mask_words(lines: Sequence[str], tokenizer: Any, *, number: int, seed: int) -> tuple[MaskedSentence, ...]:
     """Masks one word in each of ``number`` lines that are spread evenly over the text.
 
     A line in which no word is a single token is left out.
     """
     chosen = [lines[index * len(lines) // number] for index in range(min(number, len(lines)))]
-    masked = (_mask_word(line, vocabulary, seeded_generator(seed, index)) for index, line in enumerate(chosen))
+    masked = (_mask_word(line, tokenizer, seeded_generator(seed, index)) for index, line in enumerate(chosen))
     return tuple(sentence for sentence in masked if sentence is not None)
 
 
-def _mask_word(line: str, vocabulary: Vocabulary, generator: torch.Generator) -> MaskedSentence | None:
+def _mask_word(line: str, tokenizer: Any, generator: torch.Generator) -> MaskedSentence | None:
     """Masks one of the words that are a single token; None if there is none."""
-    encoding = vocabulary.tokenizer.encode(line)
-    pieces = Counter(encoding.word_ids)
+    encoding = tokenizer(line, truncation=True, return_offsets_mapping=True)
+    words, tokens, ids = encoding.word_ids(), encoding.tokens(), encoding["input_ids"]
+    pieces = Counter(words)
     whole_words = [
         position
-        for position, (word, token) in enumerate(zip(encoding.word_ids, encoding.tokens, strict=True))
+        for position, (word, token) in enumerate(zip(words, tokens, strict=True))
         if word is not None and pieces[word] == 1 and token.isalpha()
     ]
-    candidates = [position for position in whole_words if len(encoding.tokens[position]) >= _MIN_LETTERS] or whole_words
+    candidates = [position for position in whole_words if len(tokens[position]) >= _MIN_LETTERS] or whole_words
     if not candidates:
         return None
     position = candidates[int(torch.randint(len(candidates), (), generator=generator))]
-    begin, end = encoding.offsets[position]
+    begin, end = encoding["offset_mapping"][position]
     return MaskedSentence(
-        text=f"{line[:begin]}{vocabulary.mask_token}{line[end:]}",
-        tokens=(*encoding.ids[:position], vocabulary.mask_id, *encoding.ids[position + 1 :]),
+        text=f"{line[:begin]}{tokenizer.mask_token}{line[end:]}",
+        tokens=(*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]),
         positions=(position,),
-        answer=encoding.tokens[position],
+        answer=tokens[position],
     )
 
 
 def fill_masks(
-    model: Model, sentences: Sequence[MaskedSentence], vocabulary: Vocabulary, *, top_k: int
+    model: Model, sentences: Sequence[MaskedSentence], tokenizer: Any, *, top_k: int
 ) -> tuple[FilledSentence, ...]:
     """Predicts the masked words: ``top_k`` for each mask, special tokens left out.
 
@@ -118,11 +118,11 @@ def fill_masks(
     if not sentences:
         return ()
     masks = [(sentence, position) for sentence in sentences for position in sentence.positions]
-    logits = model.predict([_inputs(masks, vocabulary.pad_id)]).flatten(0, -2)  # on GPUs [rows, one slot, vocabulary]
-    probabilities = logits.float().softmax(dim=1)[:, : vocabulary.size]
-    best = probabilities.masked_fill(vocabulary.is_special(), -1.0).topk(top_k, dim=1)
+    logits = model.predict([_inputs(masks, tokenizer.pad_token_id)]).flatten(0, -2)  # on GPUs [rows, 1, tokens]
+    probabilities = logits.float().softmax(dim=1)[:, : len(tokenizer)]
+    best = probabilities.masked_fill(special_tokens(tokenizer), -1.0).topk(top_k, dim=1)
     guesses = iter(
-        tuple(Guess(word=vocabulary.tokenizer.id_to_token(token), probability=p) for token, p in zip(*row, strict=True))
+        tuple(Guess(tokenizer.convert_ids_to_tokens(token), p) for token, p in zip(*row, strict=True))
         for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     )
     return tuple(

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import UsageError
 from lockstep.extras import require
 from lockstep.recipes.config_checks import at_least_each, divides, probability
 from lockstep.recipes.from_hub import check_embeddings, check_model_type, load_named
-from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, Vocabulary
+from lockstep.recipes.text.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
 """Label of an unused slot in a row's list of masked positions (the default ``ignore_index`` of torch)."""
@@ -107,15 +107,13 @@ class MaskedLanguageModel(nn.Module):
         """Initialises a submodule that was on the meta device, as transformers' models do."""
         self.bert._init_weights(module)
 
-    def _encode(self, input_ids: Tensor | None, attention_mask: Tensor | None, embedded: Tensor | None) -> Tensor:
+    def _encode(self, input_ids: Tensor | None, attention_mask: Tensor | None, embedded: Tensor | None) -> Any:
         if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
-            empty: Tensor = self.bert.embeddings.word_embeddings(input_ids)
-            return empty
+            return self.bert.embeddings.word_embeddings(input_ids)
         if self.static_shapes and attention_mask is not None:
             attention_mask = self._full_mask(attention_mask)
         encoded = self.bert(input_ids=input_ids, inputs_embeds=embedded, attention_mask=attention_mask)
-        hidden: Tensor = encoded.last_hidden_state
-        return hidden
+        return encoded.last_hidden_state
 
     def _full_mask(self, real: Tensor) -> Tensor:
         """[rows, 1, tokens, tokens] from [rows, tokens]: transformers takes a 4-dimensional mask as it is."""
@@ -143,7 +141,7 @@ def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageMode
     return MaskedLanguageModel(whole.bert, whole.cls.predictions)
 
 
-def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Vocabulary]:
+def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Any]:
     """Loads a BERT and its tokenizer, from a folder of ``save_pretrained`` or this recipe, or by Hugging Face name.
 
     Raises:
@@ -154,17 +152,9 @@ def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[Maske
     check_model_type(name, config, expected="bert", example="prajjwal1/bert-tiny")
     settings = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     bert = load_named(name, transformers.BertForPreTraining, extra="text", attn_implementation=attention, **settings)
-    tokenizer = load_named(name, transformers.AutoTokenizer, extra="text")
-    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in SPECIAL_TOKENS}
-    if ids["mask"] is None or ids["pad"] is None:
-        raise ConfigError(
-            f"pretrained={name!r} has a tokenizer without a mask or padding token; expected BERT's [MASK] and [PAD];"
-            " give a folder whose tokenizer was saved with its special tokens"
-        )
-    named_ids = {kind: token_id for kind, token_id in ids.items() if token_id is not None}
-    vocabulary = Vocabulary(tokenizer=tokenizer.backend_tokenizer, named_ids=named_ids)
-    check_embeddings(name, bert.config.vocab_size, vocabulary.size)
-    return MaskedLanguageModel(bert.bert, bert.cls.predictions), vocabulary
+    tokenizer = load_tokenizer(name, masks=True)
+    check_embeddings(name, bert.config.vocab_size, len(tokenizer))
+    return MaskedLanguageModel(bert.bert, bert.cls.predictions), tokenizer
 
 
 _ROWS_AT_ONCE = 16  # 16 rows of 30,522 float32 are 2 MB: they stay in a core's cache between the passes below

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
+from lockstep.recipes import training
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.exactness import ExactnessReport, compare_task
 from lockstep.recipes.from_hub import warn_of_ignored
@@ -39,17 +40,7 @@ from lockstep.recipes.mlm.model import (
     new_bert,
 )
 from lockstep.recipes.text.corpus import TextSplits, python_text, read_on_chief, read_wikitext
-from lockstep.recipes.text.tokenizer import Vocabulary, cached_wordpiece, wordpiece_vocabulary
-from lockstep.recipes.training import (
-    LargestBatch,
-    Result,
-    Task,
-    compile_task,
-    fit_and_test,
-    largest_batch,
-    num_parameters,
-    settings_except,
-)
+from lockstep.recipes.text.tokenizer import TokenRows, encode, new_tokenizer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import Callback
@@ -63,11 +54,10 @@ _NUM_EXAMPLES, _TOP_K = 5, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlmTask(Task):
+class MlmTask(training.Task):
     """The parts of a run. Validation and test batches have their own masks, the same in every epoch."""
 
-    vocabulary: Vocabulary
-    max_tokens: int
+    tokenizer: Any
     text: TextSplits
 
 
@@ -79,16 +69,17 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
         ConfigError: the pretrained model cannot be used.
     """
     text = read_text(config) if text is None else text
-    module, vocabulary = _model(config, text)
+    module, tokenizer = _model(config, text)
     module.static_shapes = static_shapes
     if config.gradient_checkpointing:
         checkpoint_layers(module.bert)
     max_tokens = min(config.sequence_length, module.bert.config.max_position_embeddings)
+    tokenizer.model_max_length = max_tokens
 
     def batches(lines: Sequence[str], split: int) -> MaskedBatches:
-        rows = vocabulary.encode(lines, max_tokens=max_tokens)
+        rows = TokenRows(encode(tokenizer, lines, max_tokens=max_tokens))
         seed = 3 * config.seed + split  # other masks in each split
-        return MaskedBatches(rows, vocabulary, config, max_tokens=max_tokens, seed=seed)
+        return MaskedBatches(rows, tokenizer, config, max_tokens=max_tokens, seed=seed)
 
     train = batches(text.train, 0)
     return MlmTask(
@@ -101,9 +92,8 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
         optimizer=partial(build_optimizer, config),
         scheduler=partial(build_scheduler, steps=num_updates(config, len(train))),
         metrics=build_metrics(),
-        settings=partial(run_settings, config, text, vocabulary),
-        vocabulary=vocabulary,
-        max_tokens=max_tokens,
+        settings=partial(run_settings, config, text, tokenizer),
+        tokenizer=tokenizer,
         text=text,
     )
 
@@ -115,14 +105,15 @@ def read_text(config: MlmConfig) -> TextSplits:
     return read_wikitext(config.data.expanduser(), longer_than=config.min_characters)
 
 
-def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Vocabulary]:
+def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Any]:
     if config.pretrained is not None:
         warn_of_ignored(config, ("layers", "hidden", "heads", "feed_forward", "vocabulary"))
         return load_pretrained(config.pretrained, attention=config.attention, dropout=config.dropout)
-    tokenizer = cached_wordpiece(text.train, config.tokenizer, cache_dir=config.cache_dir)
+    length = config.sequence_length
+    tokenizer = new_tokenizer(text.train, config.tokenizer, max_tokens=length, cache_dir=config.cache_dir)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return new_bert(config.shape, attention=config.attention), wordpiece_vocabulary(tokenizer)
+        return new_bert(config.shape, attention=config.attention), tokenizer
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -149,16 +140,16 @@ def num_updates(config: MlmConfig, batches: int) -> int:
     return config.epochs * math.ceil(batches / config.accumulate)
 
 
-def run_settings(config: MlmConfig, text: TextSplits, vocabulary: Vocabulary) -> dict[str, Any]:
+def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[str, Any]:
     """Returns name -> value of everything that the results depend on, except the devices; a hash of text and tokens."""
-    digest = hashlib.sha256(vocabulary.tokenizer.to_str().encode())
+    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
     for line in (*text.train, *text.valid):
         digest.update(b"\0" + line.encode())
-    return {**settings_except(config, _MAY_CHANGE), "text": digest.hexdigest()[:16]}
+    return {**training.settings_except(config, _MAY_CHANGE), "text": digest.hexdigest()[:16]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlmResult(Result):
+class MlmResult(training.Result):
     """The result of a run: also the text's source, the size of the vocabulary, and the predictions for the examples."""
 
     source: str
@@ -197,12 +188,12 @@ def train_mlm(
     text = read_on_chief(partial(read_text, config), strategy.workers)
     task = build_mlm(config, text, static_shapes=_static_shapes(strategy))
     if examples is None:
-        sentences = mask_words(text.test, task.vocabulary, number=_NUM_EXAMPLES, seed=config.seed)
+        sentences = mask_words(text.test, task.tokenizer, number=_NUM_EXAMPLES, seed=config.seed)
     else:
-        sentences = tokenize_examples(examples, task.vocabulary)
-    parameters = num_parameters(task.module)  # before a strategy divides them
-    model = compile_task(task, strategy)
-    history, test_metrics = fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
+        sentences = tokenize_examples(examples, task.tokenizer)
+    parameters = training.num_parameters(task.module)  # before a strategy divides them
+    model = training.compile_task(task, strategy)
+    history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
     return MlmResult(
@@ -210,8 +201,8 @@ def train_mlm(
         test_metrics=test_metrics,
         parameters=parameters,
         source=text.source,
-        vocabulary=task.vocabulary.size,
-        filled=fill_masks(model, sentences, task.vocabulary, top_k=_TOP_K),
+        vocabulary=len(task.tokenizer),
+        filled=fill_masks(model, sentences, task.tokenizer, top_k=_TOP_K),
     )
 
 
@@ -230,16 +221,9 @@ def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
 
 
 def _save_config(task: MlmTask, folder: Path) -> None:
-    tokenizer = task.vocabulary.tokenizer
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": task.max_tokens,
-        **{f"{kind}_token": tokenizer.id_to_token(token_id) for kind, token_id in task.vocabulary.named_ids.items()},
-    }
+    task.tokenizer.save_pretrained(folder)
     config = {**json.loads(task.module.bert.config.to_json_string()), "architectures": ["BertForMaskedLM"]}
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    atomic_write(folder / "tokenizer.json", tokenizer.to_str())
-    atomic_write(folder / "tokenizer_config.json", json.dumps(tokenizer_config))
 
 
 def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
@@ -266,6 +250,6 @@ def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(module(**inputs), labels[labels != IGNORED_LABEL])
 
 
-def find_largest_batch(config: MlmConfig, strategy: Strategy) -> LargestBatch:
+def find_largest_batch(config: MlmConfig, strategy: Strategy) -> training.LargestBatch:
     """Finds the largest global batch that fits even if all its lines have the maximum length."""
-    return largest_batch(build_mlm(config, static_shapes=_static_shapes(strategy)), strategy)
+    return training.largest_batch(build_mlm(config, static_shapes=_static_shapes(strategy)), strategy)

@@ -1,4 +1,4 @@
-"""The tokenizer, reviews as token rows, and the order in which the Trainer gets them.
+"""Reviews as token rows, and the order in which the Trainer gets them.
 
 By default a WordPiece tokenizer that knows Chinese words is trained. The same model of one layer had a test F1 of 0.82
 with it, and 0.80 with single characters as in Google's Chinese BERT, and needed two thirds of the time: a review has 44
@@ -8,45 +8,14 @@ tokens on average instead of 60.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from lockstep.errors import ConfigError
-from lockstep.extras import require
-from lockstep.recipes.from_hub import load_named
 from lockstep.recipes.shuffling import plan_batches, seeded_generator
-from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, TokenRows, WordPieceSettings, cached_wordpiece
-
-
-def new_tokenizer(texts: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
-    """Trains a tokenizer on the training split; returns it as a transformers tokenizer."""
-    return require("transformers", "text").PreTrainedTokenizerFast(
-        tokenizer_object=cached_wordpiece(texts, settings, cache_dir=cache_dir),
-        model_max_length=max_tokens,
-        model_input_names=["input_ids", "attention_mask"],
-        **{f"{name}_token": token for name, token in SPECIAL_TOKENS.items()},
-    )
-
-
-def load_tokenizer(name: str) -> Any:
-    """Loads the tokenizer of a pretrained model; raises ConfigError if it has no padding token."""
-    tokenizer = load_named(name, require("transformers", "text").AutoTokenizer, extra="text")
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(
-            f"pretrained={name!r} has a tokenizer without a padding token; expected BERT's [PAD]; give a folder whose"
-            " tokenizer was saved with its special tokens"
-        )
-    return tokenizer
-
-
-def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
-    """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
-    rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
-    return rows
+from lockstep.recipes.text.tokenizer import TokenRows
 
 
 class ReviewRows(Dataset[dict[str, Any]]):

@@ -19,9 +19,10 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_embeddings, label_names, load_named, quiet_transformers, warn_of_ignored
 from lockstep.recipes.memory import loading, with_choices
-from lockstep.recipes.reviews.batches import ReviewRows, encode, load_tokenizer, new_tokenizer
+from lockstep.recipes.reviews.batches import ReviewRows
 from lockstep.recipes.reviews.config import BINARY_NAMES, ReviewsConfig
 from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, read_table, split_reviews
+from lockstep.recipes.text.tokenizer import encode, load_tokenizer, new_tokenizer
 
 CPU = torch.device("cpu")
 _SET_BY_PRETRAINED = ("tokens", "vocabulary", "layers", "hidden", "heads", "feed_forward", "dropout")

@@ -45,14 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """Where a run writes, and what it resumes from; nothing is written where a path is None.
+    """Where a run writes, and which checkpoint it resumes from; nothing is written where a path is None.
 
-    Args:
-        checkpoints: folder for the Trainer's last three checkpoints; None deletes them at the end.
-        logs: folder for TensorBoard logs.
-        model: folder for weights, config and tokenizer at the end, as ``pipeline`` reads them.
-        predictions: CSV file for the prediction of each test review.
-        resume: checkpoint to resume from.
+    ``checkpoints`` gets the Trainer's last three, ``logs`` those for TensorBoard, ``model`` what ``pipeline`` reads;
+    ``predictions`` is a CSV file for the test split.
     """
 
     checkpoints: Path | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_collator
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
-from lockstep.train.logs import EpochTiming, History, StepClock
+from lockstep.train.logs import History, StepClock
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -101,13 +101,6 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
     return TrainingArguments(**{**settings, **others})
 
 
-@dataclass
-class _ModelView:
-    """What a progress bar reads of a ``Model``: the clock of its steps."""
-
-    clock: StepClock = field(default_factory=StepClock)
-
-
 class HistoryCallback(TrainerCallback):
     """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
@@ -119,7 +112,7 @@ class HistoryCallback(TrainerCallback):
         self.history = History()
         self._rows, self._batch_size = rows, batch_size
         self._bar = Callback() if bar is None else bar
-        self._view: Any = _ModelView()
+        self._view: Any = SimpleNamespace(clock=StepClock())  # what a progress bar reads of a ``Model``
         self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
@@ -171,17 +164,8 @@ class HistoryCallback(TrainerCallback):
     ) -> None:
         """Records the epoch."""
         logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
-        clock = self._view.clock
         self.history.add(self._epoch, logs)
-        self.history.timing.append(
-            EpochTiming(
-                epoch=self._epoch,
-                seconds=clock.seconds,
-                steps=clock.steps,
-                examples=clock.examples,
-                median_step_s=clock.median_step_s,
-            )
-        )
+        self.history.timing.append(self._view.clock.summary(self._epoch))
         self._bar.on_epoch_end(self._epoch, logs)
 
     def _mean_loss(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.recipes.from_hub import load_named
 
 SPECIAL_TOKENS: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """Name of a special token in transformers -> the token, in the order of their ids."""
@@ -52,6 +53,40 @@ class WordPieceSettings:
     def prefix(self) -> str:
         """The prefix of a piece that continues a word."""
         return "##" if self.chinese == "characters" else ""
+
+
+def new_tokenizer(lines: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
+    """Trains a tokenizer on these lines, or reads it from the cache; returns it as a transformers tokenizer."""
+    return require("transformers", "text").PreTrainedTokenizerFast(
+        tokenizer_object=cached_wordpiece(lines, settings, cache_dir=cache_dir),
+        model_max_length=max_tokens,
+        model_input_names=["input_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in SPECIAL_TOKENS.items()},
+    )
+
+
+def load_tokenizer(name: str, *, masks: bool = False) -> Any:
+    """Loads the tokenizer of a pretrained model.
+
+    Raises:
+        ConfigError: it was not found, or has no padding token, or with ``masks`` no mask token.
+    """
+    tokenizer = load_named(name, require("transformers", "text").AutoTokenizer, extra="text")
+    needed = ("mask", "pad") if masks else ("pad",)
+    if any(getattr(tokenizer, f"{token}_token_id") is None for token in needed):
+        missing = "mask or padding" if masks else "padding"
+        expected = " and ".join(SPECIAL_TOKENS[token] for token in needed)
+        raise ConfigError(
+            f"pretrained={name!r} has a tokenizer without a {missing} token; expected BERT's {expected}; give a folder"
+            " whose tokenizer was saved with its special tokens"
+        )
+    return tokenizer
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[list[int]]:
+    """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
+    rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
+    return rows
 
 
 def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache_dir: Path) -> Any:
@@ -162,56 +197,6 @@ def _continuation_characters(tokenizer: Any, lines: Sequence[str]) -> list[str]:
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)):
             inside.update(word[1:])
     return [f"##{character}" for character in sorted(inside)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """A ``tokenizers.Tokenizer``, and the ids of its special tokens under transformers' names ("pad", "mask" ...).
-
-    Special tokens are never masked and never replace a masked token.
-    """
-
-    tokenizer: Any
-    named_ids: Mapping[str, int]
-
-    @property
-    def pad_id(self) -> int:
-        """The id of the padding token."""
-        return self.named_ids["pad"]
-
-    @property
-    def mask_id(self) -> int:
-        """The id of the mask token."""
-        return self.named_ids["mask"]
-
-    @property
-    def mask_token(self) -> str:
-        """The mask token; "[MASK]" in every known BERT."""
-        return str(self.tokenizer.id_to_token(self.mask_id))
-
-    @property
-    def size(self) -> int:
-        """The number of tokens, special ones included."""
-        return int(self.tokenizer.get_vocab_size())
-
-    def is_special(self) -> Tensor:
-        """Returns [size] bool: True for the ids of special tokens."""
-        special = torch.zeros(self.size, dtype=torch.bool)
-        special[list(self.named_ids.values())] = True
-        return special
-
-    def encode(self, lines: Sequence[str], *, max_tokens: int) -> TokenRows:
-        """Returns the tokens of each line, special ones included, truncated to ``max_tokens``."""
-        self.tokenizer.enable_truncation(max_tokens)
-        self.tokenizer.no_padding()
-        return TokenRows([encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)])
-
-
-def wordpiece_vocabulary(tokenizer: Any) -> Vocabulary:
-    """Returns the vocabulary of a tokenizer from ``train_wordpiece``."""
-    return Vocabulary(
-        tokenizer=tokenizer, named_ids={name: tokenizer.token_to_id(token) for name, token in SPECIAL_TOKENS.items()}
-    )
 
 
 class TokenRows:
