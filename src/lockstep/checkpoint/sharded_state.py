@@ -132,7 +132,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's key."""
         shards: dict[str, TensorShard] = {}
         described: dict[str, dict[str, Any]] = {}
-        for each in self._optimizer.held_state():
+        for each in self._optimizer.storages.held():
             name = self._names[id(each.parameter)]
             for slot, value in each.values.items():
                 plain: Any = value
@@ -193,7 +193,7 @@ class ShardedOptimizerAdapter(StateAdapter):
     def _read(self, saved: SavedState) -> None:
         reader, values = self._open(saved), by_name(saved.shared)
         wanted: dict[str, TensorShard] = {}
-        held = [self._blank(each, values, reader, wanted) for each in self._optimizer.held_state()]
+        held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]
         reader.read(wanted)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
@@ -201,7 +201,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         )
         for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({name: value for name, value in theirs.items() if name != "params"})
-        self._optimizer.take_held_state(held)
+        self._optimizer.storages.take_held(held)
 
     def _blank(
         self,

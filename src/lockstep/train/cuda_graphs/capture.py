@@ -168,8 +168,8 @@ class DeviceLearningRates:
     """
 
     def __init__(self, optimizer: MirroredOptimizer, device: torch.device) -> None:
-        if optimizer.not_fused is not None:
-            raise NotCapturableError(f"the update is not made by fused kernels: {optimizer.not_fused}")
+        if optimizer.storages.not_fused is not None:
+            raise NotCapturableError(f"the update is not made by fused kernels: {optimizer.storages.not_fused}")
         if type(optimizer.plain) not in (SGD, Adam, AdamW):
             raise NotCapturableError(
                 f"{type(optimizer.plain).__name__} takes its learning rate as a number; Adam, AdamW and SGD do not"
