@@ -113,15 +113,9 @@ def report_of(
     *,
     meanings: Mapping[str, str] | None = None,
 ) -> Report:
-    """The report of contenders that took turns.
+    """The report of contenders that took turns; ``name`` is that of the files, followed by the number of cores.
 
-    Args:
-        name: of the files, which ends with the number of cores.
-        conditions: how the run was made.
-        title: of the report.
-        sections: its tables.
-        samples: all of them, for the JSON.
-        meanings: further explanations, or other ones than in ``MEANINGS``.
+    ``meanings``: further explanations, or other ones than in ``MEANINGS``.
     """
     shown = {name for section in sections for name in section.columns}
     known = {name: text for name, text in MEANINGS.items() if name in shown} | dict(meanings or {})

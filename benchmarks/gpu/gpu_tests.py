@@ -54,9 +54,7 @@ def files_with_gpu_tests(folder: Path) -> list[Path]:
 def run_suite(folder: Path, *, limit_s: float) -> SuiteOutcome:
     """Runs them in a process of their own, which writes to this one's streams.
 
-    Args:
-        folder: of the tests.
-        limit_s: after so long they are interrupted; what has come of them by then counts.
+    After ``limit_s`` they are interrupted; the outcomes until then count.
     """
     if find_spec("pytest") is None:
         return SuiteOutcome(trouble="not run: this Python has no pytest")

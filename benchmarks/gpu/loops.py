@@ -127,10 +127,8 @@ def _copied(batch: Batch, device: torch.device, side: torch.cuda.Stream) -> Batc
 class LapTimer:
     """Counts steps, and records a lap in the trial's timer when enough have been issued and done.
 
-    Args:
-        timer: the trial's; its steps are the laps of ``pace``, the first one being the warm-up.
-        pace: how many steps a lap has.
-        device: that is waited for, with all its streams.
+    The steps of ``timer`` are the laps of ``pace``, the first one being the warm-up. The device is waited for, with all
+    its streams.
     """
 
     def __init__(self, timer: StepTimer, pace: Pace, device: torch.device) -> None:

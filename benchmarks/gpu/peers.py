@@ -142,9 +142,7 @@ def _arguments(transformers: Any, folder: str, trial: Trial, setting: Setting) -
 class _ReturnsItsLoss(nn.Module):
     """The module as the Trainer wants one: it is given the targets too, and returns its loss.
 
-    Attributes:
-        accepts_loss_kwargs: asked by the Trainer; the loss is divided here, by the workload's count.
-        losses: of all steps so far, added up.
+    ``accepts_loss_kwargs`` is read by the Trainer: the loss is divided here, by the workload's count.
     """
 
     accepts_loss_kwargs = False

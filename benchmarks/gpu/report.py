@@ -65,15 +65,7 @@ def section_of(
     absences: Sequence[Absence] = (),
     facts: DeviceFacts,
 ) -> Section:
-    """The table of a workload.
-
-    Args:
-        workload: which one.
-        contenders: all that were asked for, in their order.
-        samples: of all workloads, with the times of a step.
-        absences: of all workloads.
-        facts: what the device is and does at best.
-    """
+    """The table of a workload; samples and absences are those of all workloads, with the times of a step."""
     rows = [
         Figures(contender=contender, samples=own)
         for contender in contenders

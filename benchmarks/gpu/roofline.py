@@ -52,15 +52,11 @@ def count_flops(workload: Workload) -> int:
 def _convolution_backward(
     gradient: Sequence[int], _: Sequence[int], weight: Sequence[int], *rest: Any, **__: Any
 ) -> int:
-    """FLOPs of the gradients that are wanted, each those of the forward pass.
+    """FLOPs of the gradients that are wanted, each those of the forward pass, from shapes of output and weight.
 
     torch 2.13's own formula takes a depthwise convolution's gradient of the weights for that of a full one, which makes
-    MobileNetV2's step seven times what it is.
-
-    Args:
-        gradient: shape of the output's.
-        weight: shape [channels out, channels in / groups, ...].
-        rest: bias, stride, padding, dilation, transposed, output padding, groups, which gradients are wanted.
+    MobileNetV2's step seven times what it is. ``rest``: bias, stride, padding, dilation, transposed, output padding,
+    groups, which gradients are wanted.
     """
     forward: int = 2 * prod(gradient) * prod(weight[1:])
     return forward * sum(map(bool, rest[7][:2]))
@@ -172,12 +168,7 @@ def look_at_device(device: DeviceType, sizes: Sizes) -> DeviceFacts:
 
 
 def named_device(device: DeviceType, trouble: str = "") -> DeviceFacts:
-    """What the device is called and has, without any rate.
-
-    Args:
-        device: which kind.
-        trouble: why there are no rates.
-    """
+    """What the device is called and has, without any rate; ``trouble`` says why there is none."""
     if device == "cpu":
         name, total, free, capability = platform.machine() or "cpu", 0, 0, ""
     else:

@@ -129,19 +129,10 @@ def run_budgeted(
     progress: Progress,
     run: Callable[[Trial, int], Sample] = run_trial,
 ) -> Rounds:
-    """Runs the trials of a round in turn, and further rounds while there is time.
+    """Runs the trials of a round (``planned``) in turn, and further rounds while there is time, at most ``rounds``.
 
     Who fails, or finds no time in the first round, is absent, and takes no further part; the others' numbers stand.
-
-    Args:
-        planned: the trials of a round, in order.
-        pace: of every trial.
-        cores: of the machine.
-        rounds: at most.
-        budget: of the whole run.
-        started_s: ``time.monotonic()`` at its beginning.
-        progress: called with each outcome.
-        run: runs one trial.
+    ``started_s`` is ``time.monotonic()`` at the beginning of the whole run.
     """
     absences = {one.key: one.absence(one.entrant.absent) for one in planned if one.entrant.absent}
     samples: list[Sample] = []

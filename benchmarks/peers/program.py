@@ -59,12 +59,7 @@ def load_batches(job: Job) -> list[dict[str, np.ndarray]]:
 
 
 def start_timer(job: Job, *, trained: int) -> Any:
-    """The step timer of this process: call ``record_step(loss)`` after every step, ``total`` times.
-
-    Args:
-        job: the job.
-        trained: parameters that the optimizer changes.
-    """
+    """The step timer of this process: call ``record_step(loss)`` after every step, ``total`` times."""
     module = _load(Path(job.source) / "benchmarks" / "step_timer.py")
     timer = module.StepTimer(warm_up=job.warm_up, steps=job.steps, started_s=job.started_s, report=_reporter(job))
     timer.trained = trained

@@ -188,15 +188,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
 def section_of(
     workload: str, contenders: Sequence[Contender], samples: Sequence[Sample], *, link: str, reason: str = ""
 ) -> Section:
-    """The table of a workload on one host, or on two.
-
-    Args:
-        workload: its name.
-        contenders: who was to take part.
-        samples: of all workloads and contenders.
-        link: the link between two hosts, such as "1000 Mbit/s"; empty for one host.
-        reason: why nobody ran; empty if they did.
-    """
+    """The table of a workload on one host, or on two with ``link`` between them; ``reason``: why nobody ran."""
     figures = [] if reason else figures_of(contenders, samples, workload)
     shown = columns("step ms", "p10", "p90")
     if link:

@@ -2,15 +2,10 @@
 
     .NAME.<random>.partial -> fsync -> rename to NAME -> fsync of the parent folder
 
-A reader in any process sees the old content or the new content, never a part of it.
-
-The writer holds a lock on its partial file (of a folder: on the record file) until it is done, and the kernel releases
-the lock when the process dies. So the next writer can tell what a living process is writing from what a dead one left,
-and removes the latter. Nobody waits for the lock. On a file system without locks everything can be written, and
-nothing is removed.
-
-When a folder is replaced, the old one is called ``.NAME.<random>.replaced`` between the two renames. Whoever finds it
-without a successor puts it back.
+The writer holds a lock on its partial file (of a folder: on the record file) until it is done or dead. So the next
+writer can tell what a living process is writing from what a dead one left, and removes the latter. Nobody waits for the
+lock; on a file system without locks nothing is removed. When a folder is replaced, the old one is called
+``.NAME.<random>.replaced`` between the two renames; whoever finds it without a successor puts it back.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_dead_files(path)
-    partial, descriptor = _create_locked_file(path)
+    partial, descriptor = _create_locked(path)
     try:
         yield partial
         _sync(partial)
@@ -61,15 +56,12 @@ def atomic_write(path: Path, text: str) -> Path:
 def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
     """Yields a folder to fill and a function that writes its record file. It becomes ``target`` when the block ends.
 
-    Args:
-        target: the folder. An existing one is replaced.
-        record: the name of the file that every such folder has; it carries the writer's lock.
-
-    Raises:
-        OSError: the folder cannot be written. Then nothing is left behind, as after any error in the block.
+    An existing folder is replaced. ``record`` is the name of the file that every such folder has; it carries the
+    writer's lock. Raises OSError if the folder cannot be written. Then nothing is left behind, as after any error in
+    the block.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial, descriptor = _create_locked_folder(target, record)
+    partial, descriptor = _create_locked(target, record)
     try:
 
         def write_record(text: str) -> None:
@@ -77,7 +69,9 @@ def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable
                 file.write(text)
 
         yield partial, write_record
-        _sync_tree(partial)
+        for folder, _, files in os.walk(partial):
+            for name in ("", *files):  # "" is the folder itself
+                _sync(Path(folder) / name)
         _move_into_place(partial, target)
         _sync(target.parent)
     finally:
@@ -142,25 +136,19 @@ def _writer_is_dead(descriptor: int) -> bool:
     return True
 
 
-def _create_locked_file(path: Path) -> tuple[Path, int]:
-    while True:
-        partial = _aside(path, _PARTIAL)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if _lock_new(descriptor):
-            return partial, descriptor
-        os.close(descriptor)
-
-
-def _create_locked_folder(target: Path, record: str) -> tuple[Path, int]:
+def _create_locked(target: Path, record: str = "") -> tuple[Path, int]:
+    """A new partial file, or a folder with a record file, and the open descriptor that holds its lock."""
     while True:
         partial = _aside(target, _PARTIAL)
-        partial.mkdir()
+        if record:
+            partial.mkdir()
         try:
             descriptor = os.open(partial / record, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:  # another process removed the folder before it had a lock
-            continue
-        except OSError:
-            partial.rmdir()
+        except OSError as error:
+            if record and isinstance(error, FileNotFoundError):
+                continue  # another process removed the folder before it had a lock
+            if record:
+                partial.rmdir()
             raise
         if _lock_new(descriptor):
             return partial, descriptor
@@ -232,13 +220,6 @@ def _renamed(source: Path, target: Path) -> bool:
 
 def _aside(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}{suffix}")
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
 
 
 def _sync(path: Path) -> None:

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lockstep as ls
-from lockstep.checkpoint.format import CheckpointRecord, Contents, write_checkpoint
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.format import CheckpointRecord, Contents
 from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
 
@@ -22,11 +23,8 @@ WEIGHTS = {
 
 
 def written(folder: Path, step: int, **modules: dict[str, torch.Tensor]) -> Path:
-    path = folder / f"step-{step:08d}"
-    write_checkpoint(
-        path, Contents(record=CheckpointRecord(step=step, run="a", replicas=(1,)), states={}, weights=modules)
-    )
-    return path
+    record = CheckpointRecord(step=step, run="a", replicas=(1,))
+    return CheckpointFolder(folder).write(Contents(record=record, states={}, weights=modules))
 
 
 def test_a_file_written_in_any_order_is_what_safetensors_reads(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.format import CheckpointRecord, Contents, read_checkpoint, read_record, write_checkpoint
+from lockstep.checkpoint.format import CheckpointRecord, Contents, read_checkpoint, read_record
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import CheckpointError
 
@@ -53,13 +53,13 @@ def test_a_checkpoint_comes_back_whole(tmp_path: Path):
 
 
 def test_weights_lie_beside_as_one_plain_file_a_module(tmp_path: Path):
-    write_checkpoint(tmp_path / "one", contents(1))
+    one = CheckpointFolder(tmp_path / "one").write(contents(1))
     weights = {"generator": {"w": torch.ones(1)}, "critic": {"w": torch.zeros(1)}}
-    write_checkpoint(tmp_path / "two", Contents(record=contents(1).record, states={}, weights=weights))
+    two = CheckpointFolder(tmp_path / "two").write(Contents(record=contents(1).record, states={}, weights=weights))
 
-    assert read_weights(tmp_path / "one" / "weights.safetensors")["weight"].tolist() == [1.0] * 8
-    assert read_weights(tmp_path / "two" / "weights-critic.safetensors")["w"].tolist() == [0.0]
-    assert read_checkpoint(tmp_path / "two").weights.keys() == {"generator", "critic"}
+    assert read_weights(one / "weights.safetensors")["weight"].tolist() == [1.0] * 8
+    assert read_weights(two / "weights-critic.safetensors")["w"].tolist() == [0.0]
+    assert read_checkpoint(two).weights.keys() == {"generator", "critic"}
 
 
 def test_the_newest_is_found_by_looking(tmp_path: Path):
@@ -138,8 +138,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: (path / "checkpoint.json").write_text("") and None,
         r"checkpoint\.json: Expecting",
     ),
-    "no record": (lambda path: (path / "checkpoint.json").unlink(), r"is no checkpoint: it has no checkpoint\.json"),
-    "another's record": (lambda path: (path / "checkpoint.json").write_text("[]") and None, "another program's"),
+    "no record": (lambda path: (path / "checkpoint.json").unlink(), r"is not a checkpoint: it has no checkpoint\.json"),
+    "another's record": (lambda path: (path / "checkpoint.json").write_text("[]") and None, "that of another program"),
     "a newer record": (
         lambda path: (path / "checkpoint.json").write_text('{"format": "lockstep checkpoint", "version": 9}') and None,
         r"has version 9, this program reads up to 2; use the version",

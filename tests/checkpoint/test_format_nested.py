@@ -86,7 +86,7 @@ def test_what_no_checkpoint_can_hold_is_named_with_its_place(thing: Any):
 
 
 def test_a_sparse_tensor_is_refused():
-    with pytest.raises(CheckpointError, match=r"state\.a is no dense tensor \(torch\.sparse_coo"):
+    with pytest.raises(CheckpointError, match=r"state\.a is not a dense tensor \(torch\.sparse_coo"):
         flatten({"a": torch.eye(2).to_sparse()}, "state")
 
 

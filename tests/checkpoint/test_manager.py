@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import folder as folder_module
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.format import Contents, read_checkpoint, write_checkpoint
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.format import Contents, read_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -32,11 +32,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds every write up until the event is set."""
     go_on = threading.Event()
 
-    def late(path: Path, contents: Contents) -> None:
-        assert go_on.wait(LIMIT_S)
-        write_checkpoint(path, contents)
+    write = CheckpointFolder.write
 
-    monkeypatch.setattr(folder_module, "write_checkpoint", late)
+    def late(folder: CheckpointFolder, contents: Contents) -> Path:
+        assert go_on.wait(LIMIT_S)
+        return write(folder, contents)
+
+    monkeypatch.setattr(CheckpointFolder, "write", late)
     yield go_on
     go_on.set()
 
@@ -131,14 +133,14 @@ def test_after_an_error_in_the_block_the_write_is_finished(manager: CheckpointMa
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_removing_all_removes_the_folder(manager: CheckpointManager, tmp_path: Path):
+def test_removing_the_own_checkpoints_removes_the_empty_folder(manager: CheckpointManager, tmp_path: Path):
     manager.save(1)
     (tmp_path / "mine").touch()
-    manager.remove_all()
+    manager.remove_own(with_folder=True)
     assert names(tmp_path) == ["mine"]
 
     (tmp_path / "mine").unlink()
-    manager.remove_all()
+    manager.remove_own(with_folder=True)
     assert not tmp_path.exists()
 
 

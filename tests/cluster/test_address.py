@@ -28,8 +28,8 @@ def test_host_and_port(address: str, parts: tuple[str, int]):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (7, r"7 is no address; write text such as 'hosta:20000'"),
-        (None, r"None is no address"),
+        (7, r"7 is not an address; write text such as 'hosta:20000'"),
+        (None, r"None is not an address"),
         ("", r"'' lacks a port; write 'hosta:20000'"),
         ("hosta", r"'hosta' lacks a port"),
         (":20000", r"':20000' lacks a host"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.app import parse
-from lockstep.cluster.environment import resolve_cluster
+from lockstep.cluster.environment import cluster_from_environment
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, LAUNCH, SECURITY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("cluster", "launch", "security"))
@@ -25,7 +25,7 @@ def test_the_texts_are_found():
 
 @pytest.mark.parametrize(("text", "place"), list(zip(TF_CONFIGS, ((2, 0), (2, 1), (3, 1)), strict=True)))
 def test_every_tf_config_is_read(text: str, place: tuple[int, int]):
-    cluster = resolve_cluster({"TF_CONFIG": text})
+    cluster = cluster_from_environment({"TF_CONFIG": text})
 
     assert cluster is not None
     assert (cluster.num_workers, cluster.index) == place
@@ -33,7 +33,7 @@ def test_every_tf_config_is_read(text: str, place: tuple[int, int]):
 
 @pytest.mark.parametrize(("words", "index"), list(zip(BY_HAND, (0, 1), strict=True)))
 def test_torchruns_variables_by_hand_are_read(words: str, index: int):
-    cluster = resolve_cluster(dict(word.split("=", 1) for word in words.split()))
+    cluster = cluster_from_environment(dict(word.split("=", 1) for word in words.split()))
 
     assert cluster is not None
     assert (cluster.num_workers, cluster.index, cluster.chief_address) == (2, index, ("hosta", 29500))

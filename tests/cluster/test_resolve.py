@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lockstep.cluster.environment import cluster_from_environment, declared_job, find_job, resolve_cluster
+from lockstep.cluster.environment import cluster_from_environment, declared_job
 from lockstep.config import DeviceRegistry
 from lockstep.errors import ClusterError, UsageError
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -43,19 +43,19 @@ EXPORTED = {"WORLD_SIZE": "3", "MASTER_ADDR": "n2", "MASTER_PORT": "23456"}  # w
     ],
 )
 def test_which_form_counts(environment: dict[str, str], source: str):
-    cluster = resolve_cluster(environment)
+    cluster = cluster_from_environment(environment)
 
     assert cluster is not None
     assert cluster.source == source
 
 
 def test_nothing_is_declared():
-    assert resolve_cluster({}) is None
-    assert find_job({}) is None
+    assert cluster_from_environment({}) is None
+    assert declared_job({}) is None
 
 
 def test_a_job_step_takes_the_chief_that_its_script_exported():
-    cluster = resolve_cluster({**SLURM, **EXPORTED})
+    cluster = cluster_from_environment({**SLURM, **EXPORTED})
 
     assert cluster is not None
     assert cluster.chief_address == ("n2", 23456)
@@ -76,7 +76,7 @@ def test_a_job_step_takes_the_chief_that_its_script_exported():
 )
 def test_contradictions_and_halves_are_refused(environment: dict[str, str], message: str):
     with pytest.raises(ClusterError, match=message):
-        resolve_cluster(environment)
+        cluster_from_environment(environment)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_contradictions_and_halves_are_refused(environment: dict[str, str], mess
     ],
 )
 def test_only_a_process_among_several_that_train_is_in_a_job(environment: dict[str, str], job: tuple[str, int] | None):
-    found = find_job(environment)
+    found = declared_job(environment)
 
     assert (found and (found.source, found.num_workers)) == job
 
@@ -104,8 +104,8 @@ def test_this_process_own_environment_is_read(monkeypatch: pytest.MonkeyPatch):
     for name, value in TWO_WORKERS.items():
         monkeypatch.setenv(name, value)
 
-    assert cluster_from_environment() == resolve_cluster(TWO_WORKERS)
-    assert declared_job() == resolve_cluster(TWO_WORKERS)
+    assert cluster_from_environment() == cluster_from_environment(TWO_WORKERS)
+    assert declared_job() == cluster_from_environment(TWO_WORKERS)
 
 
 def test_mirrored_strategy_names_the_other_class(monkeypatch: pytest.MonkeyPatch, fresh_devices: DeviceRegistry):

@@ -66,25 +66,25 @@ def test_it_is_frozen():
     ("changes", "message"),
     [
         ({"workers": ()}, r"ClusterSpec: the cluster has no workers; name every worker's address, for example Cluster"),
-        ({"workers": "hosta:20000"}, r"workers='hosta:20000' is no list of addresses; give one per worker"),
-        ({"workers": None}, r"workers=None is no list of addresses"),
+        ({"workers": "hosta:20000"}, r"workers='hosta:20000' is not a list of addresses; give one per worker"),
+        ({"workers": None}, r"workers=None is not a list of addresses"),
         ({"workers": ("hosta:1", "hostb")}, r"workers\[1\]: 'hostb' lacks a port; write 'hosta:20000'"),
-        ({"workers": ("hosta:1", 2)}, r"workers\[1\]: 2 is no address"),
+        ({"workers": ("hosta:1", 2)}, r"workers\[1\]: 2 is not an address"),
         ({"workers": ("hosta:1", "b:1", "HOSTA:01")}, r"workers\[0\] and workers\[2\] are both 'HOSTA:01'; give each"),
         ({"workers": ("", "hostb:1")}, r"workers\[0\] is empty, but the others must find the chief; for example"),
-        ({"index": 2}, r"index=2 is no place in the cluster; give from 0 to 1, one per worker"),
-        ({"index": -1}, r"index=-1 is no place in the cluster"),
-        ({"index": True}, r"index=True is no place"),
-        ({"index": "1"}, r"index='1' is no place"),
-        ({"index": -1, "task": "evaluator"}, r"index=-1 is no place in the cluster; give from 0, one per evaluator"),
+        ({"index": 2}, r"index=2 is not a rank in the cluster; give from 0 to 1, one per worker"),
+        ({"index": -1}, r"index=-1 is not a rank in the cluster"),
+        ({"index": True}, r"index=True is not a rank"),
+        ({"index": "1"}, r"index='1' is not a rank"),
+        ({"index": -1, "task": "evaluator"}, r"index=-1 is not a rank in the cluster; give from 0, one per evaluator"),
         ({"task": "chief"}, r"task='chief' is unknown; choose 'worker' or 'evaluator'"),
-        ({"attempt": -1}, r"attempt=-1 is no number of earlier attempts; give 0, 1"),
+        ({"attempt": -1}, r"attempt=-1 is not a number of earlier attempts; give 0, 1"),
         (
             {"job_id": "two\nwords"},
-            r"job_id='two\\nwords' is no job id; give 1 to 200 printable characters, such as",
+            r"job_id='two\\nwords' is not a job id; give 1 to 200 printable characters, such as",
         ),
-        ({"job_id": "x" * 201}, r"is no job id"),
-        ({"job_id": 7}, r"job_id=7 is no job id"),
+        ({"job_id": "x" * 201}, r"is not a job id"),
+        ({"job_id": 7}, r"job_id=7 is not a job id"),
     ],
 )
 def test_a_malformed_cluster_says_what_is_wrong_with_it(changes: dict[str, Any], message: str):
@@ -95,7 +95,7 @@ def test_a_malformed_cluster_says_what_is_wrong_with_it(changes: dict[str, Any],
 
 
 def test_the_error_names_who_said_so():
-    with pytest.raises(ClusterError, match=r"^SLURM: index=5 is no place"):
+    with pytest.raises(ClusterError, match=r"^SLURM: index=5 is not a rank"):
         ClusterSpec(workers=PAIR, index=5, source="SLURM")
 
 

@@ -100,7 +100,9 @@ def test_the_id_is_derived_and_can_be_given():
 
 
 def test_an_id_that_is_none_is_refused():
-    with pytest.raises(ClusterError, match=r"LOCKSTEP_JOB_ID='a\\nb' is no job id; give 1 to 200 printable characters"):
+    with pytest.raises(
+        ClusterError, match=r"LOCKSTEP_JOB_ID='a\\nb' is not a job id; give 1 to 200 printable characters"
+    ):
         parse(PAIR, task("worker", 0), LOCKSTEP_JOB_ID="a\nb")
 
 
@@ -117,9 +119,9 @@ def test_an_id_that_is_none_is_refused():
         ),
         ("x" * 5000, r"TF_CONFIG: not JSON \(Expecting value\) at character 0, near 'x{40}'; for"),
         ("[" * 100_000, r"TF_CONFIG: '\[{119}\.\.\. is nested too deep"),
-        ("[1]", r"TF_CONFIG: \[1\] is no JSON object"),
-        ("7", r"TF_CONFIG: 7 is no JSON object"),
-        ("null", r"TF_CONFIG: None is no JSON object"),
+        ("[1]", r"TF_CONFIG: \[1\] is not a JSON object"),
+        ("7", r"TF_CONFIG: 7 is not a JSON object"),
+        ("null", r"TF_CONFIG: None is not a JSON object"),
         (
             '{"cluster": {"worker": ["a:1",\n "a:1"]},\n "task": 3}',
             r"worker\[0\] and cluster.worker\[1\] are both 'a:1'",
@@ -148,7 +150,7 @@ BOTH_NAMES = {"chief": ["a:1"], "master": ["b:1"]}
         ({"worker": "a:1"}, FIRST, r"cluster.worker is 'a:1'; it must be a list of addresses"),
         ({"worker": {"0": "a:1"}}, FIRST, r"cluster.worker is {'0': 'a:1'}; it must be a list of addresses"),
         ({"worker": ["a:1", "b"]}, FIRST, r"cluster.worker\[1\]: 'b' lacks a port; write 'hosta:20000'"),
-        ({"worker": ["a:1", 2]}, FIRST, r"cluster.worker\[1\]: 2 is no address"),
+        ({"worker": ["a:1", 2]}, FIRST, r"cluster.worker\[1\]: 2 is not an address"),
         ({"worker": ["a:1", ""]}, FIRST, r"cluster.worker\[1\]: '' lacks a port"),
         ({"worker": ["a:1", "b:99999"]}, FIRST, r"cluster.worker\[1\]: 'b:99999' has no port from 1 to 65535"),
         ({"worker": ["::1:20", "b:1"]}, FIRST, r"cluster.worker\[0\]: '::1:20' has more than one colon"),

@@ -99,7 +99,7 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
     mirrored = strategy.mirror(nn.Linear(3, 1))
     mirrored.compile_as(Compilation(backend="eager"))
     monkeypatch.setattr("lockstep.mirroring.module.compile.COMPILE_LIMIT_S", 0.01)
-    with _LOOKUP.turn("Other", ends_when_found=False), pytest.raises(ReplicaError) as raised:
+    with _LOOKUP.held("Other", ends_when_found=False), pytest.raises(ReplicaError) as raised:
         strategy.run(mirrored, (torch.ones(2, 3),))
     assert "Linear has waited 0.01 s for a compiled module" in str(raised.value)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.mirroring.optim.step import Totals, UpdateClock, UpdateTimes
+from lockstep.mirroring.optim.step import Totals, UpdateTimes
 from lockstep.replicas.context import get_replica_context
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def test_every_replica_has_its_moments_in_order(
         assert times is not None
         moments = [times.arrived_s, times.opened_s, times.exchanged_s, times.updated_s, times.closed_s]
         assert moments == sorted(moments)
+        assert (times.updated_s == times.closed_s) == (make is indivisible)
         assert times.waiting_s + times.exchange_s + times.update_s == pytest.approx(times.closed_s - times.arrived_s)
 
 
@@ -84,12 +85,7 @@ def test_there_are_no_times_before_an_update_and_after_a_skipped_one(make_strate
     assert train(strategy, sgd, count=0.0).times == (None, None)
 
 
-def test_what_was_not_marked_is_laid_to_the_last_part():
-    clock = UpdateClock()
-    clock.start(1.0)
-    clock.mark(2.0)
-    clock.mark(4.0)
-    clock.finish(7.0)
+def test_waiting_is_before_and_after_the_work():
+    times = UpdateTimes(arrived_s=1.0, opened_s=2.0, exchanged_s=4.0, updated_s=6.0, closed_s=7.0)
 
-    assert clock.times == UpdateTimes(arrived_s=1.0, opened_s=2.0, exchanged_s=4.0, updated_s=7.0, closed_s=7.0)
-    assert (clock.times.waiting_s, clock.times.exchange_s, clock.times.update_s) == (1.0, 2.0, 3.0)
+    assert (times.waiting_s, times.exchange_s, times.update_s) == (2.0, 2.0, 2.0)

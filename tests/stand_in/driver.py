@@ -141,9 +141,6 @@ class StandInDriver:
         if block is not None:
             block.kept_for.add(stream.name)
 
-    def allocated(self, device: torch.device) -> int:
-        return self.memory.in_use.total()
-
     def peak(self, device: torch.device) -> int:
         return self.memory.peak
 

@@ -91,8 +91,8 @@ def test_pools_count_bytes_and_the_device_ends():
         held = torch.empty(50 * MB, dtype=torch.uint8)
         part = held[: 10 * MB]
         del held
-        assert driver.allocated(GPU) == 50 * MB  # the part keeps all of it
+        assert driver.whole(GPU).in_use == 50 * MB  # the part keeps all of it
         del part
-        assert (driver.allocated(GPU), driver.peak(GPU), driver.whole(GPU).reserved) == (0, 50 * MB, 50 * MB)
+        assert (driver.whole(GPU).in_use, driver.peak(GPU), driver.whole(GPU).reserved) == (0, 50 * MB, 50 * MB)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(200 * MB, dtype=torch.uint8)

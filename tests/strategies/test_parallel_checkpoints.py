@@ -230,7 +230,7 @@ def test_a_lost_file_of_a_worker_is_told(folder: Path, eight: Any, tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"damaged \(weights/shard-00003.*No such file"):
         read_checkpoint(copy)
     record = json.loads((copy / "checkpoint.json").read_text())
-    del record["files"][f"weights/{lost.name}"]
+    del record["files"][f"weights/{lost.name}"], record["checksum"]
     (copy / "checkpoint.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="lacks a part of"):
         ls.export_weights(copy, tmp_path / "model.safetensors")

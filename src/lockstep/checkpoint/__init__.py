@@ -15,14 +15,5 @@ from __future__ import annotations
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.folder import export_weights, latest_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointManager",
-    "check_fit",
-    "export_weights",
-    "latest_checkpoint",
-    "read_weights",
-    "write_weights",
-]
+__all__ = ["Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"]

@@ -23,7 +23,6 @@ from lockstep.checkpoint.format import (
     read_record,
     run_of,
     weights_of,
-    write_checkpoint,
 )
 from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
@@ -142,18 +141,13 @@ class CheckpointFolder:
         Raises CheckpointError if it cannot be written, or there is a later one of another run, which would still be
         taken for the newest.
         """
-        with self._replacing_later(contents.record) as target:
-            write_checkpoint(target, contents)
-        return target
+        with self.begin(contents.record) as (_, fill):
+            fill(contents)
+        return self.path / step_name(contents.record.step)
 
     @contextmanager
     def begin(self, record: CheckpointRecord) -> Iterator[tuple[Path, Fill]]:
         """Does what ``write`` does for a checkpoint to which other workers write too; yields as ``new_checkpoint``."""
-        with self._replacing_later(record) as target, new_checkpoint(target) as (partial, fill):
-            yield partial, fill
-
-    @contextmanager
-    def _replacing_later(self, record: CheckpointRecord) -> Iterator[Path]:
         self._clear()
         later = [(path, other.run) for path, other in self.records() if other.step > record.step]
         others = [path for path, run in later if run != record.run]
@@ -162,7 +156,8 @@ class CheckpointFolder:
                 f"cannot write step {record.step} to {self.path}: another run has left {others[-1].name} there, which "
                 "would be taken for the newest; restore from it first, or choose an empty folder"
             )
-        yield self.path / step_name(record.step)
+        with new_checkpoint(self.path / step_name(record.step)) as (partial, fill):
+            yield partial, fill
         for path, _ in later:
             self.remove(path)
 

@@ -174,11 +174,6 @@ class CheckpointManager:
         """Waits as ``wait`` does, at the end. Every worker must call it."""
         self.wait()
 
-    def remove_all(self) -> None:
-        """Removes all checkpoints, and the folder if it is then empty. Every worker must call it."""
-        self.wait()
-        run_on_chief(self._checkpoint.workers, "checkpoints removed", self._folder.remove_all)
-
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
 
@@ -242,7 +237,11 @@ class ShardedSave:
         self._stack = ExitStack()
         self._partial = Path()
         self._fill: Fill | None = None
-        run_on_chief(self._workers, "checkpoint begun", lambda: self._begin(folder))
+        begun = run_on_chief(
+            self._workers, "checkpoint begun", lambda: self._stack.enter_context(folder.begin(contents.record))
+        )
+        if begun is not None:
+            self._partial, self._fill = begun
         path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
         self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
         try:
@@ -276,9 +275,6 @@ class ShardedSave:
         """Removes, on the chief, what has been written so far."""
         with suppress(type(error)), self._stack:
             raise error
-
-    def _begin(self, folder: CheckpointFolder) -> None:
-        self._partial, self._fill = self._stack.enter_context(folder.begin(self._contents.record))
 
     def _check_visible(self) -> None:
         if not self._partial.is_dir():

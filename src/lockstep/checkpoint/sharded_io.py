@@ -61,11 +61,8 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 class TensorShard:
     """What a worker holds of a tensor, with the methods that torch.distributed.checkpoint calls on a sharded tensor.
 
-    Args:
-        tensor: the elements, in row-major order.
-        region: where they are in the whole tensor; None is all of it.
-        start: the index, within the region, of the first element that is held, if not all are.
-        boxes: the boxes of interest; None is all.
+    The tensor has the elements of ``region``, by default all, in row-major order, or those of them from ``start`` on.
+    ``boxes`` are those of interest; None is all.
     """
 
     def __init__(
@@ -123,13 +120,8 @@ class TensorShard:
 class TensorReader:
     """Reads the tensors of a safetensors file, or of a folder of such files, each of them whole or in boxes.
 
-    Attributes:
-        tensors: by key, a tensor of the same shape and dtype on the meta device.
-
-    Raises:
-        OSError: it cannot be read.
-        SafetensorError: a file is damaged.
-        CheckpointError: boxes of a tensor are missing.
+    ``tensors`` has, by key, a tensor of the same shape and dtype on the meta device. Raises OSError or SafetensorError
+    if a file cannot be read, and CheckpointError if boxes of a tensor are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,12 +138,7 @@ class TensorReader:
                 self.tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
 
     def read(self, wanted: Mapping[str, TensorShard]) -> None:
-        """Reads into the boxes of ``wanted``, by key, and converts to their dtypes.
-
-        Raises:
-            OSError: a file cannot be read.
-            SafetensorError: a file is damaged.
-        """
+        """Reads into the boxes of ``wanted``, by key, and converts to their dtypes. Raises as the constructor does."""
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(wanted), self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)

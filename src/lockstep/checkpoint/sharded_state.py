@@ -19,15 +19,7 @@ from torch import nn
 from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.format import SHARED, STATE, TensorRef
 from lockstep.checkpoint.sharded_io import TensorReader, TensorShard
-from lockstep.checkpoint.state_adapters import (
-    AdapterState,
-    SavedState,
-    StateAdapter,
-    by_name,
-    check_optimizer_state,
-    class_name,
-    run_on_all,
-)
+from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter, by_name, class_name, run_on_all
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
@@ -43,7 +35,6 @@ class ShardedModuleAdapter(StateAdapter):
 
     def __init__(self, module: MirroredModule, workers: Communicator) -> None:
         self._module, self._part, self._workers = module, sharded_module_of(module), workers.processes
-        self._reader: TensorReader | None = None
 
     def state(self) -> AdapterState:
         self._module.exchange_buffers()
@@ -61,9 +52,8 @@ class ShardedModuleAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        shards, reader = self._shards(self._part.own_tensors()), self._reader
-        run_on_all(self._workers, "weights read", lambda: None if reader is None else reader.read(shards))
-        self._reader = None
+        shards = self._shards(self._part.own_tensors())
+        run_on_all(self._workers, "weights read", lambda: self._open(saved).read(shards))
         if saved.same_layout and isinstance(saved.worker, Mapping):
             for name, buffer in self._part.named_buffers():
                 if name in saved.worker:
@@ -73,16 +63,17 @@ class ShardedModuleAdapter(StateAdapter):
         regions = self._part.regions()
         return {name: TensorShard(tensor, regions[name]) for name, tensor in tensors.items()}
 
-    def _open(self, saved: SavedState) -> None:
+    def _open(self, saved: SavedState) -> TensorReader:
         if saved.weights_in is None:
             raise CheckpointError(
                 f"{saved.source} has no weights for {saved.name!r}; give the things the names they were saved under"
             )
         path = Path(saved.source) / saved.weights_in
-        self._reader = TensorReader(_visible(path))
-        found = self._reader.tensors
+        reader = TensorReader(_visible(path))
+        found = reader.tensors
         own = {name: torch.empty(region.whole, device="meta") for name, region in self._part.regions().items()}
         check_fit(found, {name: own.get(name, found.get(name)) for name in self._part.names}, path)
+        return reader
 
 
 class ShardedOptimizerAdapter(StateAdapter):
@@ -112,7 +103,6 @@ class ShardedOptimizerAdapter(StateAdapter):
                 f"Checkpoint({name}=...) got the optimizer of a model that it did not get; give it the model too: "
                 "Checkpoint(model=model, optimizer=optimizer)"
             )
-        self._reader: TensorReader | None = None
 
     def state(self) -> AdapterState:
         groups = [[self._names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
@@ -133,18 +123,16 @@ class ShardedOptimizerAdapter(StateAdapter):
 
     def check(self, saved: SavedState) -> None:
         """The class, the groups and the names must be the optimizer's."""
-        check_optimizer_state(saved.shared, self._optimizer)
         run_on_all(self._workers, "the optimizer's state checked", lambda: self._open(saved))
 
     def load(self, saved: SavedState) -> None:
         run_on_all(self._workers, "the optimizer's state read", lambda: self._read(saved))
-        self._reader = None
 
     def _own_state(self) -> tuple[dict[str, TensorShard], dict[str, dict[str, Any]]]:
         """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's key."""
         shards: dict[str, TensorShard] = {}
         described: dict[str, dict[str, Any]] = {}
-        for each in self._optimizer.held_state():
+        for each in self._optimizer.storages.held():
             name = self._names[id(each.parameter)]
             for slot, value in each.values.items():
                 plain: Any = value
@@ -178,7 +166,7 @@ class ShardedOptimizerAdapter(StateAdapter):
             ],
         }
 
-    def _open(self, saved: SavedState) -> None:
+    def _open(self, saved: SavedState) -> TensorReader:
         kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
         ours, names = self._optimizer.param_groups, saved.shared.get("names")
         if kind != class_name(self._optimizer) or len(groups) != len(ours):
@@ -199,15 +187,13 @@ class ShardedOptimizerAdapter(StateAdapter):
                         f"{saved.source} has for {saved.name!r} nothing about {name}; make the optimizer as it was "
                         "when that was saved"
                     )
-        self._reader = TensorReader(_visible(Path(saved.source) / STATE))
+        return TensorReader(_visible(Path(saved.source) / STATE))
 
     @torch.no_grad()
     def _read(self, saved: SavedState) -> None:
-        reader, values = self._reader, by_name(saved.shared)
-        if reader is None:
-            return
+        reader, values = self._open(saved), by_name(saved.shared)
         wanted: dict[str, TensorShard] = {}
-        held = [self._blank(each, values, reader, wanted) for each in self._optimizer.held_state()]
+        held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]
         reader.read(wanted)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
@@ -215,7 +201,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         )
         for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({name: value for name, value in theirs.items() if name != "params"})
-        self._optimizer.take_held_state(held)
+        self._optimizer.storages.take_held(held)
 
     def _blank(
         self,
@@ -245,7 +231,7 @@ def sharded_module_of(module: MirroredModule) -> ShardedModule:
     """Returns this worker's part of a divided model."""
     part: nn.Module = module.module
     if not isinstance(part, ShardedModule):
-        raise ConfigError(f"a {type(part).__name__} is no part of a model; divide it with strategy.parallelize")
+        raise ConfigError(f"a {type(part).__name__} is not a part of a model; divide it with strategy.parallelize")
     return part
 
 

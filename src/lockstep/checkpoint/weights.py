@@ -31,14 +31,10 @@ _DTYPES = {
 
 
 def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes the tensors of a state_dict to ``path``, which appears whole or not at all.
+    """Writes the tensors of a state_dict, on any device, to the safetensors file ``path``, whole or not at all.
 
-    Args:
-        state: key to tensor on any device. Tied, overlapping and non-contiguous tensors are each written in full.
-        path: the safetensors file. An existing one is replaced; its folder is made.
-
-    Raises:
-        CheckpointError: an entry is not a tensor, or the file cannot be written; then nothing is left behind.
+    Tied, overlapping and non-contiguous tensors are each written in full. An existing file is replaced; its folder is
+    made. Raises CheckpointError if an entry is not a tensor, or the file cannot be written.
     """
     tensors = contiguous_tensors(state)
     with _written(Path(path)) as partial:

@@ -3,45 +3,26 @@
 TF_CONFIG, which somebody wrote for this very process, comes before torchrun's variables, and these before SLURM's,
 because a launcher may run inside a SLURM step. The first two must not contradict each other.
 
-``cluster_from_environment`` and ``declared_job`` read the environment of this process; all else here is pure.
+Everything here is pure but for the defaults of ``cluster_from_environment`` and ``declared_job``.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep.cluster.spec import (
-    ClusterSpec,
-    Task,
-    check_addresses,
-    check_job_id,
-    join_address,
-    parse_address,
-    shown,
-)
+from lockstep.cluster.spec import ClusterSpec, Task, check_addresses, check_job_id, join_address, parse_address, shown
 from lockstep.errors import ClusterError
 
 JOB_ID_VARIABLE = "LOCKSTEP_JOB_ID"
 """Names the job in every form; equal on all its workers, and different for every job."""
 
 
-def cluster_from_environment() -> ClusterSpec | None:
-    """``resolve_cluster`` with the environment of this process."""
-    return resolve_cluster(os.environ)
-
-
-def declared_job() -> ClusterSpec | None:
-    """``find_job`` with the environment of this process."""
-    return find_job(os.environ)
-
-
-def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that ``environment`` declares; None if it declares none.
+def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
+    """The cluster that the environment, by default that of this process, declares; None if it declares none.
 
     Raises ClusterError if a form is malformed or incomplete, or two contradict each other.
     """
@@ -62,18 +43,15 @@ def resolve_cluster(environment: Mapping[str, str]) -> ClusterSpec | None:
     return written
 
 
-def find_job(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster of several workers in which a process with ``environment`` trains.
+def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
+    """The cluster of several workers in which a process with this environment trains.
 
     None for a single worker, for an evaluator, and for WORLD_SIZE without RANK, which says how many processes somebody
-    plans and not that this is one of them.
-
-    Raises:
-        ClusterError: as ``resolve_cluster``.
+    plans and not that this is one of them. Raises as ``cluster_from_environment``.
     """
     if not environment.get("RANK"):
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
-    cluster = resolve_cluster(environment)
+    cluster = cluster_from_environment(environment)
     return cluster if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1 else None
 
 
@@ -123,7 +101,7 @@ class Variables:
         try:
             parse_address(address)
         except ClusterError as error:
-            raise ClusterError(f"{self._source}: {name}={shown(host)} is no host: {error}") from None
+            raise ClusterError(f"{self._source}: {name}={shown(host)} is not a host: {error}") from None
         return address
 
     def job_id(self) -> str:
@@ -147,10 +125,7 @@ _TYPES = (*_CHIEFS, "worker", "evaluator")
 def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that ``TF_CONFIG`` declares; None if the variable is not set or empty.
 
-    Without a cluster in it, or with one worker, it declares a cluster of one.
-
-    Raises:
-        ClusterError: anything else; it shows the malformed part.
+    Without a cluster in it, or with one worker, it declares a cluster of one. Raises ClusterError for anything else.
     """
     text = environment.get("TF_CONFIG", "").strip()
     if not text:
@@ -173,7 +148,7 @@ def _load(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _malformed(f"{shown(text)} is nested too deep") from None
     if not isinstance(declared, dict):
-        raise _malformed(f"{shown(declared)} is no JSON object")
+        raise _malformed(f"{shown(declared)} is not a JSON object")
     return declared
 
 
@@ -297,11 +272,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # host, lie far apart, and so do consecutive jobs.
 _FIRST_PORT, _PORTS, _STRIDE = 15000, 15000, 7919
 
-_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_PARTS = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-# SLURM's own limit (MAX_RANGE in its hostlist.c): a longer list is taken for a mistake and not expanded.
-_MAX_HOSTS = 65536
+_NUMBERS = r"[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*"
+_HOST = rf"(?:[^\[\],\s]|\[{_NUMBERS}\])+"
+_HOST_LIST = re.compile(rf"({_HOST})(?:,{_HOST})*")
 
 
 def is_job_step(environment: Mapping[str, str]) -> bool:
@@ -345,58 +318,26 @@ def _slurm_chief(variables: Variables, port: int) -> str:
     if name is None:
         raise ClusterError(f"SLURM: none of {', '.join(_HOST_LISTS)} and MASTER_ADDR is set; {_SLURM_REMEDY}")
     try:
-        hosts = expand_hosts(variables.get(name))
+        first, is_only = first_host(variables.get(name))
     except ClusterError as error:
         raise ClusterError(f"SLURM: {name}: {error}") from None
-    if len(hosts) > 1 and variables.get("SLURM_DISTRIBUTION").startswith("arbitrary"):
+    if not is_only and variables.get("SLURM_DISTRIBUTION").startswith("arbitrary"):
         # Under srun --distribution=arbitrary the list does not have the order of the tasks.
         raise ClusterError(
             f"SLURM: SLURM_DISTRIBUTION=arbitrary does not say which of {shown(variables.get(name))} has task 0; set "
             "MASTER_ADDR to the first host of the file in SLURM_HOSTFILE, or leave out --distribution=arbitrary"
         )
-    return variables.address(hosts[0], port, name)
+    return variables.address(first, port, name)
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of a list in SLURM's notation, "node[01-03,07],login", as ``scontrol show hostnames`` prints them.
+def first_host(text: str) -> tuple[str, bool]:
+    """The first host of a list in SLURM's notation, "node[01-03,07],login", and whether it is the only one.
 
-    A range keeps the width of its first number: ``[08-10]`` is 08, 09, 10. A name may have several brackets, of which
-    the last runs fastest: ``rack[0-1]n[1-2]`` is rack0n1, rack0n2, rack1n1, rack1n2.
-
-    Raises ClusterError for an empty list or item, an open bracket, or something else than rising ranges in it.
+    A name may have several brackets: ``rack[0-1]n[1-2]`` begins with rack0n1. Raises ClusterError if it is no list.
     """
-    hosts = tuple(itertools.islice(_hosts(text.strip()), _MAX_HOSTS + 1))
-    if len(hosts) > _MAX_HOSTS:
-        raise ClusterError(f"{shown(text)} names more than {_MAX_HOSTS} hosts; name those of this job alone")
-    return hosts
-
-
-def _hosts(text: str) -> Iterator[str]:
-    position = 0
-    while True:
-        item = _ITEM.match(text, position)
-        if item is None:
-            raise _malformed_hosts(text, text[position:] or "its end")
-        choices = [
-            [part[2]] if part[2] else [number for one in part[1].split(",") for number in _numbers(text, one)]
-            for part in _PARTS.finditer(item[0])
-        ]
-        yield from map("".join, itertools.product(*choices))
-        position = item.end()
-        if position == len(text):
-            return
-        if text[position] != ",":
-            raise _malformed_hosts(text, text[position:])
-        position += 1
-
-
-def _numbers(text: str, one: str) -> Iterator[str]:
-    match = _RANGE.fullmatch(one)
-    first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-    if not 0 <= int(last) - int(first) < _MAX_HOSTS:
-        raise _malformed_hosts(text, one)
-    return (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-
-
-def _malformed_hosts(text: str, part: str) -> ClusterError:
-    return ClusterError(f"{shown(text)} is no list of hosts, at {shown(part)}; for example 'node[01-03,07],login1'")
+    text = text.strip()
+    match, brackets = _HOST_LIST.fullmatch(text), re.findall(r"\[[^\]]*\]", text)
+    ranges = [(int(first), int(last)) for each in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", each)]
+    if match is None or any(first > last for first, last in ranges):
+        raise ClusterError(f"{shown(text)} is not a list of hosts; for example 'node[01-03,07],login1'")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[1]), "," not in text and not ranges

@@ -33,7 +33,7 @@ def parse_address(address: object) -> tuple[str, int]:
     Raises ClusterError for what is no text, has no port or one out of range, or an impossible host.
     """
     if not isinstance(address, str):
-        raise ClusterError(f"{shown(address)} is no address; write text such as 'hosta:20000'")
+        raise ClusterError(f"{shown(address)} is not an address; write text such as 'hosta:20000'")
     if "/" in address:
         raise ClusterError(f"{shown(address)} looks like a URL; write host and port alone, such as 'hosta:20000'")
     host, colon, port = address.rpartition(":")
@@ -130,12 +130,12 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         workers: object = self.workers
         if isinstance(workers, str) or not isinstance(workers, Iterable):
-            raise ClusterError(f"workers={shown(workers)} is no list of addresses; give one per worker, {_EXAMPLE}")
+            raise ClusterError(f"workers={shown(workers)} is not a list of addresses; give one per worker, {_EXAMPLE}")
         object.__setattr__(self, "workers", tuple(workers))
         self._check_workers()
         self._check_task()
         if not _is_count(self.attempt):
-            raise ClusterError(f"attempt={shown(self.attempt)} is no number of earlier attempts; give 0, 1, ...")
+            raise ClusterError(f"attempt={shown(self.attempt)} is not a number of earlier attempts; give 0, 1, ...")
         check_job_id(self.job_id)
         if not self.job_id:
             object.__setattr__(self, "job_id", _derived_job_id(self.workers))
@@ -185,7 +185,9 @@ class ClusterSpec:
         last = len(self.workers) - 1
         if not _is_count(self.index) or (self.task == "worker" and self.index > last):
             expected = f"from 0 to {last}, one per worker" if self.task == "worker" else "from 0, one per evaluator"
-            raise ClusterError(f"{self.source}: index={shown(self.index)} is no place in the cluster; give {expected}")
+            raise ClusterError(
+                f"{self.source}: index={shown(self.index)} is not a rank in the cluster; give {expected}"
+            )
 
 
 def check_job_id(job_id: object, name: str = "job_id") -> None:
@@ -196,7 +198,7 @@ def check_job_id(job_id: object, name: str = "job_id") -> None:
     """
     if not isinstance(job_id, str) or not job_id.isprintable() or len(job_id) > _JOB_ID_LENGTH:
         raise ClusterError(
-            f"{name}={shown(job_id)} is no job id; give 1 to {_JOB_ID_LENGTH} printable characters, such as"
+            f"{name}={shown(job_id)} is not a job id; give 1 to {_JOB_ID_LENGTH} printable characters, such as"
             " 'flowers-17'"
         )
 

@@ -92,14 +92,7 @@ class InputContext:
 class DistributedIterable:
     """Batches on the replicas' devices, which can be iterated any number of times, also at once.
 
-    Args:
-        reader: reads this worker's part of the source.
-        sync: keeps the workers in step during an iteration.
-        devices: logical devices of the local replicas, in replica order.
-        prefetch: the number of batches to read ahead. 0 reads in the caller's thread. None chooses by the source.
-
-    Raises:
-        ConfigError: ``prefetch`` is not a number of batches.
+    ``prefetch`` is the number of batches to read ahead. 0 reads in the caller's thread. None chooses by the source.
     """
 
     def __init__(
@@ -119,17 +112,13 @@ class DistributedIterable:
     def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
         """Begins an iteration that continues where another one stopped.
 
-        The skipped batches are read again, unless the source can do without, so that everything the source draws
-        comes out as if they had been used.
+        The first ``skip`` global batches, or rounds of per-replica batches, are read again, unless the source can do
+        without, so that everything the source draws comes out as if they had been used.
 
-        Args:
-            skip: the number of global batches, or rounds of per-replica batches, to skip.
-            random: the result of ``random_state()`` when the first iteration began, or None to leave the generators
-                as they are. torch's default generator belongs to the caller: it is put back once the iteration has
-                begun.
+        ``random`` is the result of ``random_state()`` when the first iteration began, or None to leave the generators
+        as they are. torch's default generator belongs to the caller: it is put back once the iteration has begun.
 
-        Raises:
-            DataError: the source holds other generators than ``random`` describes.
+        Raises DataError if the source holds other generators than ``random`` describes.
         """
         dataset, transfer = self._reader.dataset, Transfer(self._devices)
         if random is not None and STARTED in random:
@@ -256,9 +245,7 @@ class PerReplicaDataset(DistributedIterable):
     ) -> None:
         workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
-            num_input_pipelines=workers.size,
-            input_pipeline_id=workers.index,
-            num_replicas_in_sync=workers.num_replicas,
+            num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
         )
         source = _checked(fn(context))
         reader = PerReplicaReader(source, len(devices), BatchLayout.of(source, lists))

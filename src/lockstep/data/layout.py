@@ -43,13 +43,13 @@ _MOST_ITEMS = 3
 
 
 @dataclass
-class _Reading:
-    """One reading of a part of a batch, for some number of rows."""
+class _Interpretation:
+    """What the parts of a batch are, if it has some number of rows."""
 
-    rows: bool
-    modes: dict[str, _Mode] = field(default_factory=dict)
-    unclear: list[str] = field(default_factory=list)
-    of: int | None = None
+    rows: bool  # whether anything has rows
+    modes: dict[str, _Mode] = field(default_factory=dict)  # what each list is, by name
+    unclear: list[str] = field(default_factory=list)  # the names of lists that could hold rows or columns
+    of: int | None = None  # the number of rows, for a whole batch
 
 
 class BatchLayout:
@@ -96,14 +96,9 @@ class BatchLayout:
         return cls(lists, sizes=_loader_sizes(dataset), items=items, keeps_tuples=tuples)
 
     def marked(self, batch: Any, *, rows: int | None = None) -> Any:
-        """Returns the batch with its lists and tuples of rows as RowList and RowTuple.
+        """Returns the batch with its lists and tuples of rows, ``rows`` many if known, as RowList and RowTuple.
 
-        Args:
-            batch: a global batch.
-            rows: the number of rows that were loaded for it, if known.
-
-        Raises:
-            DataError: a list could hold rows or columns.
+        Raises DataError if a list could hold rows or columns.
         """
         below = root_children(batch)
         if below is None:
@@ -113,14 +108,14 @@ class BatchLayout:
             return _as_rows(batch)
         if not any(is_sequence(node.value) for node in _walk(below)):
             return batch
-        reading = self._read_root(below, sizes)
-        if reading is None:
+        result = self._interpret_root(below, sizes)
+        if result is None:
             self._check_known(below)
             return batch  # the tensors disagree in length, which dividing the batch reports
-        if reading.unclear:
-            raise self._unclear(reading.unclear[0])
-        self._known.update(reading.modes)
-        return _marked(batch, below, "batch", reading.modes)
+        if result.unclear:
+            raise self._unclear(result.unclear[0])
+        self._known.update(result.modes)
+        return _marked(batch, below, "batch", result.modes)
 
     def _check_known(self, below: _Children) -> None:
         """Refuses a list that had one item a row before, and now has another number of items than there are rows."""
@@ -143,7 +138,7 @@ class BatchLayout:
         if "batch" in self._known:
             return self._known["batch"] == "rows"
         for size in (*sizes, None):
-            rows, columns = self._root_readings(batch, below, size)
+            rows, columns = self._root_may_be(batch, below, size)
             if rows and columns:
                 raise self._unclear("the batch", batch)
             if rows or columns:
@@ -151,10 +146,10 @@ class BatchLayout:
                 return rows
         return False
 
-    def _root_readings(self, batch: Any, below: _Children, size: int | None) -> tuple[bool, bool]:
+    def _root_may_be(self, batch: Any, below: _Children, size: int | None) -> tuple[bool, bool]:
         """Whether a batch of ``size`` rows that is a list or tuple may hold rows, and whether it may hold columns."""
-        reading = self._read_root(below, () if size is None else (size,))
-        columns = reading is not None and (size is None or reading.of == size)
+        result = self._interpret_root(below, () if size is None else (size,))
+        columns = result is not None and (size is None or result.of == size)
         if not _alike(batch) or all(isinstance(each, SINGLE_VALUES) for each in batch):
             return size is not None and len(batch) == size and _alike(batch), columns
         if size is not None:
@@ -162,8 +157,8 @@ class BatchLayout:
         long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
         return columns and len(batch) > 1 and long, columns
 
-    def _read_root(self, below: _Children, sizes: Sequence[int]) -> _Reading | None:
-        """The reading of a batch whose root is structure, from the root's children; None if there is none.
+    def _interpret_root(self, below: _Children, sizes: Sequence[int]) -> _Interpretation | None:
+        """Interprets a batch whose root is structure, from the children of the root; None if it has no rows so.
 
         ``sizes`` are the numbers of rows that the batch may have, the likeliest first; empty if unknown.
         """
@@ -180,49 +175,51 @@ class BatchLayout:
             found = (len(n.value) if is_sequence(n.value) else n.rows for n in _walk(below, closed=closed))
             lengths = {length for length in found if length is not None}
         for size in sizes:
-            if size in lengths and (reading := self._read_for(below, size)) is not None:
-                return reading
-        readings = [reading for rows in sorted(lengths) if (reading := self._read_for(below, rows)) is not None]
-        if len(readings) > 1:
-            unclear = [name for reading in readings for name, mode in reading.modes.items() if mode == "rows"]
-            return _Reading(True, unclear=unclear or ["the batch"])
-        return readings[0] if readings else None
+            if size in lengths and (result := self._interpret_for(below, size)) is not None:
+                return result
+        results = [result for rows in sorted(lengths) if (result := self._interpret_for(below, rows)) is not None]
+        if len(results) > 1:
+            unclear = [name for result in results for name, mode in result.modes.items() if mode == "rows"]
+            return _Interpretation(True, unclear=unclear or ["the batch"])
+        return results[0] if results else None
 
-    def _read_for(self, below: _Children, rows: int) -> _Reading | None:
-        reading = self._read_all(below, rows)
-        if reading is None or not reading.rows:
+    def _interpret_for(self, below: _Children, rows: int) -> _Interpretation | None:
+        result = self._interpret_all(below, rows)
+        if result is None or not result.rows:
             return None
-        reading.of = rows
-        return reading
+        result.of = rows
+        return result
 
-    def _read_all(self, below: _Children, rows: int) -> _Reading | None:
-        whole = _Reading(False)
+    def _interpret_all(self, below: _Children, rows: int) -> _Interpretation | None:
+        whole = _Interpretation(False)
         for name, child in below:
-            reading = self._read(child, name, rows)
-            if reading is None:
+            result = self._interpret(child, name, rows)
+            if result is None:
                 return None
-            whole.rows = whole.rows or reading.rows
-            whole.modes |= reading.modes
-            whole.unclear += reading.unclear
+            whole.rows = whole.rows or result.rows
+            whole.modes |= result.modes
+            whole.unclear += result.unclear
         return whole
 
-    def _read(self, node: Any, name: str, rows: int) -> _Reading | None:
+    def _interpret(self, node: Any, name: str, rows: int) -> _Interpretation | None:
         if is_sequence(node):
-            return self._read_sequence(node, name, rows)
+            return self._interpret_sequence(node, name, rows)
         below = children(node, name)
         if below is not None:
-            return self._read_all(below, rows)
+            return self._interpret_all(below, rows)
         length = _leaf_rows(node)
         if length is not None:
-            return _Reading(True) if length == rows else None
-        return _Reading(False) if _is_single(node) else None
+            return _Interpretation(True) if length == rows else None
+        numpy = sys.modules.get("numpy")
+        is_single = isinstance(node, (*SINGLE_VALUES, Tensor)) or (numpy and isinstance(node, numpy.generic))
+        return _Interpretation(False) if is_single else None
 
-    def _read_sequence(self, node: Any, name: str, rows: int) -> _Reading | None:
-        one_a_row = _Reading(True, {name: "rows"})
+    def _interpret_sequence(self, node: Any, name: str, rows: int) -> _Interpretation | None:
+        one_a_row = _Interpretation(True, {name: "rows"})
         known = self._known.get(name)
         if known == "rows":
             return one_a_row if len(node) == rows else None
-        columns = self._read_all(children(node, name) or [], rows)
+        columns = self._interpret_all(children(node, name) or [], rows)
         if columns is not None:
             columns.modes[name] = "columns"
         may_be_rows = self._lists != "columns" or _all_text(node)
@@ -241,7 +238,7 @@ class BatchLayout:
             return columns
         else:
             unclear = True
-        return _Reading(True, one_a_row.modes, [name] if unclear else [])
+        return _Interpretation(True, one_a_row.modes, [name] if unclear else [])
 
     def _unclear(self, name: str, batch: Any = None) -> DataError:
         of = "" if batch is None else f" of {len(batch)} items"
@@ -301,11 +298,6 @@ def _leaf_rows(leaf: Any) -> int | None:
         return rows_of(leaf)
     numpy = sys.modules.get("numpy")
     return len(leaf) if numpy and isinstance(leaf, numpy.ndarray) and leaf.ndim else None
-
-
-def _is_single(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(leaf, (*SINGLE_VALUES, Tensor)) or (numpy is not None and isinstance(leaf, numpy.generic))
 
 
 def _all_text(node: Any) -> bool:

@@ -98,12 +98,7 @@ def _nothing() -> None:
 
 class _PrefetchIterator(Generic[T]):
     def __init__(
-        self,
-        source: Iterator[T],
-        depth: int,
-        begun: Callable[[], object],
-        others: Callable[[], object],
-        skip: int,
+        self, source: Iterator[T], depth: int, begun: Callable[[], object], others: Callable[[], object], skip: int
     ) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth
@@ -185,8 +180,7 @@ class _Read(NamedTuple, Generic[T]):
 class _Queue(Generic[T]):
     """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
 
-    Attributes:
-        last: the states of the copy of the default generator before and after the source found that it had ended.
+    ``last`` has the states of the copy of the default generator before and after the source found that it had ended.
     """
 
     def __init__(self, depth: int) -> None:

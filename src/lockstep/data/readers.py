@@ -134,11 +134,6 @@ class IndexShardedReader(Reader):
     Where loading a row draws random numbers (a random crop), each worker draws its own: otherwise the rows of two
     workers would get the same crops. The sampler's numbers are equal on all workers, and its generator is left where
     one worker alone would have left it.
-
-    Args:
-        loader: a DataLoader for which ``loads_by_index`` holds.
-        workers: all workers.
-        layout: the layout of its batches.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
@@ -206,12 +201,10 @@ class _Shard(NamedTuple):
 
 
 class _ShardSampler:
-    """The batch sampler of this worker's rows.
+    """The batch sampler of this worker's rows. ``latest`` is the iteration that was begun last.
 
-    Attributes:
-        seed_due: the next iteration begins with the seed that a DataLoader draws then.
-        skip: the number of batches that the next iteration leaves out.
-        latest: the iteration that was begun last.
+    The next iteration leaves out ``skip`` batches and, if ``seed_due``, begins with the seed that a DataLoader draws
+    then.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: Communicator, generator: torch.Generator) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -160,9 +159,8 @@ def _rows(tensors: Any) -> int:
     if len(set(lengths.values())) > 1:
         found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
-            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), "
-            "values that are one for the whole batch as tensors without a dimension, and lists of one item a row with "
-            'as many items (strategy.distribute_dataset(data, lists="rows") says that they are some)'
+            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), a "
+            'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows'
         )
     return next(iter(lengths.values()))
 
@@ -178,8 +176,7 @@ def _as_tensor(name: str, leaf: Any) -> Any:
     if not numpy or not isinstance(leaf, numpy.ndarray):
         raise DataError(
             f"{name} is a {type(leaf).__name__}, which cannot be divided among replicas; give tensors, arrays or "
-            "single values in tuples, lists and dicts, or a list of one such object a row (a collate_fn of the "
-            "DataLoader can make them)"
+            "single values in tuples, lists and dicts, or a list of one such object a row (see DataLoader's collate_fn)"
         )
     try:
         # torch shares an array's memory, but warns about read-only memory and refuses negative strides.
@@ -234,13 +231,13 @@ def has_rows(batch: Any) -> bool:
 
 def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
     """``body``, one replica's part of a run, with a note on its errors if a tensor in ``view`` has no rows."""
-    return body if replicas == 1 else partial(_run, body, view, replicas)
 
+    def noted() -> Any:
+        try:
+            return body()
+        except Exception as error:
+            if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
+                error.add_note(_NOTE.format(replicas=replicas))
+            raise
 
-def _run(body: Callable[[], Any], view: Any, replicas: int) -> Any:
-    try:
-        return body()
-    except Exception as error:
-        if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
-            error.add_note(_NOTE.format(replicas=replicas))
-        raise
+    return body if replicas == 1 else noted

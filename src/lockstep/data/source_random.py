@@ -6,13 +6,11 @@ default generator follows with each item that the consumer takes:
 
     default generator  --copy-->  the source's generator  --item taken-->  default generator, if nobody else has drawn
 
-An iteration that is left early thus leaves torch's generator where a plain loop would. Only a loop that draws too gets
-other numbers, and a warning. Therefore a source that draws is read ahead only on request, and a source that draws from
-Python's or NumPy's generators, or from generators that the data holds, never is: those cannot be copied so.
+Only a loop that draws too gets other numbers, and a warning. Therefore a source that draws is read ahead only on
+request, and one that draws from Python's, NumPy's or its own generators never is: those cannot be copied so.
 
-To resume, ``random_state`` saves the states of torch's default generator, Python's, NumPy's, and every
-``torch.Generator`` that the dataset, a DataLoader or its samplers hold, as the iteration begins. The batches that were
-used are then skipped. A source that keeps other state between iterations must derive it from ``set_epoch``.
+To resume, ``random_state`` saves the states of all these generators as the iteration begins, and the batches that were
+used are skipped. A source that keeps other state between iterations must derive it from ``set_epoch``.
 """
 
 from __future__ import annotations

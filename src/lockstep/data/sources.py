@@ -216,7 +216,6 @@ def _own_sampler(loader: DataLoader[Any], part: Any) -> SequentialSampler | Rand
 
 def _refuse(reason: str) -> NoReturn:
     raise DataError(
-        f'shard="file" cannot divide this data between workers: {reason}; give a Hugging Face dataset, or let '
-        "strategy.distribute_datasets_from_function(fn) read the files of fn's context.input_pipeline_id, or use "
-        'shard="batch"'
+        f'shard="file" cannot divide this data between workers: {reason}; give a Hugging Face dataset, shard="batch",'
+        " or let strategy.distribute_datasets_from_function(fn) read the files of fn's context.input_pipeline_id"
     )

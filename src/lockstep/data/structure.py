@@ -8,7 +8,7 @@ item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A mapping of any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,13 @@ torch.serialization.add_safe_globals([RowList, RowTuple])
 
 def map_leaves(fn: Callable[[str, Any], Any], batch: Any) -> Any:
     """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``."""
-    return _map(fn, batch, root_children(batch), "batch")
+
+    def mapped(node: Any, name: str, below: list[tuple[str, Any]] | None) -> Any:
+        if below is None:
+            return fn(name, node)
+        return rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
+
+    return mapped(batch, "batch", root_children(batch))
 
 
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:
@@ -79,17 +85,6 @@ def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
 def is_sequence(node: Any) -> bool:
     """Whether a node is a list or tuple other than a named tuple, not marked as having one item a row."""
     return isinstance(node, (tuple, list)) and not (isinstance(node, (RowList, RowTuple)) or hasattr(node, "_fields"))
-
-
-def _map(fn: Callable[[str, Any], Any], node: Any, below: list[tuple[str, Any]] | None, name: str) -> Any:
-    if below is None:
-        return fn(name, node)
-
-    def mapped() -> Iterator[Any]:
-        for child_name, child in below:
-            yield _map(fn, child, children(child, child_name), child_name)
-
-    return rebuilt(node, mapped())
 
 
 def _fields(node: Any) -> tuple[str, ...]:
@@ -142,40 +137,25 @@ def take_rows(leaf: Any, start: int, size: int) -> Any:
     """
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
-    if isinstance(leaf, PackedSequence) or leaf.is_nested:
-        if not size:
-            raise DataError(
-                f"a {'packed sequence' if isinstance(leaf, PackedSequence) else 'nested tensor'} cannot have 0 rows, "
-                "which a replica gets where a batch has fewer rows than there are replicas, or where its worker's data "
-                "has ended; make every batch of at least as many rows (drop_last=True), or give a padded tensor and "
-                "lengths"
-            )
-        return _packed_rows(leaf, start, size) if isinstance(leaf, PackedSequence) else _nested_rows(leaf, start, size)
+    if not size and (isinstance(leaf, PackedSequence) or leaf.is_nested):
+        raise DataError(
+            f"a {'packed sequence' if isinstance(leaf, PackedSequence) else 'nested tensor'} cannot have 0 rows, which "
+            "a replica gets where a batch has fewer rows than there are replicas, or where its worker's data has "
+            "ended; make every batch of at least as many rows (drop_last=True), or give a padded tensor and lengths"
+        )
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = (each[start : start + size] for each in pad_packed_sequence(leaf, batch_first=True))
+        return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=leaf.sorted_indices is None)
+    if leaf.is_nested:
+        return torch.nested.as_nested_tensor(list(leaf.unbind()[start : start + size]), layout=leaf.layout)
     if leaf.layout is torch.sparse_coo:
         return torch.narrow_copy(leaf, 0, start, size)
     if leaf.layout is torch.sparse_csr:
-        return _csr_rows(leaf, start, size)
+        ends = leaf.crow_indices()[start : start + size + 1]
+        inner = slice(int(ends[0]), int(ends[-1]))
+        shape = (size, *leaf.shape[1:])
+        return torch.sparse_csr_tensor(ends - ends[0], leaf.col_indices()[inner], leaf.values()[inner], size=shape)
     rows = leaf.narrow(0, start, size)
     # A step may change its shard in place. To autograd, a change of a view is a change of the whole batch, and so of
     # what the other replicas have saved for their backward passes.
     return rows if leaf.requires_grad else rows.data
-
-
-def _packed_rows(packed: PackedSequence, start: int, size: int) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    chosen = slice(start, start + size)
-    in_order = packed.sorted_indices is None
-    return pack_padded_sequence(padded[chosen], lengths[chosen], batch_first=True, enforce_sorted=in_order)
-
-
-def _nested_rows(nested: Tensor, start: int, size: int) -> Tensor:
-    rows = list(nested.unbind()[start : start + size])
-    return torch.nested.as_nested_tensor(rows, layout=nested.layout)
-
-
-def _csr_rows(matrix: Tensor, start: int, size: int) -> Tensor:
-    ends = matrix.crow_indices()[start : start + size + 1]
-    first, last = int(ends[0]), int(ends[-1])
-    return torch.sparse_csr_tensor(
-        ends - first, matrix.col_indices()[first:last], matrix.values()[first:last], size=(size, *matrix.shape[1:])
-    )

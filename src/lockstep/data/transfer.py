@@ -33,12 +33,9 @@ class _Sent(NamedTuple):
 
 
 class Transfer:
-    """Puts batches with PerReplica leaves on the replicas' devices.
+    """Puts batches with PerReplica leaves on the replicas' devices, which are given in replica order.
 
     Use a batch only when it comes from ``received``: its copies may still be in flight when a call returns.
-
-    Args:
-        devices: logical devices of the replicas, in replica order.
     """
 
     def __init__(self, devices: Sequence[LogicalDevice]) -> None:

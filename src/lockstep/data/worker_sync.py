@@ -67,10 +67,7 @@ class SameDataSync(WorkerSync):
     def begin(self) -> None:
         start_together(self._workers, self._dataset, self._generators())
 
-    def wrap(self, batches: ClosableIterator[CheckedBatch], to_devices: ToDevices) -> ClosableIterator[Any]:
-        return self._compared(batches)
-
-    def _compared(self, batches: ClosableIterator[CheckedBatch]) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[CheckedBatch], to_devices: ToDevices) -> Generator[Any, None, None]:
         taken = 0
         with closing(batches):
             self._workers.set_status(f"the wait for batch {taken} of its data")
@@ -94,14 +91,11 @@ class OwnDataSync(WorkerSync):
         lengths = workers.all_gather_numbers("the lengths of the workers' own data", (_known(length),))
         self._longest = None if (_UNKNOWN,) in lengths else int(max(lengths)[0])
 
-    def wrap(self, batches: ClosableIterator[Any], to_devices: ToDevices) -> ClosableIterator[Any]:
-        return self._padded(batches, to_devices)
-
     def length(self, own: int | None) -> int | None:
         """Returns the length of the longest worker's data when this object was made."""
         return self._longest
 
-    def _padded(self, batches: ClosableIterator[Any], to_devices: ToDevices) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[Any], to_devices: ToDevices) -> Generator[Any, None, None]:
         """This worker's batches, then empty batches while other workers still have some."""
         batch = empty = None
         ended, taken = False, 0
@@ -147,8 +141,7 @@ def _check_sendable(node: Any) -> None:
     elif type(node) not in _SENDABLE and not is_plain(node):
         raise DataError(
             "a worker has no batch, and the structure of the other workers' batches cannot be sent to it: it has a "
-            f"{type(node).__name__}; make batches of tuples, lists and dicts with dense tensors, numbers and strings, "
-            "or give every worker data"
+            f"{type(node).__name__}; make batches of tuples, lists and dicts with dense tensors, numbers and strings"
         )
 
 
@@ -181,8 +174,7 @@ def _check_equal(lengths: Sequence[Sequence[float]], names: Sequence[str]) -> No
             if value != values[0]:
                 raise ClusterError(
                     f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(values[0])}; "
-                    'give every worker the same data, or distribute it with shard="file" or "off" where each has its '
-                    "own"
+                    'give every worker the same data, or distribute its own with shard="file" or "off"'
                 )
 
 

@@ -21,19 +21,12 @@ MESSAGE_LENGTH = 600
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """The cause of a job's early end.
+    """The cause of a job's early end."""
 
-    Args:
-        worker: the rank of the worker that was lost or failed.
-        reporter: the rank of the worker that wrote the report.
-        reason: the sentence that all workers raise.
-        traceback: the last lines of the failed worker's traceback; empty if no exception ended it.
-    """
-
-    worker: int
-    reporter: int
-    reason: str
-    traceback: str = ""
+    worker: int  # the rank of the worker that was lost or failed
+    reporter: int  # the rank of the worker that wrote the report
+    reason: str  # the sentence that all workers raise
+    traceback: str = ""  # the last lines of the failed worker's traceback; empty if no exception ended it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -37,19 +37,12 @@ _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a worker writes to the store again and again while it lives.
+    """What a worker writes to the store again and again while it lives."""
 
-    Args:
-        count: grows with each heartbeat; -1 before the first.
-        status: what the worker is doing.
-        ended: it has left the job, or has reported why it ends.
-        acknowledged: it has read that the chief or the job has ended, so the store may go away.
-    """
-
-    count: int = -1
-    status: str = ""
-    ended: bool = False
-    acknowledged: bool = False
+    count: int = -1  # grows with each heartbeat; -1 before the first
+    status: str = ""  # what the worker is doing
+    ended: bool = False  # it has left the job, or has reported why it ends
+    acknowledged: bool = False  # it has read that the chief or the job has ended, so the store may go away
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -169,19 +162,11 @@ class _Exchange(NamedTuple):
 
 
 class HeartbeatMonitor:
-    """Sends this worker's heartbeat and watches all others'.
+    """Sends this worker's heartbeat and watches all others'. It closes the client of the store in the end.
 
-    Args:
-        client: the client of the store; it is closed with the monitor.
-        keys: the keys of the run.
-        names: the workers' names in messages, in rank order.
-        rank: this worker's rank.
-        lost_after_s: after how many seconds of silence a worker is lost.
-        launcher: the name in messages of the launcher that serves the store; None if worker 0 serves it.
-
-    Attributes:
-        job: whether the job goes on.
-        status: what this worker is doing; it goes out with the next heartbeat.
+    ``names`` are the workers' names in messages, in rank order; ``launcher`` is that of the launcher that serves the
+    store, None if worker 0 serves it. ``job`` says whether the job goes on, ``peers`` what was heard of the others.
+    ``status``, what this worker is doing, goes out with the next heartbeat.
     """
 
     def __init__(
@@ -209,7 +194,7 @@ class HeartbeatMonitor:
         self._store_lost = False
         self._alarmed = False  # a connection broke: silence counts sooner
         self._clock = ActiveClock(2 * self._beat_s)
-        self._peers = Peers(len(names), rank, 0.0)
+        self.peers = Peers(len(names), rank, 0.0)
         self._exchange: Future[_Exchange] | None = None
         self._exchanges = 0
         self._last_exchange_s = 0.0
@@ -245,10 +230,6 @@ class HeartbeatMonitor:
             f"{_GLOO_NOISE.sub('', ' '.join(str(broken).split()))[:MESSAGE_LENGTH]}"
         )
         return self.fail(FailureReport(worker=self._rank, reporter=self._rank, reason=reason)).error()
-
-    def other_statuses(self) -> dict[int, str]:
-        """The last status of every other worker that differs from this worker's."""
-        return self._peers.other_statuses(self.status)
 
     def fail(self, report: FailureReport) -> FailureReport:
         """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
@@ -296,13 +277,13 @@ class HeartbeatMonitor:
             return
         now_s = self._clock.now_s
         # Nobody could be heard while the store itself did not answer.
-        self._peers.excuse(now_s - self._last_exchange_s - 2 * self._beat_s)
-        self._peers.update(result.heartbeats, now_s)
+        self.peers.excuse(now_s - self._last_exchange_s - 2 * self._beat_s)
+        self.peers.update(result.heartbeats, now_s)
         self._last_exchange_s = now_s
         self._exchanges += 1
         if result.failure:
             self.job.fail(FailureReport.from_json(result.failure))
-        chief_ended = self._launcher is None and self._rank != 0 and self._peers.has_ended(0)
+        chief_ended = self._launcher is None and self._rank != 0 and self.peers.has_ended(0)
         self._chief_ended = chief_ended and result.acknowledged
         self._acknowledged = chief_ended or self.job.failure is not None
 
@@ -313,9 +294,9 @@ class HeartbeatMonitor:
         patience_s = self._quick_s if self._alarmed else self._patience_s
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
-        elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
-            how = f"no heartbeat for {self._peers.silence_s(lost, now_s):.1f} s"
-            reason = describe_loss(self._names[lost], how, self._peers.status(lost))
+        elif (lost := self.peers.longest_silent(now_s, patience_s)) is not None:
+            how = f"no heartbeat for {self.peers.silence_s(lost, now_s):.1f} s"
+            reason = describe_loss(self._names[lost], how, self.peers.status(lost))
             report = FailureReport(worker=lost, reporter=self._rank, reason=reason)
             self.job.fail(self._publish(report, self._beat_s))
 
@@ -327,12 +308,12 @@ class HeartbeatMonitor:
                 f"{self._launcher}, which serves the job's store, is lost: {how}. "
                 "It has ended, or the network to it failed; look at its output"
             )
-        elif self._peers.has_ended(0):
+        elif self.peers.has_ended(0):
             self._chief_ended = True
             return
         else:
             name = f"{self._names[0]}, which serves the job's store,"
-            reason = describe_loss(name, how, self._peers.status(0))
+            reason = describe_loss(name, how, self.peers.status(0))
         self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
 
     def _publish(self, report: FailureReport, timeout_s: float) -> FailureReport:
@@ -349,10 +330,10 @@ class HeartbeatMonitor:
             return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
             return ClusterError(f"{name} has left the job{addition}")
-        ended = None if grace_s is None else self._peers.first_ended(self._clock.now_s, grace_s)
+        ended = None if grace_s is None else self.peers.first_ended(self._clock.now_s, grace_s)
         if ended is None:
             return None
-        status = self._peers.status(ended)
+        status = self.peers.status(ended)
         last = f" (last status: {status})" if status else ""
         return WorkerEndedError(
             f"{self._names[ended]} has ended while {name} still waits for it{last}{addition}; "
@@ -367,9 +348,9 @@ class HeartbeatMonitor:
         try:
             while True:
                 result = self._client.call(self._exchange_with, until - time.monotonic())
-                self._peers.update(result.heartbeats, self._clock.now_s)
+                self.peers.update(result.heartbeats, self._clock.now_s)
                 lost = self.job.failure.worker if self.job.failure is not None else self._rank
-                if not lingers or self._peers.all_acknowledged({lost}) or time.monotonic() > until:
+                if not lingers or self.peers.all_acknowledged({lost}) or time.monotonic() > until:
                     return
                 pause.wait(_LINGER_POLL_S)
         except (StoreBrokenError, StoreSilentError):

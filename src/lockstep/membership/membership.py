@@ -162,7 +162,7 @@ class Membership:
 
     def describe_other_statuses(self) -> str:
         """What other workers were last doing if it differs from this worker: "worker 1 was last in step 3"."""
-        found = self._monitor.other_statuses()
+        found = self._monitor.peers.other_statuses(self._monitor.status)
         return ", ".join(f"{self.names[rank]} was last in {status}" for rank, status in found.items())
 
     def report_failure(self, error: BaseException) -> None:

@@ -93,25 +93,15 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """What a worker tells the others at the rendezvous.
+    """What a worker tells the others at the rendezvous."""
 
-    Args:
-        rank: its rank.
-        host: the name of its machine.
-        pid: its process id there.
-        address: the IP address where it listens for the others.
-        token: distinguishes this process from another that claims the same rank.
-        info: what the caller of ``join`` has to tell the others.
-        terms: what must be equal on all workers, by name.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    address: str
-    token: str
-    info: Mapping[str, int]
-    terms: Mapping[str, str]
+    rank: int  # its rank
+    host: str  # the name of its machine
+    pid: int  # its process id there
+    address: str  # the IP address where it listens for the others
+    token: str  # distinguishes this process from another that claims the same rank
+    info: Mapping[str, int]  # what the caller of ``join`` has to tell the others
+    terms: Mapping[str, str]  # what must be equal on all workers, by name
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -326,8 +316,7 @@ def _claim_store(store: Store, spec: ClusterSpec) -> None:
         store.set(REFUSED_KEY, f"{this_process()}, of {own}")
         raise ClusterError(
             f"{spec.name(spec.index)} belongs to {own}, but the store at {spec.workers[0]} belongs to "
-            f"{_describe_job(**owner)}. Give all workers of a job the same cluster and job id, and every job its own "
-            "port"
+            f"{_describe_job(**owner)}. Give all workers of a job the same cluster and job id, and each job its port"
         )
 
 

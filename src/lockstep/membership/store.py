@@ -35,6 +35,7 @@ _SERVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 _TCP_LISTEN = "0A"
+_PROC = Path("/proc")
 _COMMAND_LENGTH = 80
 
 
@@ -167,11 +168,9 @@ class StoreAddress:
 
 
 def find_store(host: str, port: int) -> StoreAddress:
-    """Connects once to find out whether the store answers, and by which addresses.
+    """Connects once to find out whether the store answers, and by which addresses; else raises StoreBrokenError.
 
     torch's client would retry by itself and print a C++ traceback to stderr for each failure.
-
-    Raises StoreBrokenError if it does not answer.
     """
     try:
         with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as probe:
@@ -193,12 +192,9 @@ def serve_store(listener: socket.socket) -> Store:
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
-    """A socket that listens on one address of this machine. The caller must close it.
+    """A socket that listens on one address of this machine; port 0 is any free one. The caller must close it.
 
-    Args:
-        host: a name or an IP address.
-        port: the port; 0 for any free one.
-        who: who listens, for messages: "worker 0 (hosta:20000)".
+    ``who`` listens, for messages: "worker 0 (hosta:20000)".
 
     Raises:
         PortTakenError: another program listens there.
@@ -213,25 +209,17 @@ def listen(host: str, port: int, who: str) -> socket.socket:
         ) from None
     failure: OSError | None = None
     for family, _, _, _, address in found:
-        bound = socket.socket(family, socket.SOCK_STREAM)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_BACKLOG)  # otherwise another process could bind the address at the same moment
-            return bound
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:
-            bound.close()
             failure = error
     raise _listen_error(failure, host, port, who)
 
 
-def find_port_owner(port: int, proc: Path = Path("/proc")) -> str:
-    """The process that listens on a port of this machine, such as "process 4242 (python train.py)".
-
-    Empty if it belongs to another user or the machine has no /proc.
-    """
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port, proc)}
-    for process in sorted(proc.glob("[0-9]*")) if sockets else ():
+def find_port_owner(port: int) -> str:
+    """The process that listens on a port of this machine, such as "process 42 (python train.py)"; empty if unknown."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in sorted(_PROC.glob("[0-9]*")) if sockets else ():
         try:
             if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -241,10 +229,10 @@ def find_port_owner(port: int, proc: Path = Path("/proc")) -> str:
     return ""
 
 
-def _listening_inodes(port: int, proc: Path) -> Iterator[str]:
+def _listening_inodes(port: int) -> Iterator[str]:
     for table in ("tcp", "tcp6"):
         try:
-            lines = (proc / "net" / table).read_text().splitlines()[1:]
+            lines = (_PROC / "net" / table).read_text().splitlines()[1:]
         except OSError:
             continue
         for fields in map(str.split, lines):

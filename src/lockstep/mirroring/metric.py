@@ -24,7 +24,7 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.extras import require
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
@@ -54,12 +54,7 @@ def states_of(metric: Any) -> list[dict[str, Any]]:
 
 
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
-    """One new metric with the states of all replicas.
-
-    Args:
-        local: the same metric on each local replica, in replica order.
-        states: its ``states_of`` on each replica of all workers, in replica order.
-    """
+    """One new metric with the states of all replicas, given the local metrics and ``states_of`` it on all replicas."""
     base = next((metric for metric in local if any(part.update_count for part in nested_metrics(metric))), local[0])
     # States can be large, and are replaced, not written: the copy shares them.
     own = (state for part in nested_metrics(base) for state in part.metric_state.values())
@@ -101,10 +96,7 @@ def _merge_into(part: Any, sources: Sequence[Any]) -> None:
 
 
 def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> list[Any]:
-    """What all replicas' first updates added, then their second, ...: the order in which one device has the rows.
-
-    Every update of a replica has added as many items, so all states of a metric get the same order.
-    """
+    """What all replicas' first updates added, then their second, ...: the order in which one device has the rows."""
     sizes = [len(items) // count for items, count in zip(lists, updates, strict=True)]
     return [
         item
@@ -124,11 +116,6 @@ class MirroredMetric(nn.Module):
     In a replica ``update`` updates its own copy, and ``compute`` is a collective: every replica must call it, and all
     get the value of all rows since the last reset. Outside, ``compute``, states and what depends on them are of all
     replicas, and ``reset`` resets all. With several workers every one must call what reads states.
-
-    Args:
-        owner: the strategy.
-        copies: copies of the metric, one for each local replica.
-        workers: the workers whose rows are counted.
     """
 
     def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
@@ -178,10 +165,7 @@ class MirroredMetric(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Sets the persistent states, and forgets all others. Outside replicas only."""
-        if get_replica_context() is not None:
-            raise UsageError(
-                "load_state_dict reaches all replicas; call it outside strategy.run, in cross-replica context"
-            )
+        refuse_in_replica("load_state_dict")
         self.reset()
         return self._copies[0].load_state_dict(state_dict, strict, assign)
 
@@ -294,10 +278,7 @@ class MirroredMetric(nn.Module):
         return self._copies if self._context() is None else [self._here()]
 
     def _context(self) -> ReplicaContext | None:
-        context = get_replica_context()
-        if context is not None and context.strategy is not self._owner:
-            raise UsageError("this metric was mirrored by another strategy than the one that runs this replica")
-        return context
+        return own_context(self._owner, "metric")
 
 
 class _Forwarded:
@@ -330,10 +311,7 @@ def mirror_metric(
 ) -> MirroredMetric:
     """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
 
-    What it has counted so far is counted once.
-
-    Raises:
-        UsageError: merged states cannot give the metric's value.
+    What it has counted so far is counted once. Raises UsageError if merged states cannot give the metric's value.
     """
     if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
@@ -362,11 +340,7 @@ def check_kind(metric: Any) -> None:
 
 
 def _ungroup(metric: Any) -> None:
-    """Has each metric of a collection update itself.
-
-    torchmetrics lets those of one collection share their states that have equal ones after the first update. Those of a
-    small shard may be equal by chance.
-    """
+    """Has each metric of a collection update itself: torchmetrics shares states that are equal, maybe by chance."""
     if not hasattr(metric, "_enable_compute_groups") or isinstance(metric._enable_compute_groups, list):
         return
     for part in nested_metrics(metric):

@@ -23,10 +23,7 @@ class Pipelined(Protocol):
         """Whether this worker has the outputs."""
 
     def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard; ``examine`` is called on the worker with the outputs, if there are rows.
-
-        A shard without rows must pass too, if the weights are sharded.
-        """
+        """Forward and backward of a shard, also without rows; ``examine`` is called on the worker with the outputs."""
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward of a shard, likewise."""

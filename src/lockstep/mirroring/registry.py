@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
@@ -19,15 +19,14 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from lockstep.collectives.communicator import Communicator, check_agreement
-from lockstep.config import LogicalDevice
+from lockstep.collectives.communicator import check_agreement
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.user import HeldHook, hold, release
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
 from lockstep.mirroring.module.propagation import Propagation
-from lockstep.mirroring.optim.misuse import guard_groups, plain_settings
+from lockstep.mirroring.optim.misuse import guard_groups, plain_settings, watch_plain_steps
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
@@ -43,10 +42,6 @@ class MirroredObjects:
     """The mirrored modules, optimizers, metrics and variables of one strategy.
 
     They are held weakly: a mirrored module keeps its strategy alive, but the strategy does not keep the module alive.
-
-    Args:
-        make_exchange: makes the exchange of an optimizer's gradients, given its parameters' copies and storage groups.
-        partition: which part of a model this worker holds.
     """
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
@@ -72,44 +67,33 @@ class MirroredObjects:
         """The modules in use, in the order of mirroring."""
         return tuple(self._modules.values())
 
-    def mirror_metric(
-        self, owner: object, metric: nn.Module, devices: Sequence[LogicalDevice], workers: Communicator
-    ) -> MirroredMetric:
+    def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
         mirrored = self._metrics.get(id(metric))
         if mirrored is None:
-            mirrored = self._metrics[id(metric)] = mirror_metric(owner, metric, devices, workers)
+            mirrored = mirror_metric(strategy, metric, strategy.devices, strategy.workers)
+            self._metrics[id(metric)] = mirrored
         return mirrored
 
     def mirror_module(
-        self,
-        owner: object,
-        module: nn.Module,
-        devices: Sequence[LogicalDevice],
-        workers: Communicator,
-        *,
-        sync_batchnorm: bool,
-        memory_format: MemoryFormat,
+        self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
     ) -> MirroredModule:
-        """Returns the mirrored module of ``module``; makes it if there is none.
-
-        Raises:
-            UsageError: it is mirrored by another strategy, or by this one with other settings.
-        """
+        """Returns the mirrored module of ``module``; makes it if there is none."""
         if isinstance(module, MirroredModule):
             if self._modules.get(id(module.module)) is not module:
                 raise UsageError("this module is mirrored by another strategy; mirror the plain module with this one")
             return module
-        self._mirror_metrics_in(module, partial(self.mirror_metric, owner, devices=devices, workers=workers))
+        self._mirror_metrics_in(module, strategy)
         module = self._partition.take(module)
         mirrored = self._modules.get(id(module))
         if mirrored is None:
+            watch_plain_steps()
             self.follow()
             mirrored = mirror_module(
-                owner,
+                strategy,
                 module,
-                devices,
-                self._partition.peers(workers),
+                strategy.devices,
+                self._partition.peers(strategy.workers),
                 self._partition,
                 self._propagations,
                 sync_batchnorm=sync_batchnorm,
@@ -126,25 +110,24 @@ class MirroredObjects:
             )
         return mirrored
 
-    def _mirror_metrics_in(self, module: nn.Module, mirror: Callable[[nn.Module], MirroredMetric]) -> None:
+    def _mirror_metrics_in(self, module: nn.Module, strategy: Strategy) -> None:
         for name, child in module._modules.items():
             if is_metric(child):
-                module._modules[name] = mirror(child)  # type: ignore[arg-type]
+                module._modules[name] = self.mirror_metric(strategy, child)  # type: ignore[arg-type]
             elif child is not None:
-                self._mirror_metrics_in(child, mirror)
+                self._mirror_metrics_in(child, strategy)
 
-    def mirror_optimizer(
-        self, owner: Strategy, optimizer: torch.optim.Optimizer, devices: Sequence[LogicalDevice], workers: Communicator
-    ) -> MirroredOptimizer:
+    def mirror_optimizer(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
         """Makes an optimizer whose step updates all replicas."""
         self._partition.check(optimizer)
-        check_agreement(workers, "the optimizer", plain_settings(optimizer))
-        mirrored = MirroredOptimizer(
-            owner, optimizer, storage_groups(devices), self._copies_by_parameter, self._make_exchange
-        )
-        for former in [each for each in self._adopted if _have_in_common(each, mirrored)]:
-            self._adopted.remove(former)
-            self.optimizers.discard(former)
+        check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
+        groups = storage_groups(strategy.devices)
+        mirrored = MirroredOptimizer(strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange)
+        own = {id(copies[0]) for copies in mirrored.parameters}
+        for former in self._adopted[:]:
+            if any(id(copies[0]) in own for copies in former.parameters):
+                self._adopted.remove(former)
+                self.optimizers.discard(former)
         self.optimizers.add(mirrored)
         self._guarded = -1
         return mirrored
@@ -152,8 +135,8 @@ class MirroredObjects:
     def sum_after_run(self, strategy: Strategy) -> None:
         """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
-        With several workers, which would need an exchange after every run, they stay each worker's own, and the
-        optimizers note it. Optimizers that have parameters in common sum them in their steps.
+        With several workers, which would need an exchange after every run, they stay each worker's own. Optimizers that
+        have parameters in common sum them in their steps.
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
@@ -174,10 +157,7 @@ class MirroredObjects:
         """The copies of each parameter that belongs to no mirrored optimizer."""
         if self._without_optimizer_cache is None:
             stepped = Counter(id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters)
-            every = (zip(*(copy.parameters() for copy in module.copies), strict=True) for module in self.modules)
-            self._without_optimizer_cache = [
-                copies for module in every for copies in module if id(copies[0]) not in stepped
-            ]
+            self._without_optimizer_cache = [each for each in self._parameters() if id(each[0]) not in stepped]
             self._stepped_twice = {each for each, times in stepped.items() if times > 1}
         return self._without_optimizer_cache
 
@@ -187,10 +167,9 @@ class MirroredObjects:
             return
         self._warned_of_own = True
         warnings.warn(
-            "the run leaves gradients of parameters that no mirrored optimizer holds, and outside replicas each worker "
-            "has its own replicas' alone; to update weights from them, read .grad in the step, where it is the sum of "
-            "all replicas, or mirror an optimizer over them and call its sum_gradients() on every worker. Parameters "
-            "that are not trained are frozen with requires_grad_(False)",
+            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; to "
+            "update weights from them, read .grad in the step, or mirror an optimizer over them and call its "
+            "sum_gradients() on every worker; freeze parameters that are not trained with requires_grad_(False)",
             stacklevel=4,
         )
 
@@ -200,8 +179,7 @@ class MirroredObjects:
         for module in self.modules:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
-                summing = torch.optim.SGD(own, lr=0.0)
-                self._adopted.append(self.mirror_optimizer(strategy, summing, strategy.devices, strategy.workers))
+                self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
 
     @property
     def variables(self) -> tuple[MirroredVariable, ...]:
@@ -214,16 +192,14 @@ class MirroredObjects:
 
     def parameters(self) -> set[int]:
         """The ids of all parameters of all copies of the modules."""
-        copies = (duplicate for module in self.modules for duplicate in module.copies)
-        return {id(parameter) for duplicate in copies for parameter in duplicate.parameters()}
+        return {id(each) for copies in self._parameters() for each in copies}
+
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, ...]]:
+        for module in self.modules:
+            yield from zip(*(duplicate.parameters() for duplicate in module.copies), strict=True)
 
     def align(self) -> None:
-        """Before a run: brings to all copies what the user has changed outside replicas.
-
-        Raises:
-            UsageError: a variable's values were changed differently; or, with several workers, gradients were changed,
-                which are this worker's own.
-        """
+        """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
         for variable in self.variables:
             variable.check_unchanged()
         for module in self.modules:
@@ -276,8 +252,7 @@ class MirroredObjects:
         self._claims.clear(one_replica=replicas == 1)
         if self._guarded != len(self._modules):
             self._without_optimizer_cache = None
-            ownership = Ownership(self.modules, replicas)
-            gradients = StepGradients(self)
+            ownership, gradients = Ownership(self.modules), StepGradients(self)
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
@@ -311,10 +286,8 @@ class MirroredObjects:
         return [module.propagation for module in self.modules]
 
     def _copies_by_parameter(self) -> dict[int, tuple[nn.Parameter, ...]]:
-        """From the id of each parameter of the user's modules to its copies, one for each replica."""
         self.follow()
-        every = (zip(*(own.parameters() for own in module.copies), strict=True) for module in self.modules)
-        return {id(copies[0]): copies for module in every for copies in module}
+        return {id(copies[0]): copies for copies in self._parameters()}
 
 
 class StepGradients:
@@ -341,15 +314,13 @@ class StepGradients:
 
     def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
         known = self._optimizers.get(id(parameter))
-        found = None if known is None else known()
-        return found if found is not None else self._look(parameter)
-
-    def _look(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
-        objects = self._objects()
-        for optimizer in tuple(objects.optimizers) if objects is not None else ():
-            if any(each is parameter for copies in optimizer.parameters for each in copies):
-                for copies in optimizer.parameters:
-                    self._optimizers |= {id(each): ref(optimizer) for each in copies}
+        found, objects = None if known is None else known(), self._objects()
+        if found is not None or objects is None:
+            return found
+        for optimizer in tuple(objects.optimizers):
+            ids = {id(each) for copies in optimizer.parameters for each in copies}
+            if id(parameter) in ids:
+                self._optimizers |= dict.fromkeys(ids, ref(optimizer))
                 return optimizer
         return None
 
@@ -357,8 +328,3 @@ class StepGradients:
         objects = self._objects()
         if objects is not None:
             objects.adopt(context.strategy, parameters[0])
-
-
-def _have_in_common(first: MirroredOptimizer, second: MirroredOptimizer) -> bool:
-    """Whether two optimizers have a parameter in common."""
-    return bool({id(copies[0]) for copies in first.parameters} & {id(copies[0]) for copies in second.parameters})

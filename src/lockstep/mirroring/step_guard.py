@@ -74,9 +74,9 @@ def refuse_forward_mode() -> None:
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
-            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; torch has "
-            f"one of the process, and not one for each of {len(context.strategy.devices)} replicas; use reverse mode "
-            "(torch.func.vjp, jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
+            f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; "
+            f"torch has one for all {len(context.strategy.devices)} replicas; use reverse mode (torch.func.vjp, "
+            "jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
         )
 
 
@@ -114,10 +114,9 @@ class _Known:
 class Ownership:
     """Which replica each tensor of the mirrored modules belongs to. Made again when a module has changed."""
 
-    def __init__(self, modules: Iterable[MirroredModule], replicas: int) -> None:
+    def __init__(self, modules: Iterable[MirroredModule]) -> None:
         self.known: dict[int, _Known] = {}
         self.weights: dict[int, list[ref[nn.Parameter]]] = {}
-        self.foreign: list[set[int]] = [set() for _ in range(replicas)]
         self.divided = False  # a divided module computes with other tensors than it is mirrored with
         for module in modules:
             name_of, divided = type(module.module).__name__, module.is_part or module.shards_weights
@@ -125,18 +124,14 @@ class Ownership:
             for replica, copy in enumerate(module.copies):
                 for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
                     self.known[id(tensor)] = _Known(ref(tensor), replica, name, name_of, divided)
-                    for other in range(replicas):
-                        if other != replica:
-                            self.foreign[other].add(id(tensor))
                 for parameter in copy.parameters():
                     self.weights.setdefault(_storage(parameter), []).append(ref(parameter))
 
     def weight_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or looks into, the memory of a mirrored weight."""
-        found = self.weights.get(_storage(tensor))
-        if not found:
-            return False
-        return any((weight := each()) is not None and _storage(weight) == _storage(tensor) for each in found)
+        storage = _storage(tensor)
+        found = (each() for each in self.weights.get(storage, ()))
+        return any(weight is not None and _storage(weight) == storage for weight in found)
 
 
 class _Written:
@@ -194,10 +189,7 @@ class Claims:
             self._watched[id(tensor), replica] = tensor.register_hook(EngineHook(refuse))  # type: ignore[no-untyped-call]
 
     def other_writer(self, tensor: torch.Tensor, replica: int) -> int | None:
-        """Notes a write; returns another replica that has written to the same memory in this run, or None.
-
-        Memory counts and not objects, since replicas have their own views of one tensor, such as the rows of a batch.
-        """
+        """Notes a write; returns another replica that has written to the same memory in this run, or None."""
         try:
             storage, start = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of torch.func
@@ -226,22 +218,15 @@ class Claims:
 
 
 class StepGuard:
-    """One replica's guard.
-
-    Args:
-        replica: its number among the local replicas.
-        ownership: the replicas of all mirrored tensors.
-        claims: what this run's replicas have used.
-        gradients: called when the step reads or assigns a ".grad".
-    """
+    """One replica's guard. ``claims`` is what this run's replicas have used."""
 
     def __init__(self, replica: int, ownership: Ownership, claims: Claims, gradients: StepGradients) -> None:
         self._gradients = gradients
         self._replica = replica
         self._ownership = ownership
-        self._foreign = ownership.foreign[replica]
         self._known = ownership.known
         self._own = {number for number, known in ownership.known.items() if known.replica == replica}
+        self._foreign = ownership.known.keys() - self._own
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,9 +261,8 @@ class StepGuard:
             return PROCEED
         if func in _HOOKS:
             raise UsageError(
-                f"the step registers a hook on {known.name!r}, a weight that each replica has a copy of, at "
-                f"{call_site()}; register it once outside strategy.run, on the plain module's parameter, and it will "
-                "see the sum of all replicas' gradients"
+                f"the step registers a hook on {known.name!r} at {call_site()}; register it once outside "
+                "strategy.run, on the plain module's parameter: it will see the sum of all replicas' gradients"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
             return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
@@ -308,8 +292,7 @@ class StepGuard:
             if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
                 raise UsageError(
                     f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
-                    f"{call_site()}: it would have to see the sum of all replicas' gradients, this is one replica's; "
-                    "remove the hook, and change what torch.autograd.grad gives"
+                    f"{call_site()}, and has one replica's; remove the hook, and change what torch.autograd.grad gives"
                 )
         return PROCEED
 
@@ -324,7 +307,7 @@ class StepGuard:
         if get_replica_context() is None:  # a merge_call: for all replicas, on the user's own objects
             return
         known = self._known.get(id(tensor))
-        if known is not None and known.tensor() is tensor:
+        if known is not None and known.is_of(tensor):
             self._check_foreign(func, tensor, known)
         elif tensor.requires_grad and torch.is_grad_enabled() and not self._ownership.divided:
             self._check_unmirrored(tensor)
@@ -356,9 +339,8 @@ class StepGuard:
             other = self._claims.other(generator, self._replica)
             if other is not None:
                 raise UsageError(
-                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), and which draws "
-                    "first differs from run to run; leave generator= out, since each replica draws from its own, or "
-                    "give each one its own with ls.PerReplica"
+                    f"{self._both(other)} draw from one torch.Generator ({call_site()}), whose order differs from "
+                    "run to run; leave generator= out, or give each replica its own with ls.PerReplica"
                 )
 
     def _check_metric(self, *_: Any) -> Any:
@@ -380,9 +362,8 @@ class StepGuard:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
             raise UsageError(
-                f"an embedding with max_norm={max_norm} changes its weights in the forward pass, each replica by the "
-                "rows of its own shard; leave max_norm out, and scale the weights after strategy.run, under "
-                "torch.no_grad()"
+                f"an embedding with max_norm={max_norm} changes its weights in the forward pass, each replica by its "
+                "own rows; leave max_norm out, and scale the weights after strategy.run, under torch.no_grad()"
             )
         return PROCEED
 
@@ -442,8 +423,7 @@ class _Write:
 def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
     """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
 
-    Raises:
-        UsageError: the replicas would not write the same. If workers would not, their next exchange says so.
+    Raises UsageError if replicas would not write the same; if workers would not, their next exchange says so.
     """
     first, *others = writes
     if is_random(first.func):
@@ -457,7 +437,7 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
             raise UsageError(
                 f"the step changes a weight in place ({getattr(first.func, '__name__', first.func)}) by values that "
                 f"differ between replica 0 and replica {replica}; reduce them first with "
-                'ls.get_replica_context().all_reduce("sum", value), so that all replicas write the same'
+                'ls.get_replica_context().all_reduce("sum", value)'
             )
     with DisableTorchFunction():
         if not workers.is_single:

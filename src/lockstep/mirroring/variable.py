@@ -17,7 +17,7 @@ from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensor
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, own_context
 from lockstep.replicas.device.streams import allocating_on
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
@@ -119,9 +119,9 @@ class MirroredVariable(TensorLike):
             return total
         if self.aggregation == "none" and not (_equal(self._values) if on_write else self._workers.num_replicas == 1):
             raise UsageError(
-                f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has a value of each "
-                "replica's own, and was read outside replicas, where one is expected; take them all with "
-                'strategy.local_results(variable), or make it with aggregation="sum", "mean" or "only_first"'
+                f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has no one value "
+                'outside replicas; take all with strategy.local_results(variable), or make it with aggregation="sum", '
+                '"mean" or "only_first"'
             )
         first = self._values[0].clone()
         if not on_write:
@@ -217,9 +217,8 @@ class MirroredVariable(TensorLike):
     def _outside(self, value: Any) -> Sequence[Any]:
         if self.synchronization == "on_write" and isinstance(value, PerReplica):
             raise ConfigError(
-                'an "on_write" variable was given a PerReplica outside replicas, and its copies would differ; give one '
-                "value, such as strategy.reduce(...) of it, write it inside strategy.run, or make the variable with "
-                'synchronization="on_read"'
+                'an "on_write" variable was given a PerReplica outside replicas, and its copies would differ; give '
+                'strategy.reduce(...) of it, write it inside strategy.run, or use synchronization="on_read"'
             )
         return _one_each(value, len(self._values))
 
@@ -237,10 +236,7 @@ class MirroredVariable(TensorLike):
         self._versions = [each._version for each in self._values]
 
     def _context(self) -> ReplicaContext | None:
-        context = get_replica_context()
-        if context is not None and context.strategy is not self._owner:
-            raise UsageError("this variable belongs to another strategy than the one that runs this replica")
-        return context
+        return own_context(self._owner, "variable")
 
     def __repr__(self) -> str:
         how = f"aggregation={self.aggregation!r}, synchronization={self.synchronization!r}"

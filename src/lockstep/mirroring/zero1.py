@@ -124,11 +124,8 @@ class ShardingGroup:
     def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
         """Writes the owners' values into every worker's ``flats``. All workers must call it.
 
-        Args:
-            shares: the pieces of each worker.
-            flats: by the number of a parameter, flat tensors of one dtype and device, which have this worker's own
-                values. Pieces of other parameters are left out; they are the same ones on all workers.
-            what: for the message, if a worker is lost.
+        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers,
+        which have this worker's own values. Pieces of other parameters are left out.
         """
         present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
         longest = max(sum(piece.size for piece in own) for own in present)
@@ -211,10 +208,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Takes the weights of all pieces from their owners. All workers must call it.
-
-        Those without a gradient were not updated, on any worker: gradients are summed.
-        """
+        """Takes the weights of all pieces that have gradients from their owners. All workers must call it."""
         stepped = {number: each.data for number, each in enumerate(self._parameters) if each.grad is not None}
         for dtype in sorted({each.dtype for each in stepped.values()}, key=str):
             weights = {number: each for number, each in stepped.items() if each.dtype == dtype}

@@ -1,7 +1,7 @@
 """The settings of pipelines, and which layers each stage holds. Pure.
 
-Stages are runs of layers: the first also has the embeddings, the last the head. The slowest stage sets the pace, so the
-split is the one whose largest cost is the smallest.
+Stages are runs of layers: the first also has the embeddings, which cost nothing, the last the head. The
+slowest stage sets the pace, so the split is the one whose largest cost is the smallest.
 """
 
 from __future__ import annotations
@@ -159,13 +159,12 @@ def _even(microbatches: int, workers: int) -> bool:
     return microbatches % max(1, microbatches // workers) == 0
 
 
-def split_layers(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
+def split_layers(costs: Sequence[float], stages: int, *, after: float = 0.0) -> tuple[int, ...]:
     """How many layers each stage gets, in order; at least one.
 
     Args:
         costs: the costs of the layers, in any unit.
         stages: the number of stages.
-        before: the cost of the rest of the first stage, such as the embeddings.
         after: the cost of the rest of the last stage, such as the head.
 
     Raises:
@@ -182,7 +181,7 @@ def split_layers(costs: Sequence[float], stages: int, *, before: float = 0.0, af
 
     def cost(begin: int, end: int, stage: int) -> float:
         own = sums[end] - sums[begin]
-        return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return own + after if stage == stages - 1 else own
 
     slowest, _ = _best(len(costs), stages, cost, max)
 

@@ -163,6 +163,7 @@ def largest_batch(task: Task, strategy: Strategy) -> LargestBatch:
     config, examples = task.config, task.train.num_rows
     model = compile_task(task, strategy)
     setup = TrainSetup(
+        strategy=strategy,
         module=strategy.mirror(model.module).train(),
         config=CompileConfig(loss=task.loss, precision=config.precision, clip_norm=config.clip_norm),
         precision=Precision(config.precision, strategy.devices[0].torch_device.type),

@@ -27,6 +27,23 @@ def get_replica_context() -> ReplicaContext | None:
     return _current.get()
 
 
+def own_context(owner: object, what: str) -> ReplicaContext | None:
+    """The same for an object that ``owner`` has mirrored; raises UsageError in a replica of another strategy."""
+    context = _current.get()
+    if context is not None and context.strategy is not owner:
+        raise UsageError(
+            f"this {what} was mirrored by another strategy than the one that runs this replica; use it with the "
+            "strategy that mirrored it"
+        )
+    return context
+
+
+def refuse_in_replica(method: str) -> None:
+    """Raises UsageError in a replica, for a method that affects all of them."""
+    if _current.get() is not None:
+        raise UsageError(f"{method} affects all replicas; call it outside strategy.run, in cross-replica context")
+
+
 class ReplicaContext:
     """One replica's view of one ``strategy.run``.
 

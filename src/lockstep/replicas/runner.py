@@ -266,10 +266,8 @@ class ReplicaRunner:
         self._threads.close()
 
     def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
-        if alone:
-            gates = dict.fromkeys(self._policies, IssueGate(1))
-        else:
-            gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+        one = IssueGate(1)
+        gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]

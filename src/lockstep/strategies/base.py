@@ -287,15 +287,15 @@ class Strategy(ABC):
         if isinstance(target, MirroredMetric):
             return target
         if is_metric(target):
-            return self._mirrored.mirror_metric(self, target, self.devices, self.workers)  # type: ignore[arg-type]
+            return self._mirrored.mirror_metric(self, target)  # type: ignore[arg-type]
         if isinstance(target, nn.Module):
             return self._mirrored.mirror_module(
-                self, target, self.devices, self.workers, sync_batchnorm=sync_batchnorm, memory_format=memory_format
+                self, target, sync_batchnorm=sync_batchnorm, memory_format=memory_format
             )
         if isinstance(target, MirroredOptimizer):
             return target
         if isinstance(target, torch.optim.Optimizer):
-            return self._mirrored.mirror_optimizer(self, target, self.devices, self.workers)
+            return self._mirrored.mirror_optimizer(self, target)
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
     def variable(

@@ -195,7 +195,7 @@ class TrialState:
                 parameters = group["params"]
                 group.clear()
                 group.update({"params": parameters, **_put_back(settings)})
-            optimizer.align_copies()
+            optimizer.storages.reset()
 
 
 class _Kept:

@@ -138,7 +138,7 @@ class ParallelStrategy(ThreadedStrategy):
         >>> import lockstep as ls
         >>> strategy = ls.ParallelStrategy()
         >>> strategy.grid
-        Grid(data=1, pipeline=1, tensor=1)
+        MeshLayout(data=1, pipeline=1, tensor=1)
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class ParallelStrategy(ThreadedStrategy):
         kinds = self._parts.kinds(firsts)
         sharing = self._job.make_sharing(parameters, peers, kinds) if self._shard_optimizer else None
         return PartExchange(
-            between_replicas,
+            between_replicas=between_replicas,
             workers=self.workers,
             holders=self._groups.job if sharded else self._groups.replica,
             counted=self._parts.counted(firsts),

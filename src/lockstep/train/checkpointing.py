@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.format import check_kind, check_like
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, stream_weights, write_weights
 from lockstep.collectives.communicator import Communicator, run_on_chief
@@ -49,17 +48,6 @@ class Position:
     epoch: int = 0
     batch: int = 0
     step: int = 0
-
-
-# The types of what is saved, for the check of a checkpoint before it is loaded.
-_SAVED_IN_FIT: Any = {"loss": list[float], "callbacks": dict[str, dict[str, Any]]}
-_POSITION_IN_DATA: Any = {"passed": int, "epoch": int, "random": dict[str, Tensor]}
-_SAVED: Any = {
-    "position": Position,
-    "run": str,
-    "stopped": bool | int,
-    "history": {"history": dict[str, list[float]], "epoch": list[int], "timing": list[EpochTiming]},
-}
 
 
 class TrainingState(StateAdapter):
@@ -130,15 +118,7 @@ class TrainingState(StateAdapter):
         return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())
 
     def check(self, saved: SavedState) -> None:
-        check_kind(saved.shared, _SAVED, "training")
-        if self._fit is None or "loss" not in saved.shared:
-            return
-        check_kind(saved.shared, _SAVED_IN_FIT, "training")
-        check_kind(saved.replicas, list[dict[str, list[Any]]], "metrics")
-        expected = _kinds_of_states(self._fit[0].metrics.per_replica[0])
-        for states in saved.replicas:
-            check_like(states, expected, "metrics")
-        check_kind(saved.worker, _POSITION_IN_DATA, "position in the data")
+        """Any saved training fits: what a model has no use for is ignored."""
 
     def load(self, saved: SavedState) -> None:
         """Loop, data and callbacks are restored during a fit only."""
@@ -160,18 +140,6 @@ class TrainingState(StateAdapter):
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
         data.load_state_dict(saved.worker)
-
-
-def _kinds_of_states(metrics: dict[str, Any]) -> dict[str, Any]:
-    """``replica_states`` with an empty tensor or list for each value."""
-
-    def kind(state: dict[str, Any]) -> dict[str, Any]:
-        kinds: dict[str, Any] = {
-            key: [] if isinstance(value, list) else torch.empty(0) for key, value in state["states"].items()
-        }
-        return {"updates": 0, "states": kinds}
-
-    return {name: [kind(state) for state in states] for name, states in replica_states(metrics).items()}
 
 
 def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

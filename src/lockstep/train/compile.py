@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -74,7 +73,6 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned."""
-        check_kind(state, dict[str, float], "the gradient scaler")
         self.scaler = torch.amp.GradScaler(self._device_type) if state else None
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
@@ -132,6 +130,7 @@ class TrainSetup:
     """What all replicas share in a pass.
 
     Args:
+        strategy: runs the steps.
         module: the mirrored module.
         config: the settings of ``compile``.
         precision: the mixed precision on the strategy's devices.
@@ -139,6 +138,7 @@ class TrainSetup:
         scheduler: the learning-rate scheduler, stepped once per update outside the replicas.
     """
 
+    strategy: Strategy
     module: MirroredModule
     config: CompileConfig
     precision: Precision
@@ -165,15 +165,16 @@ def make_setup(
             '"bf16" or "fp32"'
         )
     precision = Precision(config.precision, strategy.devices[0].torch_device.type)
+    setup = TrainSetup(strategy=strategy, module=module, config=config, precision=precision)
     if optimizer is None:
-        return TrainSetup(module=module, config=config, precision=precision)
+        return setup
     made = _make_optimizer(optimizer, module.module)
     stepped = _make_scheduler(scheduler, made)
     _check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
     mirrored.sums_after_runs = False
     _check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
-    return TrainSetup(module=module, config=config, precision=precision, optimizer=mirrored, scheduler=stepped)
+    return replace(setup, optimizer=mirrored, scheduler=stepped)
 
 
 def _make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:

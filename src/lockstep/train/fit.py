@@ -16,7 +16,6 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
-from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.compile import CompileConfig, TrainSetup
@@ -95,7 +94,7 @@ def run_fit(
 ) -> None:
     """Trains, and keeps the model's history, clock and ``stop_training`` up to date. Every worker must call it."""
     stop = AgreedStop(model)
-    loop = TrainLoop(model.strategy, setup, callbacks=callbacks, stop=stop)
+    loop = TrainLoop(setup, callbacks, stop)
     state = model.training_state.during_fit(loop, data, callbacks, epoch=epochs.initial_epoch)
     with module_mode(setup.module, training=True), closing(data), state:
         callbacks.call("on_train_begin")
@@ -107,7 +106,7 @@ def run_fit(
             model.clock = StepClock()
             logs = loop.run_epoch(data, model.clock)
             if validation is not None and (epoch + 1) % epochs.validation_freq == 0:
-                validated = run_evaluation(model.strategy, setup, validation, callbacks=callbacks, clock=StepClock())
+                validated = run_evaluation(setup, validation, callbacks=callbacks, clock=StepClock())
                 logs |= {f"val_{name}": value for name, value in validated.items()}
             model.history.timing.append(model.clock.summary(epoch))
             model.history.add(epoch, logs)
@@ -175,19 +174,19 @@ class TrainLoop:
         in_flight: the steps that a GPU may still be computing.
     """
 
-    def __init__(self, strategy: Strategy, setup: TrainSetup, *, callbacks: CallbackList, stop: AgreedStop) -> None:
-        self._strategy, self._setup, self._callbacks, self._stop = strategy, setup, callbacks, stop
-        self._workers = strategy.workers
+    def __init__(self, setup: TrainSetup, callbacks: CallbackList, stop: AgreedStop) -> None:
+        self._strategy, self._setup, self._callbacks, self._stop = setup.strategy, setup, callbacks, stop
+        self._workers = setup.strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
         self.in_flight = StepsInFlight()
-        self.metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
+        self.metrics = ReplicaMetrics.on(setup.strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(
-            setup.config.loss, strategy.num_replicas_in_sync
+            setup.config.loss, setup.strategy.num_replicas_in_sync
         )
-        strategy.run(clear_gradients, (setup, self._states))
-        self._graphs = GraphedSteps.create(strategy, setup, self._states)
+        setup.strategy.run(clear_gradients, (setup, self._states))
+        self._graphs = GraphedSteps.create(setup, self._states)
         if setup.optimizer is not None:
             setup.optimizer.reset_nonfinite()
 

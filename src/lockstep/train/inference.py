@@ -42,9 +42,10 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
 
 
 def run_evaluation(
-    strategy: Strategy, setup: TrainSetup, data: EpochIterator, *, callbacks: CallbackList, clock: StepClock
+    setup: TrainSetup, data: EpochIterator, *, callbacks: CallbackList, clock: StepClock
 ) -> dict[str, float]:
     """The loss and metrics over the data, each row counted once. Every worker must call it."""
+    strategy = setup.strategy
     metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss, in_flight = RunningLoss(), StepsInFlight()

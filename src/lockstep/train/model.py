@@ -244,7 +244,7 @@ class Model:
         setup = self._compiled("evaluate")
         batches, self.clock = self._iterator(data, "the data"), StepClock()
         with self._callbacks(callbacks, verbose, batches) as called:
-            return run_evaluation(self.strategy, setup, batches, callbacks=called, clock=self.clock)
+            return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
 
     def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.

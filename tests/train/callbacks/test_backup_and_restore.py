@@ -179,7 +179,7 @@ def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batc
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000002" / "notes").write_text("of an experiment")
 
-    with pytest.warns(UserWarning, match="step-00000002 is no checkpoint"):
+    with pytest.warns(UserWarning, match="step-00000002 is not a checkpoint"):
         model.fit(batches, epochs=3, callbacks=[BackupAndRestore(tmp_path, save_freq=4)], verbose=0)
 
     assert model.training_state.position.step > 4

@@ -129,34 +129,21 @@ def _count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One replica's shard of a batch.
+    """One replica's shard of a batch."""
 
-    Args:
-        inputs: the model's inputs, on the device where the batch was collated.
-        rows: the number of examples; may be 0.
-        count: the number of values that a mean loss of the shard is over.
-        total: the number of values that a mean loss of the whole batch is over.
-    """
-
-    inputs: dict[str, Any]
-    rows: int
-    count: int
-    total: int
+    inputs: dict[str, Any]  # the model's inputs, on the device where the batch was collated
+    rows: int  # the number of examples; may be 0
+    count: int  # the number of values that a mean loss of the shard is over
+    total: int  # the number of values that a mean loss of the whole batch is over
 
 
 def divided(
     batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
 ) -> PerReplica[Shard]:
-    """The shards of this worker's replicas, in replica order; views of the batch.
+    """The shards of this worker's replicas, in replica order; views of the whole collated batch, equal on all workers.
 
-    Args:
-        batch: the whole collated batch.
-        workers: all workers, each of which has the same batch.
-        layout: finds the lists of one item per example, such as texts or boxes.
-        shifted: ``shifts_labels`` of the model.
-
-    Raises:
-        DataError: the tensors disagree in length, or something cannot be divided.
+    ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
+    model. Raises DataError if the tensors disagree in length, or something cannot be divided.
     """
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
@@ -243,21 +230,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Prediction(NamedTuple):
-    """One replica's outputs for its shard of at least one row.
+    """One replica's outputs for its shard of at least one row."""
 
-    Attributes:
-        rows: the number of examples.
-        items: the number of values that the loss is a mean over.
-        loss: the mean, a 0-dim tensor; None without labels.
-        logits: nested tuples or dicts of tensors, [rows, ...] each; None if only the loss was asked for.
-        labels: likewise.
-    """
-
-    rows: int
-    items: float
-    loss: Tensor | None
-    logits: Any
-    labels: Any
+    rows: int  # the number of examples
+    items: float  # the number of values that the loss is a mean over
+    loss: Tensor | None  # the mean, a 0-dim tensor; None without labels
+    logits: Any  # nested tuples or dicts of tensors, [rows, ...] each; None if only the loss was asked for
+    labels: Any  # likewise
 
 
 def joined(

@@ -27,36 +27,7 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
-from lockstep.integrations.transformers.arguments import (
-    OneProcess,
-    check_arguments,
-    check_model,
-    chosen_strategy,
-    seen_as_chief,
-    seen_as_one_device,
-)
-from lockstep.integrations.transformers.sharding import (
-    LossCheck,
-    Prediction,
-    Shard,
-    Share,
-    current_share,
-    divided,
-    joined,
-    loss_difference,
-    shifts_labels,
-    weighing,
-    weighted,
-)
-from lockstep.integrations.transformers.sync import (
-    AgreeingCallbacks,
-    agree_on_arguments,
-    agree_on_checkpoint,
-    agree_on_flags,
-    begin_random_numbers,
-    load_random_numbers,
-    save_random_numbers,
-)
+from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.mirroring.module.batch_norm import guard_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -94,19 +65,19 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
-        self.strategy = chosen_strategy(strategy, on_cpu=args.use_cpu)
+        self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
         self._layout = BatchLayout(records_are_rows=True)
         self._holds_best = False
-        self._loss_check = LossCheck(0)
-        check_arguments(args, workers=self._workers.size)
-        check_model(model)
-        self._one_process = OneProcess(args, self.strategy)
-        begin_random_numbers(self.strategy, args.seed)
+        self._loss_check = sharding.LossCheck(0)
+        arguments.check_arguments(args, workers=self._workers.size)
+        arguments.check_model(model)
+        self._one_process = arguments.OneProcess(args, self.strategy)
+        sync.begin_random_numbers(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
         if self._workers.size > 1:
-            self.callback_handler = AgreeingCallbacks(self.callback_handler, self._workers)
+            self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in transformers; the loss is weighed by its shard's share before backward."""
@@ -116,15 +87,15 @@ class Trainer(transformers.Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         """As in transformers, which sets the seed for it; so the replicas' random states are seeded again too."""
-        begin_random_numbers(self.strategy, self.args.seed)
+        sync.begin_random_numbers(self.strategy, self.args.seed)
         return super().call_model_init(trial)
 
     def train(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it."""
         self._one_process.establish()
-        agree_on_arguments(self._workers, self.args)
+        sync.agree_on_arguments(self._workers, self.args)
         self._holds_best = False
-        self._loss_check = LossCheck(self.strategy.num_replicas_in_sync)
+        self._loss_check = sharding.LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
@@ -141,7 +112,7 @@ class Trainer(transformers.Trainer):
         due = self.control.should_log or self.control.should_evaluate or self.control.should_save
         super()._maybe_log_save_evaluate(*args, **named)
         if due:  # callbacks were asked
-            agree_on_flags(self._workers, self.control)
+            sync.agree_on_flags(self._workers, self.control)
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:
         self._mirrored_module.sync_buffers()
@@ -153,16 +124,16 @@ class Trainer(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         if self._workers.is_chief:
             super()._save_rng_state(output_dir)
-        save_random_numbers(self.strategy, Path(output_dir))
+        sync.save_random_numbers(self.strategy, Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             step = self.state.global_step
-            load_random_numbers(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
+            sync.load_random_numbers(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        agree_on_checkpoint(self._workers, resume_from_checkpoint)
+        sync.agree_on_checkpoint(self._workers, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -207,19 +178,19 @@ class Trainer(transformers.Trainer):
         return renewed
 
     def _get_dataloader(self, *args: Any, **named: Any) -> Any:
-        with seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
+        with arguments.seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
             return super()._get_dataloader(*args, **named)
 
     def _get_num_items_in_batch(self, *args: Any, **named: Any) -> Any:
-        share = current_share()
-        with seen_as_one_device(self.args):
+        share = sharding.current_share()
+        with arguments.seen_as_one_device(self.args):
             items = super()._get_num_items_in_batch(*args, **named)
         return items if share is None else share.watch(items, self._device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         shards = self._divided(inputs)
-        with seen_as_one_device(self.args):
+        with arguments.seen_as_one_device(self.args):
             if self._loss_check.is_due():
                 found = self.strategy.run(self._check_loss, (shards, num_items_in_batch))
                 self._loss_check.warn(self.strategy.local_results(found))
@@ -227,26 +198,30 @@ class Trainer(transformers.Trainer):
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
 
-    def _check_loss(self, shard: Shard, items: Any) -> tuple[float, float] | None:
+    def _check_loss(self, shard: sharding.Shard, items: Any) -> tuple[float, float] | None:
         """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
-        def loss_of(inputs: Mapping[str, Any], share: Share) -> Tensor:
-            with weighing(share), self.compute_loss_context_manager():
+        def loss_of(inputs: Mapping[str, Any], share: sharding.Share) -> Tensor:
+            with sharding.weighing(share), self.compute_loss_context_manager():
                 watched = share.watch(items, self._device)
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
         with preserving_rng(self._context):
-            return loss_difference(loss_of, shard, copy, shifted=shifts_labels(self.model))
+            return sharding.loss_difference(loss_of, shard, copy, shifted=sharding.shifts_labels(self.model))
 
-    def _train_shard(self, shard: Shard, items: Any) -> Tensor:
+    def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
             sends = nullcontext() if self.accelerator.sync_gradients else self._mirrored_module.no_sync()
-            with sends, weighing(Share(shard.count, shard.total)) as share, guard_single_row(copy, (), shard.inputs):
+            with (
+                sends,
+                sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
+                guard_single_row(copy, (), shard.inputs),
+            ):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self.accelerator.sync_gradients:
             self._mirrored_optimizer.sum_gradients()
@@ -264,16 +239,18 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
-        with seen_as_one_device(self.args):
+        with arguments.seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
-        return joined(self.strategy.local_results(parts), self._workers, self.args.device)
+        return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device)
 
-    def _predict_shard(self, shard: Shard, prediction_loss_only: bool, ignore_keys: Any) -> Prediction | None:
+    def _predict_shard(
+        self, shard: sharding.Shard, prediction_loss_only: bool, ignore_keys: Any
+    ) -> sharding.Prediction | None:
         if not shard.rows:
             return None
-        with weighing(Share(shard.count, shard.total)) as share:
+        with sharding.weighing(sharding.Share(shard.count, shard.total)) as share:
             found = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
-        return Prediction(shard.rows, share.weight, *found)
+        return sharding.Prediction(shard.rows, share.weight, *found)
 
     def _prepare_input(self, data: Any) -> Any:
         if get_replica_context() is None:
@@ -281,10 +258,10 @@ class Trainer(transformers.Trainer):
         device = self._device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
 
-    def _divided(self, inputs: dict[str, Any]) -> PerReplica[Shard]:
+    def _divided(self, inputs: dict[str, Any]) -> PerReplica[sharding.Shard]:
         if self._workers.size > 1:
             self._workers.add_digest(batch_digest(dict(inputs)))
-        return divided(inputs, self._workers, self._layout, shifted=shifts_labels(self.model))
+        return sharding.divided(inputs, self._workers, self._layout, shifted=sharding.shifts_labels(self.model))
 
     @property
     def _mirrored_module(self) -> MirroredModule:
@@ -311,4 +288,4 @@ class Trainer(transformers.Trainer):
 
 def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:
     """Accelerate's backward pass, of the weighed loss."""
-    plain(weighted(loss), **named)
+    plain(sharding.weighted(loss), **named)

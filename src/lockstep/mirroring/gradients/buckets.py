@@ -52,16 +52,13 @@ _Taken = tuple[torch.Tensor, torch.Tensor | None, int]
 def plan_buckets(
     sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, sent: Container[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Divides parameters into buckets: their gradients are sent in one flat tensor, which is faster than many.
+    """Divides parameters into buckets, whose gradients are sent in one flat tensor.
 
     Args:
         sizes: bytes of each parameter's gradient.
         kinds: what must be equal inside a bucket: the dtype.
         bucket_bytes: the largest bucket; a larger parameter is alone.
         sent: the numbers of the parameters that have gradients; None is all of them.
-
-    Returns:
-        The numbers of the parameters in each bucket, in the order of the sums.
 
     Example:
         >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8)
@@ -103,17 +100,7 @@ class GradientMarks:
 
 
 class BucketExchange(GradientExchange):
-    """Sums the gradients of one optimizer's parameters over all replicas of all workers.
-
-    Args:
-        parameters: for each parameter its copies, one for each local replica.
-        leaders: the local replicas that lead a storage group.
-        workers: the workers whose gradients are summed.
-        bucket_bytes: the largest bucket, except for one parameter that is larger.
-        stream: the connection to the other workers, for this optimizer alone.
-        travel_as: the dtype in which gradients in single precision are sent; None is their own.
-        marks: the events of the local replicas' devices.
-    """
+    """Sums the gradients of one optimizer over all replicas of all workers, over its own connection, ``stream``."""
 
     def __init__(
         self,
@@ -133,6 +120,7 @@ class BucketExchange(GradientExchange):
         self._stream = stream
         self._travel_as = travel_as
         self._marks = marks
+        self.keeps_sums = workers.is_chief
         self._overlaps = True
         self._warned = False
         self._held: Counter[int] = Counter()
@@ -144,9 +132,7 @@ class BucketExchange(GradientExchange):
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """Exchanges the sums, and completes the exchange of gradients. Every worker must call it.
 
-        Raises:
-            CollectiveError: another worker has other settings of the optimizer, other frozen parameters, or other
-                weights, as far as their first bytes show it.
+        Raises CollectiveError if another worker has other settings, frozen parameters or first bytes of weights.
         """
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
@@ -196,17 +182,8 @@ class BucketExchange(GradientExchange):
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return joined_norm(norms)
 
-    @property
-    def keeps_sums(self) -> bool:
-        return self._workers.is_chief
-
     def _finish(self, *, changed: bool, outdated: bool) -> None:
-        """Sends the rest, waits for all buckets, and writes the sums to the leaders' ".grad".
-
-        Args:
-            changed: a gradient changed on some worker after its bucket was sent: send all again.
-            outdated: the parameters that are trained on some worker changed: plan and send again.
-        """
+        """Sends the rest, or all again, waits for all buckets, and writes the sums to the leaders' ".grad"."""
         buckets = self._all_arrived()
         if outdated:
             self._make_plan()

@@ -14,6 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -38,26 +39,28 @@ _LOG = logging.getLogger("lockstep")
 
 
 class GradientExchange(ABC):
-    """How the gradients of one optimizer's parameters are summed over all replicas."""
+    """How the gradients of one optimizer's parameters are summed over all replicas.
+
+    Attributes:
+        keeps_sums: whether replica 0, whose gradients are the sums after an update, is one of the local replicas.
+        stays_on_device: whether nothing passes through the host, so that totals need not be read, nor ``open`` called.
+        sharing: the workers among whom the optimizer's state is sharded; None if each keeps all of it.
+    """
+
+    keeps_sums = True
+    stays_on_device = False
+    sharing: ShardingGroup | None = None
 
     @abstractmethod
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait.
 
-        Args:
-            total: the sum of the local replicas' losses.
-            count: what the summed loss is to be divided by, of the local replicas.
-            settings: returns the optimizer's settings, which must be equal on all workers.
+        ``settings`` returns the optimizer's settings, which must be equal on all workers.
         """
 
     @abstractmethod
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        """Leaves the sums in the leaders' ".grad" and no gradient in the others'. Every replica must call it.
-
-        Args:
-            context: the context of the calling replica.
-            mine: the numbers of the parameters in the calling replica's slice.
-        """
+        """Leaves the sums of a slice of the parameters in the leaders' ".grad". Every replica must call it."""
 
     @abstractmethod
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -67,24 +70,11 @@ class GradientExchange(ABC):
         """A block in which no backward pass of these local replicas sends gradients to other workers."""
         return nullcontext()
 
-    @property
-    @abstractmethod
-    def keeps_sums(self) -> bool:
-        """Whether replica 0, whose gradients are the sums after an update, is one of the local replicas."""
-
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether nothing passes through the host, so that totals need not be read and ``open`` is not needed."""
-        return False
-
-    @property
-    def sharing(self) -> ShardingGroup | None:
-        """The workers among whom the optimizer's state is sharded; None if each keeps all of it."""
-        return None
-
 
 class LocalExchange(GradientExchange):
     """Between the replicas of one process; the first replica of each group leads it."""
+
+    stays_on_device = True
 
     def __init__(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> None:
         self._parameters = parameters
@@ -105,15 +95,8 @@ class LocalExchange(GradientExchange):
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return joined_norm(norms)
 
-    @property
-    def keeps_sums(self) -> bool:
-        return True
 
-    @property
-    def stays_on_device(self) -> bool:
-        return True
-
-
+@dataclass(kw_only=True, eq=False)
 class PartExchange(GradientExchange):
     """Between workers that hold parts of the model.
 
@@ -131,61 +114,45 @@ class PartExchange(GradientExchange):
         sharing: the workers that hold this part, if the optimizer's state is sharded among them.
     """
 
-    def __init__(
-        self,
-        between_replicas: GradientExchange,
-        *,
-        workers: Communicator,
-        holders: Communicator,
-        counted: frozenset[int],
-        tied: Sequence[nn.Parameter] = (),
-        tied_group: Communicator | None = None,
-        sharing: ShardingGroup | None = None,
-    ) -> None:
-        self._sharing = sharing
-        self._tied = tuple(tied)
-        self._tied_group = tied_group
-        self._between_replicas = between_replicas
-        self._workers = workers
-        self._holders = holders
-        self._counted = counted
+    between_replicas: GradientExchange
+    workers: Communicator
+    holders: Communicator
+    counted: frozenset[int]
+    tied: Sequence[nn.Parameter] = ()
+    tied_group: Communicator | None = None
+    sharing: ShardingGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.keeps_sums = self.workers.is_chief
 
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        gathered = self._workers.all_gather_numbers("optimizer update", [total, count])
-        self._between_replicas.open(0.0, 0.0, settings)
+        gathered = self.workers.all_gather_numbers("optimizer update", [total, count])
+        self.between_replicas.open(0.0, 0.0, settings)
         self._sum_tied()
         return sum(each for each, _ in gathered), sum(each for _, each in gathered)
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        self._between_replicas.run(context, mine)
+        self.between_replicas.run(context, mine)
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The same bits on all workers."""
-        counted = [norms[index].double() for index in sorted(norms) if index in self._counted]
+        counted = [norms[index].double() for index in sorted(norms) if index in self.counted]
         # One stacked tensor is read, so that the host waits for a GPU once.
         own = sum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
-        squares = [square for (square,) in self._holders.all_gather_numbers("gradient norm", [own])]
+        squares = [square for (square,) in self.holders.all_gather_numbers("gradient norm", [own])]
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
 
     def _sum_tied(self) -> None:
         """Gives one weight that two stages hold the sum of both gradients, with the same bits on both."""
-        if self._tied_group is None or not self._tied:
+        if self.tied_group is None or not self.tied:
             return
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._tied]
-        summed = self._tied_group.all_reduce("gradients of tied weights", gradients)
-        for parameter, gradient in zip(self._tied, summed, strict=True):
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.tied]
+        summed = self.tied_group.all_reduce("gradients of tied weights", gradients)
+        for parameter, gradient in zip(self.tied, summed, strict=True):
             parameter.grad = gradient
 
     def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        return self._between_replicas.held(replicas)
-
-    @property
-    def keeps_sums(self) -> bool:
-        return self._workers.is_chief
-
-    @property
-    def sharing(self) -> ShardingGroup | None:
-        return self._sharing
+        return self.between_replicas.held(replicas)
 
 
 def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> Literal["nccl", "copies"]:
@@ -200,10 +167,9 @@ def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> Literal["nccl"
 
 
 def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Sums the leaders' gradients on the first one's device and gives every leader the total, on its own.
+    """Gives every leader the sum of the leaders' gradients, added on the first one's device. Called once.
 
-    Called once, while all replicas wait. In the gradients' own memory if possible, so that no share of a GPU is charged
-    with another's gradients.
+    In the gradients' own memory if possible, so that no share of a GPU is charged with another's gradients.
     """
     in_place: list[Copies] = []
     others: list[Copies] = []
@@ -231,10 +197,7 @@ def _are_own(copies: Copies, leaders: Sequence[int]) -> bool:
 
 
 def _has_layout_of(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether the elements lie in the same order. The stride of a dimension of one element says nothing.
-
-    A convolution in channels_last gives 1x1 and depthwise weights gradients of other such strides than theirs.
-    """
+    """Whether the elements lie in the same order; the stride of a dimension of one element says nothing."""
     strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
     return all(length == 1 or own == theirs for length, own, theirs in strides)
 
@@ -325,15 +288,9 @@ def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Which gradients share a flat tensor where nothing is computed meanwhile: between the devices of one process.
+    """Which gradients share a flat tensor between the devices of one process, where nothing is computed meanwhile.
 
-    Args:
-        sizes: the bytes of each gradient.
-        kinds: what must be equal in a run: the dtype.
-        most_bytes: the largest run; a larger gradient is alone.
-
-    Returns:
-        The numbers in each run, ascending; the runs of a kind are together.
+    A gradient larger than ``most_bytes`` is alone. The runs of a kind, which is a dtype, are together.
 
     Example:
         >>> plan_runs([4, 4, 4, 9], ["a", "b", "a", "a"], 8)

@@ -41,10 +41,6 @@ class EngineHook:
 class HeldHook:
     """A hook of the user's, on a parameter of the user's module.
 
-    Args:
-        hook: the user's hook.
-        parameter: the parameter.
-
     Attributes:
         held: whether a run is in progress, in which the hook waits for the sum.
         stepped: whether a mirrored optimizer will sum the parameter's gradients.
@@ -65,8 +61,7 @@ class HeldHook:
         if not self.stepped:
             raise UsageError(
                 f"a parameter of shape {tuple(given.shape)} has a hook ({_name(self.hook)}), and no mirrored optimizer "
-                "sums its gradients, so that the hook would see one replica's; call optimizer = "
-                "strategy.mirror(optimizer) over it, or remove the hook"
+                "sums its gradients; call optimizer = strategy.mirror(optimizer) over it, or remove the hook"
             )
         parameter = self._parameter()
         with DisableTorchFunction():
@@ -76,10 +71,7 @@ class HeldHook:
 
 
 def hold(parameters: Iterable[nn.Parameter], stepped: Callable[[], set[int]]) -> list[HeldHook]:
-    """Before a run: the user's hooks on parameters wait from now on, also those registered since the last run.
-
-    ``stepped`` returns the ids of the parameters whose gradients a mirrored optimizer sums.
-    """
+    """Before a run: the user's hooks on parameters wait from now on. ``stepped`` returns what optimizers will sum."""
     held: list[HeldHook] = []
     known: set[int] | None = None
     for parameter in parameters:
@@ -119,12 +111,9 @@ def forget(parameters: Sequence[Copies]) -> None:
 
 
 def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result.
+    """Calls the hooks that wait with the sums of the first leader, and gives the other leaders the result. Called once.
 
-    Called once, while all replicas wait, for the parameters that ``hooked`` returned.
-
-    Raises:
-        UsageError: several backward passes were added up, of which the hook would have seen each.
+    Raises UsageError if several backward passes were added up, of which the hook would have seen each.
     """
     first, *others = leaders
     for copies in parameters:
@@ -134,9 +123,8 @@ def run_hooks(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
             if each.calls > 1:
                 raise UsageError(
                     f"{each.calls} backward passes have gone through a parameter of shape {tuple(parameter.shape)} "
-                    f"that has a hook ({_name(each.hook)}) since the last update; on one device it sees each by "
-                    "itself, and in replicas only their sum is known; remove the hook, and change the gradients after "
-                    "optimizer.sum_gradients(), before optimizer.step()"
+                    f"that has a hook ({_name(each.hook)}), and replicas have only their sum; remove it, and change "
+                    "the gradients after optimizer.sum_gradients(), before optimizer.step()"
                 )
             each.calls = 0
         if parameter.grad is None:

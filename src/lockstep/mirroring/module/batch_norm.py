@@ -25,19 +25,13 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 
 class SyncBatchNorm:
-    """Mixin of a batch norm whose statistics in training are those of the global batch.
+    """Mixin, before the module's own class, of a batch norm whose statistics are those of the global batch.
 
-    ``synchronised`` puts it before the module's own class. Outside replicas the module works as before. In training
-    every replica must call it, also with an empty shard.
+    Outside replicas the module works as before. In training every replica must call it, also with an empty shard.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward with the statistics of all replicas.
-
-        Raises:
-            ConfigError: its own forward does not call ``torch.nn.functional.batch_norm``, or calls it on a part of its
-                input.
-        """
+        """The module's own forward with the statistics of all replicas."""
         module: Any = self
         context = get_replica_context()
         forward: Callable[..., Any] = _own_forward(type(module))
@@ -53,9 +47,8 @@ class SyncBatchNorm:
             output = forward(self, *args, **kwargs)
         if not statistics.called:
             raise ConfigError(
-                f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm, so "
-                "sync_batchnorm=True cannot take its statistics over all replicas; call that function in its "
-                "forward, put the module in eval(), or mirror without sync_batchnorm"
+                f"{type(self).__name__} computes its output in training without torch.nn.functional.batch_norm; call "
+                "that in its forward, put the module in eval(), or mirror without sync_batchnorm"
             )
         if before is not None and not statistics.seen:
             batches.copy_(before)
@@ -73,14 +66,8 @@ class SyncBatchNorm:
 class _StatisticsOfAll(TorchFunctionMode):
     """Inside, batch norm in training takes the statistics of all replicas.
 
-    Args:
-        context: of the calling replica.
-        module: the batch norm.
-        given: the tensor that the module was called with.
-
-    Attributes:
-        called: whether batch norm was called.
-        seen: whether any replica had a row.
+    ``given`` is the first tensor that the module was called with. Afterwards ``called`` says whether batch norm was
+    called, and ``seen`` whether any replica had a row.
     """
 
     def __init__(self, context: ReplicaContext, module: Any, given: torch.Tensor | None) -> None:
@@ -89,29 +76,13 @@ class _StatisticsOfAll(TorchFunctionMode):
         self.called = False
         self.seen = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        if func is torch.batch_norm:
-            return self._torch_batch_norm(*args, **(kwargs or {}))
+        if func is torch.batch_norm:  # as F.batch_norm itself calls it, with the arguments in another order
+            input, weight, bias, running_mean, running_var, training, momentum, eps, _ = args
+            return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return func(*args, **(kwargs or {}))
-
-    def _torch_batch_norm(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> torch.Tensor:
-        """The same with the arguments in another order, as ``F.batch_norm`` itself calls it."""
-        return self._batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
     def _batch_norm(
         self,
@@ -127,7 +98,13 @@ class _StatisticsOfAll(TorchFunctionMode):
         self.called = True
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        self._check_whole(input)
+        channels = self._module.num_features
+        if self._given is not None and (input.numel() != self._given.numel() or input.shape[1] != channels):
+            raise ConfigError(
+                f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and "
+                f"was given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm needs "
+                "the whole input, one for each channel; mirror without sync_batchnorm"
+            )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
         # Half precision holds neither sums nor counts; torch's own batch norm adds in float32 too.
@@ -157,30 +134,16 @@ class _StatisticsOfAll(TorchFunctionMode):
             output = output + bias.view(shape)
         return output.to(input.dtype)
 
-    def _check_whole(self, input: torch.Tensor) -> None:
-        """Raises ConfigError for a part of the input, whose rows may be others than on one device."""
-        channels = self._module.num_features
-        if self._given is None or (input.numel() == self._given.numel() and input.shape[1] == channels):
-            return
-        raise ConfigError(
-            f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and was "
-            f"given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm=True can take "
-            "statistics over all replicas only of the whole input, one for each channel; mirror without sync_batchnorm"
-        )
-
 
 class RefusingOtherBatchNorms(TorchFunctionMode):
     """Inside, raises ConfigError for batch statistics of one replica's shard, outside a synchronised batch norm."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm and (kwargs["training"] if "training" in kwargs else len(args) > 5 and args[5]):
             raise ConfigError(
-                "the module calls torch.nn.functional.batch_norm in training outside a torch.nn.BatchNorm, so "
-                "sync_batchnorm=True cannot find it; make its class a subclass of torch.nn.BatchNorm1d, 2d or 3d, "
-                "or mirror without sync_batchnorm"
+                "the module calls torch.nn.functional.batch_norm in training outside a torch.nn.BatchNorm; make its "
+                "class a subclass of torch.nn.BatchNorm1d, 2d or 3d, or mirror without sync_batchnorm"
             )
         return func(*args, **kwargs)
 
@@ -193,25 +156,16 @@ def synchronised(kind: type[BatchNormBase]) -> type[BatchNormBase]:
 
 
 def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = BatchNormBase) -> nn.Module:
-    """Has every batch norm inside ``module`` take its statistics over all replicas. In place.
+    """Has every batch norm of this kind inside ``module`` take its statistics over all replicas. In place.
 
-    Each batch norm stays the same object with the same parameters, buffers, hooks and keys; its class becomes a
-    subclass of its class.
-
-    Args:
-        module: any module; it is returned.
-        kind: convert instances of this class only.
-
-    Raises:
-        ConfigError: a batch norm whose forward was replaced on the object.
+    Only their classes change, to subclasses. Raises ConfigError if a forward was replaced on an object.
     """
     for name, part in module.named_modules():
         if isinstance(part, kind) and not isinstance(part, SyncBatchNorm):
             if "forward" in part.__dict__:
                 raise ConfigError(
-                    f"the {type(part).__name__} {name!r} has a forward of its own, set on the object, so "
-                    "sync_batchnorm=True cannot take its statistics over all replicas; define it in a subclass of "
-                    f"{type(part).__name__}, or mirror without sync_batchnorm"
+                    f"the {type(part).__name__} {name!r} has a forward of its own, set on the object; define it in a "
+                    f"subclass of {type(part).__name__}, or mirror without sync_batchnorm"
                 )
             own: Any = type(part)  # mypy takes the class for no Hashable
             part.__class__ = synchronised(own)
@@ -251,15 +205,12 @@ def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, A
     leaves = tree_leaves((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
     single = bool(tensors) and all(tensor.size(0) == 1 for tensor in tensors)
-    if single and any(isinstance(part, BatchNormBase) for part in module.modules()):
-        return _NoStatisticsOfOneValue()
-    return nullcontext()
+    has_batch_norm = single and any(isinstance(part, BatchNormBase) for part in module.modules())
+    return _NoStatisticsOfOneValue() if has_batch_norm else nullcontext()
 
 
 class _NoStatisticsOfOneValue(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return _batch_norm_of_one_value(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -272,8 +223,8 @@ def _batch_norm_of_one_value(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    *rest: float,
+    **options: float,
 ) -> torch.Tensor:
     training = training and (running_mean is None or input.numel() > input.shape[1])
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, *rest, **options)

@@ -31,10 +31,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 class BufferAverages:
     """A mirrored module's buffers outside replicas: the mean of floating-point ones, replica 0's of others.
 
-    Args:
-        copies: one for each local replica. All workers begin with the same buffers.
-        workers: the workers over whose replicas buffers are averaged.
-
     Attributes:
         trained: whether replicas may have changed buffers since the last exchange; the same on all workers.
         passed: whether a local replica has called the module since the last exchange.
@@ -78,10 +74,7 @@ class BufferAverages:
         return found
 
     def read(self) -> list[torch.Tensor]:
-        """The averages, in the order of the buffers, without other workers.
-
-        Raises UsageError if buffers of any worker may have changed since the last exchange.
-        """
+        """The averages without other workers; raises UsageError if buffers may have changed since the last exchange."""
         buffers = self.buffers
         if self._workers.is_single:
             return [_mean(copies) for copies in buffers]
@@ -128,8 +121,7 @@ class BufferAverages:
         names = [name for name, buffer in first.named_buffers() if buffer.is_floating_point()]
         raise UsageError(
             f"the buffers of {type(first).__name__} ({', '.join(names[:3])}{', ...' if names[3:] else ''}) may differ "
-            "between the workers since they were averaged last, and a read outside replicas does not wait for other "
-            "workers; call mirrored.sync_buffers() on every worker first, then read them on any"
+            "between the workers, and a read does not wait for them; call mirrored.sync_buffers() on every worker first"
         )
 
     def _own(self, buffers: Sequence[BufferCopies]) -> list[BufferCopies]:

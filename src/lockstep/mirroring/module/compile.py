@@ -7,9 +7,8 @@
 The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
 refused: a part that stayed in Python would run without the replica's random numbers.
 
-One thread at a time looks up the code that serves a call. Where two did, torch 2.13 has told some that there was none
-("runtime guards failed even though they passed during recompilation-reason analysis"): each time one more compilation,
-and at the eighth torch gives up.
+One thread at a time looks up the code that serves a call. With two, torch 2.13 did not find it for some ("runtime
+guards failed even though they passed during recompilation-reason analysis") and compiled again, up to its limit of 8.
 """
 
 from __future__ import annotations
@@ -46,12 +45,9 @@ class Compilation:
     """How a module is compiled.
 
     Args:
-        mode: of torch.compile. Those that make CUDA graphs of their own are not among them: whole steps are recorded.
+        mode: a mode of torch.compile, but none with CUDA graphs of its own: ``fit`` captures whole steps.
         dynamic: one code for all lengths, instead of one for each.
         backend: "inductor", or another that torch knows.
-
-    Raises:
-        ConfigError: a value that cannot be used.
     """
 
     mode: CompileMode = "default"
@@ -98,16 +94,11 @@ class CompiledCopies:
         self._seen: list[set[Hashable]] = [set() for _ in copies]
 
     def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the replica's copy; the first time with such arguments while no other replica does.
-
-        Raises:
-            ConfigError: the forward cannot be compiled as a whole, or draws random numbers on a CPU.
-            ReplicaError: something else has been compiled for too long.
-        """
+        """Calls the replica's copy; the first time with such arguments while no other replica does."""
         kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
         # The first run may still choose among kernels, for all replicas.
         ends_when_found = kind in self._seen[replica]
-        with _LOOKUP.turn(self._name, ends_when_found=ends_when_found), _without_replica_random(), self._explained():
+        with _LOOKUP.held(self._name, ends_when_found=ends_when_found), _without_replica_random(), self._explained():
             outputs = self._calls[replica](*args, **kwargs)
         self._seen[replica].add(kind)
         return outputs
@@ -129,14 +120,14 @@ class CompiledCopies:
 
 
 class _Lookup(threading.local):
-    """The turn to look up code, of all threads and of all modules: those of one class share their guards."""
+    """A lock for the look-up of code by all threads and for all modules, since those of one class share guards."""
 
-    _lock = threading.RLock()  # which knows whose it is, wherever a replica is interrupted
+    _lock = threading.RLock()  # knows its owner, wherever a replica is interrupted
     _ends_when_found = False
 
     @contextmanager
-    def turn(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
-        """Waits for the turn, which ends with the block, or when the code has been found if that is said."""
+    def held(self, name: str, *, ends_when_found: bool) -> Iterator[None]:
+        """Holds the lock until the block ends, or until the code has been found if ``ends_when_found``."""
         try:
             if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
                 raise ReplicaError(
@@ -154,7 +145,7 @@ class _Lookup(threading.local):
             self._end()
 
     def _end(self) -> None:
-        with suppress(RuntimeError):  # this thread has not, or no more, the turn
+        with suppress(RuntimeError):  # this thread does not hold it
             self._lock.release()
 
 
@@ -218,7 +209,7 @@ class _Draws(TorchDispatchMode):
 
 @contextmanager
 def _without_replica_random() -> Iterator[None]:
-    """Inside the block the replica's function mode is off: dynamo would follow it into every call of torch."""
+    """Inside the block the replica's function mode is off: dynamo would trace it in every call of torch."""
     if not num_function_modes() or not isinstance(innermost_function_mode(), ReplicaRng):
         yield
         return

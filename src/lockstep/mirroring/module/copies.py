@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pickle import PickleError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.mirroring.module.propagation import Propagation
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
@@ -40,7 +43,7 @@ class Copying:
         home: the device of the user's module.
         device: the replica's.
         alias: share the storage of the parameters, instead of copying it.
-        leader: the copying for the replica whose storage is shared, or None for the user's own.
+        leader: the copying for the replica whose storage is shared; None for the user's own.
         known: the id of what has a copy for this replica already -> that copy.
     """
 
@@ -61,10 +64,7 @@ class Copying:
         self._memo: dict[int, Any] = dict(known or {})
 
     def of(self, value: Any, name: str) -> Any:
-        """The replica's copy of ``value``, a module or anything that is set on one; tied weights stay tied.
-
-        Raises UsageError, with the name, if it cannot be copied.
-        """
+        """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
         is_parameter = isinstance(value, nn.Parameter)
         for parameter in value.parameters() if isinstance(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
@@ -80,29 +80,15 @@ class Copying:
             ) from error
 
 
-class KnowsCopies(Protocol):
-    """Something that knows the copies of a mirrored module's parts."""
-
-    def fill(self, replica: int, known: dict[int, Any], /) -> None:
-        """Adds to ``known`` the ids of parts, with the replica's copies."""
-
-
 class Copyings(dict[int, Copying]):
-    """The ``Copying`` of each replica, made when it is asked for.
-
-    Args:
-        module: the user's.
-        devices: one for each local replica.
-        groups: the replicas that share a storage of the weights.
-        peers: the mirrored modules that may have parts in common with what is copied.
-    """
+    """The ``Copying`` of each replica, made when it is asked for. ``peers`` may have submodules in common with it."""
 
     def __init__(
         self,
         module: nn.Module,
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
-        peers: Iterable[KnowsCopies],
+        peers: Iterable[Propagation],
     ) -> None:
         self._module = module
         self._devices = devices
@@ -122,11 +108,7 @@ class Copyings(dict[int, Copying]):
 
 
 class _CopyingTensors(TorchFunctionMode):
-    """Has deepcopy copy tensors with a history too, without it, and move tensors of the home device to the replica's.
-
-    A tensor with a history is what hooks compute from the parameters at every call (weight_norm, pruning), or what was
-    kept of a call.
-    """
+    """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
         super().__init__()

@@ -29,9 +29,8 @@ from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
-from lockstep.mirroring.optim.misuse import watch_plain_steps
 from lockstep.mirroring.partition import PartitionPolicy
-from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.context import get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.device.streams import allocating_on
 
 if TYPE_CHECKING:
@@ -76,15 +75,6 @@ class MirroredModule(nn.Module):
     user's module's. ``load_state_dict``, ``train``, ``eval`` and ``apply`` affect all copies. Floating-point buffers,
     such as batch-norm statistics, are each replica's own and are averaged when read outside replicas. A buffer that is
     set outside, here or on the user's module, is set in all copies.
-
-    Args:
-        owner: the strategy.
-        copies: one for each local replica; the first is the user's module.
-        devices: the devices of the copies.
-        workers: the workers over whose replicas buffers are averaged.
-        partition: which part of the model this worker holds.
-        peers: returns the propagations of all modules of the owner, which may have submodules in common.
-        sync_batchnorm: whether batch norms must take their statistics from the global batch.
 
     Attributes:
         propagation: brings what is set on the user's module to all copies.
@@ -186,11 +176,7 @@ class MirroredModule(nn.Module):
             yield
 
     def compile_as(self, compilation: Compilation | None) -> None:
-        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it.
-
-        Raises:
-            ConfigError: the module's forward is a collective, or it is part of a divided model.
-        """
+        """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it."""
         if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
             raise ConfigError(
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
@@ -217,8 +203,7 @@ class MirroredModule(nn.Module):
     def align(self) -> bool:
         """Before a run: brings what was set on the user's module to all copies. Every worker must call it.
 
-        Returns:
-            Whether any copy has new weights, buffers or submodules, or weights in other memory.
+        Returns whether any copy has new weights, buffers or submodules, or weights in other memory.
         """
         moved = self.propagation.begin()
         fresh = self.propagation.take_fresh()
@@ -235,17 +220,16 @@ class MirroredModule(nn.Module):
         return moved
 
     def begin_run(self) -> None:
-        """Before each run: synchronises buffers if this run evaluates and the last one trained."""
+        """Before each run: averages buffers if this run evaluates and an earlier one trained."""
         if self._buffer_averages.begin_run():
             self.sync_buffers()
 
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
 
-        Every worker must call it, outside replicas. Afterwards each worker may read the state by itself until replicas
-        train again.
+        Every worker must call it. Then each may read the state by itself until replicas train again.
         """
-        self._outside("sync_buffers")
+        refuse_in_replica("sync_buffers")
         self.propagation.follow()
         with torch.no_grad():
             for buffers, mean in zip(self._buffer_averages.buffers, self._buffer_averages.exchange(), strict=True):
@@ -257,8 +241,7 @@ class MirroredModule(nn.Module):
     def exchange_buffers(self, *, always: bool = True) -> None:
         """Averages the buffers of all workers for later reads, without changing them. Every worker must call it.
 
-        Args:
-            always: exchange even if no run since the last exchange can have changed buffers.
+        Unless ``always``, only if a run since the last exchange can have changed buffers.
         """
         if not self._workers.is_single and (always or self._buffer_averages.trained):
             self.propagation.follow()
@@ -301,8 +284,7 @@ class MirroredModule(nn.Module):
         Raises:
             UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
         """
-        here = self._here()
-        named = here.named_buffers(prefix, recurse, remove_duplicate)
+        named = self._here().named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
             yield from named
             return
@@ -331,7 +313,7 @@ class MirroredModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state into every copy. Outside replicas only, and not with ``assign=True``."""
-        self._outside("load_state_dict")
+        refuse_in_replica("load_state_dict")
         if assign:
             raise UsageError("load_state_dict(assign=True) would separate the replicas' weights; use assign=False")
         result = self.module.load_state_dict(state_dict, strict=strict)
@@ -346,7 +328,7 @@ class MirroredModule(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
         """Applies ``fn`` to the user's module and its children, then gives all copies the same weights."""
-        self._outside("apply")
+        refuse_in_replica("apply")
         self.module.apply(fn)
         self._spread()
         return self
@@ -393,7 +375,7 @@ class MirroredModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers it on all copies. Outside replicas only."""
-        self._outside("register_parameter")
+        refuse_in_replica("register_parameter")
         self._here().register_parameter(name, param)
 
     __getitem__ = _operator(operator.getitem)
@@ -418,19 +400,8 @@ class MirroredModule(nn.Module):
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
 
     def _here(self) -> nn.Module:
-        context = get_replica_context()
-        if context is None:
-            return self._copies[0]
-        if context.strategy is not self._owner:
-            raise UsageError(
-                "this module was mirrored by another strategy than the one that runs this replica; "
-                "mirror it with the strategy whose run() calls it"
-            )
-        return self._copies[context.local_replica]
-
-    def _outside(self, method: str) -> None:
-        if get_replica_context() is not None:
-            raise UsageError(f"{method} affects all replicas; call it outside strategy.run, in cross-replica context")
+        context = own_context(self._owner, "module")
+        return self._copies[0 if context is None else context.local_replica]
 
     def _spread(self) -> None:
         self.propagation.follow()
@@ -474,15 +445,8 @@ def mirror_module(
 ) -> MirroredModule:
     """Makes a copy of ``module`` for each device. The first is ``module`` itself, moved to its device in place.
 
-    Args:
-        owner: the strategy.
-        module: the user's module.
-        devices: the devices of the local replicas.
-        workers: all workers; they get the chief's weights.
-        partition: which part of the model this worker holds.
-        peers: returns the propagations of all modules of the owner, which may have submodules in common.
-        sync_batchnorm: batch norms take their statistics from the global batch; torch.nn.SyncBatchNorm always does.
-        memory_format: "auto" is channels_last if there are 2-d convolutions; "preserve" leaves the weights as they are.
+    All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner, which may have
+    submodules in common.
 
     Raises:
         UsageError: the module has parameters without a shape yet, or cannot be copied.
@@ -499,7 +463,6 @@ def mirror_module(
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
             workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
-    watch_plain_steps()
     copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
@@ -533,7 +496,7 @@ def signature(module: nn.Module) -> list[str]:
 def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
     """Moves the user's module to the first replica's device, in place.
 
-    A share of a GPU gets a copy of weights that are on that GPU already, in the memory that counts for it.
+    For a share of a GPU it copies weights that are on that GPU already, into the memory that counts for it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     there = any(each.device == device.torch_device for each in tensors)

@@ -150,14 +150,10 @@ class _Node:
 
 
 class Propagation:
-    """Has the copies of one mirrored module follow the user's module.
+    """Has the copies of one mirrored module, the first of which is the user's, follow it.
 
-    Args:
-        copies: one for each local replica; the first is the user's module.
-        devices: the devices of the copies.
-        groups: the replicas that share a storage of the weights.
-        peers: returns the propagations of all modules of the strategy, which may have submodules in common.
-        alone: whether there is no other copy, here or on other workers, that would have to follow.
+    ``peers`` returns the propagations of all modules of the strategy, which may have submodules in common. ``alone``
+    says that there is no other copy, here or on other workers, that would have to follow.
     """
 
     def __init__(
@@ -191,11 +187,8 @@ class Propagation:
     def begin(self) -> bool:
         """Before a run: brings to all copies what was set on the user's module since the last one.
 
-        Returns:
-            Whether any copy has other weights, buffers or submodules than before, or weights in other memory.
-
-        Raises:
-            UsageError: something was set that cannot be copied.
+        Returns whether any copy has other weights, buffers or submodules than before, or weights in other memory.
+        Raises UsageError if something was set that cannot be copied.
         """
         if self._alone:
             return False
@@ -231,8 +224,9 @@ class Propagation:
         self._bring(differing)
         if restructured:
             self._take()
-            for value, (_, others) in list(zip(self._current(), self._slots, strict=False))[self._num_buffers :]:
-                _write(value, others)  # values may have moved to other names
+            for value, (_, _, _, others) in zip(self._current(), self._watched, strict=True):
+                if isinstance(value, nn.Parameter):  # values may have moved to other names
+                    _write(value, others)
         else:
             self._keep(differing)
         self.note()
@@ -278,15 +272,15 @@ class Propagation:
             known.setdefault(id(part), duplicate)
         for node in self._nodes:
             if node.home is not None:
-                if self._twin(node, replica) is not None:
-                    known.setdefault(id(node.value), _item(self._twin(node.home, replica), node.key))
+                if self._counterpart(node, replica) is not None:
+                    known.setdefault(id(node.value), _item(self._counterpart(node.home, replica), node.key))
             elif node.registry in ("_parameters", "_buffers"):
-                theirs = (self._twin(node, replica) if node.kept else None) or {}
+                theirs = (self._counterpart(node, replica) if node.kept else None) or {}
                 for name, tensor in node.kept.items():
                     if tensor is not None and theirs.get(name) is not None:
                         known.setdefault(id(tensor), theirs[name])
         for node, key in self._arrays:
-            array, theirs = _item(node.kept, key), _item(self._twin(node, replica), key)
+            array, theirs = _item(node.kept, key), _item(self._counterpart(node, replica), key)
             if _is_array(array) and type(theirs) is type(array):
                 known.setdefault(id(array), theirs)
 
@@ -327,8 +321,8 @@ class Propagation:
         self._arrays: list[tuple[_Node, Any]] = []
         self._held: list[tuple[Container, Any, Any]] = []
         seen: set[int] = set()
-        for number, (part, *twins) in enumerate(zip(*self._parts, strict=True)):
-            if part in twins:  # a mirrored metric is one object in all copies, and has its own replicas
+        for number, (part, *copies) in enumerate(zip(*self._parts, strict=True)):
+            if part in copies:  # a mirrored metric is one object in all copies, and has its own replicas
                 continue
             for name in ("", *_REGISTRIES):
                 content = _registry(part, name)
@@ -346,13 +340,13 @@ class Propagation:
             for registry in ("_buffers", "_parameters")
         )
         followers, leaders = range(1, len(self._copies)), self._leaders[1:]
-        self._num_buffers = len(buffers)
-        self._slots: list[tuple[_Place, list[_Place]]] = [
-            ((node.live, name), [(self._twin(node, replica), name) for replica in replicas])
-            for slots, replicas in ((buffers, followers), (weights if leaders else [], leaders))
-            for node, name in slots
+        self._watched: list[tuple[Container, Any, _Node | None, list[_Place]]] = [
+            (node.live, name, None, [(self._counterpart(node, replica), name) for replica in replicas])
+            for tensors, replicas in ((buffers, followers), (weights if leaders else [], leaders))
+            for node, name in tensors
         ]
-        self._others = [place for _, others in self._slots for place in others]
+        self._others = [place for *_, others in self._watched for place in others]
+        self._watched += [(node.live, key, node, []) for node, key in self._arrays]
         self._windows: tuple[list[Any], list[Any]] = ([], [])
         self._live = [node.live for node in self._nodes]
         self._kept = [node.kept for node in self._nodes]
@@ -397,11 +391,11 @@ class Propagation:
             removed, fresh = node.difference()
             pairs = [(key, value, _item(node.kept, key)) for key, value in fresh]
             pairs += [(key, None, _item(node.kept, key)) for key in removed]
-            tensors = {key for key, *both in pairs if (id(node), key) in arrays and all(map(_is_tensor_or_none, both))}
-            atoms = {key for key, *both in pairs if all(type(each) in _ATOMS for each in both)}
-            if not node.registry and len(tensors | atoms) < len(pairs):
-                self._look()
-                return
+            for key, *both in [] if node.registry else pairs:
+                kind = torch.Tensor if (id(node), key) in arrays else ()
+                if not all(type(each) in _ATOMS or isinstance(each, kind) for each in both):
+                    self._look()
+                    return
             node.kept.clear()
             (node.kept.extend if isinstance(node.kept, (list, deque)) else node.kept.update)(node.live)
         self._kinds = list(map(type, self._parts[0]))
@@ -431,7 +425,7 @@ class Propagation:
         copyings = Copyings(self._copies[0], self._devices, self._groups, (self, *self._peers()))
         kinds = list(enumerate(zip(map(type, self._parts[0]), self._kinds, strict=True)))
         for replica, parts in enumerate(self._parts[1:], start=1):
-            contents = [self._twin(node, replica) for node in differing]  # before anything changes
+            contents = [self._counterpart(node, replica) for node in differing]  # before anything changes
             copying = None if plain and all(each is not None for each in contents) else copyings[replica]  # likewise
             for at, (kind, former) in kinds:
                 if kind is not former:  # a parametrization changes it
@@ -441,10 +435,7 @@ class Propagation:
                     if removed or fresh:
                         self._bring_whole(node, replica, copyings[replica])
                     continue
-                copied = [
-                    (key, value if copying is None or _is_shared(value) else copying.of(value, _label(node, key)))
-                    for key, value in fresh
-                ]
+                copied = [(key, _copy(value, copying, _label(node, key))) for key, value in fresh]
                 _put(node, theirs, removed, copied)
                 if node.registry in _HOOKS:
                     for name in _HOOK_FLAGS:
@@ -453,18 +444,18 @@ class Propagation:
     def _bring_whole(self, node: _Node, replica: int, copying: Copying) -> None:
         """Where the copy has something else in the place of a container: copies the outermost such container."""
         while node.home is not None:
-            home = self._twin(node.home, replica)
+            home = self._counterpart(node.home, replica)
             if home is not None and not isinstance(home, tuple):
                 home[node.key] = copying.of(node.value, _label(node.home, node.key))
                 return
             node = node.home
 
-    def _twin(self, node: _Node, replica: int) -> Container | None:
+    def _counterpart(self, node: _Node, replica: int) -> Container | None:
         """The replica's counterpart of a node; None if the copy has something of another type there."""
         if node.home is None:
             number, name = node.key
             return _registry(self._parts[replica][number], name)
-        home = self._twin(node.home, replica)
+        home = self._counterpart(node.home, replica)
         value = None if home is None else _item(home, node.key)
         return _content(value) if type(value) is type(node.value) else None
 
@@ -472,8 +463,10 @@ class Propagation:
 
     def _current(self) -> list[Any]:
         """The tensors and arrays that are watched: buffers, weights that others have in other memory, attributes."""
-        own: list[Any] = [tensors.get(name) for (tensors, name), _ in self._slots]
-        return own + [_item(node.live, key) for node, key in self._arrays]
+        try:
+            return [container[key] for container, key, _, _ in self._watched]
+        except (KeyError, IndexError):
+            return [_item(container, key) for container, key, _, _ in self._watched]
 
     def _look_at_tensors(self) -> tuple[list[Any], list[bytes]]:
         """Of each its id, address and version; and its first bytes, if it is on a CPU."""
@@ -502,21 +495,18 @@ class Propagation:
                 self.note()
             return False
         versions, at, moved = _versions(self._others), 0, False
-        for index, value in enumerate(self._current()):
-            is_slot = index < len(self._slots)
-            others = self._slots[index][1] if is_slot else list[_Place]()
+        for index, (value, (_, key, node, others)) in enumerate(zip(self._current(), self._watched, strict=True)):
             unwritten = versions[at : at + len(others)] == self._versions[at : at + len(others)]
             at += len(others)
             was, now = self._marks[index], marks[index]
             same = now == was and (self._replayed or contents[index] == self._contents[index])
             if same or now[0] != was[0] or not unwritten:  # another object is a difference in a dict
                 continue
-            if is_slot:
+            if node is None:
                 moved |= now[1] != was[1]
+                _write(value, others)
             else:
-                node, key = self._arrays[index - len(self._slots)]
-                others = [(self._twin(node, replica), key) for replica in range(1, len(self._copies))]
-            _write(value, others)
+                _write(value, [(self._counterpart(node, replica), key) for replica in range(1, len(self._copies))])
         if moved:
             self._share_weights()
         self.note()
@@ -586,6 +576,12 @@ def _write(value: Any, others: Iterable[_Place]) -> None:
             container[key] = value.detach().to(theirs.device, copy=True)
 
 
+def _copy(value: Any, copying: Copying | None, label: str) -> Any:
+    if copying is None or (_is_atom(value) and not isinstance(value, nn.Module)):
+        return value
+    return copying.of(value, label)
+
+
 def _label(node: _Node, key: Any) -> str:
     while node.home is not None:
         key, node = node.key, node.home
@@ -632,16 +628,8 @@ def _is_atom(value: Any) -> bool:
     return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_PACKAGE)
 
 
-def _is_shared(value: Any) -> bool:
-    return _is_atom(value) and not isinstance(value, nn.Module)
-
-
 def _is_same(seen: Any, value: Any) -> bool:
     return seen is value or (type(seen) is type(value) and _is_atom(value) and bool(seen == value))
-
-
-def _is_tensor_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Tensor)
 
 
 def _is_array(value: Any) -> bool:

@@ -75,51 +75,21 @@ def _prepare_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-class _DenseGradients:
-    """Watches for sparse gradients, which fused kernels do not take."""
-
-    def __init__(self, parameters: Sequence[Copies]) -> None:
-        self._unseen = list(parameters)
-        self._sparse = False
-
-    @property
-    def all_dense(self) -> bool:
-        """Whether no parameter has had a sparse gradient yet. Looks only at those that had none before."""
-        unseen, self._unseen = self._unseen, []
-        for copies in unseen:
-            gradients = [copy.grad for copy in copies if copy.grad is not None]
-            self._sparse |= any(gradient.is_sparse for gradient in gradients)
-            if not gradients:
-                self._unseen.append(copies)
-        return not self._sparse
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldState:
-    """The part of the optimizer's state for one parameter that a worker holds.
+    """The part of the optimizer's state for one parameter that a worker holds."""
 
-    Args:
-        parameter: the whole parameter.
-        start: the first of its elements, in row-major order, that the state is about.
-        part: a parameter of those elements; the parameter itself if the state is about all.
-        values: by name; those of the shape of ``part`` have one for each element. Empty before the first step.
-    """
-
-    parameter: nn.Parameter
-    start: int
-    part: nn.Parameter
-    values: Mapping[str, Any]
+    parameter: nn.Parameter  # the whole
+    start: int  # the first of its elements, in row-major order, that the state is about
+    part: nn.Parameter  # of those elements; the parameter itself if the state is about all
+    values: Mapping[str, Any]  # by name; those of the shape of ``part`` have one for each element
 
 
 class StorageOptimizers:
-    """The user's optimizer and its copies for the other storages of the weights.
+    """The user's optimizer, over replica 0's parameters, and its copies for the other storages of the weights.
 
-    Args:
-        optimizer: the user's, over the first leader's parameters.
-        parameters: for each parameter its copies, one for each local replica.
-        leaders: the replicas that lead a storage group, replica 0 first.
-        sharing: the workers among whom the state is sharded, if there is one leader; None keeps all of it here.
-        on_gpus: use torch's fused kernels, if the optimizer has them and the user has not chosen others.
+    If there is one storage, its state may be sharded among workers. On GPUs it uses torch's fused kernels, if the
+    optimizer has them and the user has not chosen others.
     """
 
     def __init__(
@@ -133,7 +103,8 @@ class StorageOptimizers:
     ) -> None:
         self.plain = optimizer
         self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
-        self._gradients = _DenseGradients(parameters)
+        self._without_gradient = list(parameters)
+        self._has_sparse = False
         self._fused = False
         self._parameters = parameters
         self._known = {id(copies[0]) for copies in parameters}
@@ -154,7 +125,7 @@ class StorageOptimizers:
         return type(self.plain) in ELEMENTWISE and not any(hooks)
 
     @property
-    def of_storages(self) -> tuple[Optimizer, ...]:
+    def every(self) -> tuple[Optimizer, ...]:
         """The user's optimizer, and its copies for the other storages."""
         return tuple(self._by_leader.values())
 
@@ -165,7 +136,13 @@ class StorageOptimizers:
             return "the weights are no plain floating-point tensors on GPUs"
         if not self.divisible:
             return f"{type(self.plain).__name__} has hooks on its step, or is not torch's own"
-        return _why_not_fused(self.plain) or (None if self._gradients.all_dense else "they take no sparse gradients")
+        unseen, self._without_gradient = self._without_gradient, []
+        for copies in unseen:  # whether a gradient is sparse is looked at once
+            gradients = [copy.grad for copy in copies if copy.grad is not None]
+            self._has_sparse |= any(gradient.is_sparse for gradient in gradients)
+            if not gradients:
+                self._without_gradient.append(copies)
+        return _why_not_fused(self.plain) or ("they take no sparse gradients" if self._has_sparse else None)
 
     def reset(self) -> None:
         """Makes the copies again, with the state that the user's optimizer has now (after load_state_dict)."""
@@ -189,7 +166,7 @@ class StorageOptimizers:
     def _choose_kernels(self, *, anew: bool = False) -> None:
         fused = self.not_fused is None
         if fused and (anew or not self._fused):  # fused kernels count steps on the device, others on the host
-            for optimizer in self.of_storages:
+            for optimizer in self.every:
                 for parameter, state in optimizer.state.items():
                     if isinstance(state.get("step"), torch.Tensor):
                         state["step"] = state["step"].to(parameter.device, torch.float32)
@@ -209,9 +186,8 @@ class StorageOptimizers:
         fresh = [each for group in self.plain.param_groups for each in group["params"] if id(each) not in self._known]
         if fresh:
             raise UsageError(
-                f"the optimizer's groups have {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}) "
-                "that were not in them when it was mirrored; make a new optimizer over the module's parameters, and "
-                "hand it to strategy.mirror or compile"
+                f"the optimizer's groups got {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}); "
+                "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
         if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
             self.reset()
@@ -226,10 +202,7 @@ class StorageOptimizers:
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside the block the user's optimizer has the state of all its parameters.
-
-        If it is sharded among workers, all of them must call it.
-        """
+        """Inside the block the user's optimizer has the state of all parameters. A collective, if it is sharded."""
         if self._sharded is None:
             yield
             return
@@ -288,12 +261,9 @@ class StorageOptimizers:
             self._sharded.take_weights()
 
     def step_slice(self, leader: int, chosen: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
-        """Updates only ``chosen``; disjoint slices may be updated at the same time. Sharded ones as ``step`` does.
+        """Updates only ``chosen``, parameters of the leader's storage; disjoint slices may be updated at the same time.
 
-        Args:
-            leader: the replica that leads the storage.
-            chosen: some of its parameters.
-            skip: 1.0, on the device, if this update must change nothing; only if ``not_fused`` is None.
+        The device skips the update if ``skip`` is 1.0; only if ``not_fused`` is None.
         """
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}

@@ -65,9 +65,8 @@ def _checked(name: str) -> Callable[..., Any]:
         if context is not None and len(context.strategy.devices) > 1:
             what = f"{args[0]!r}" if args and isinstance(args[0], str) else "settings"
             raise UsageError(
-                f"the step sets {what} of the optimizer in each of {len(context.strategy.devices)} replicas, which "
-                "share it, so a scheduler would count several times; call scheduler.step(), or set the value, after "
-                "strategy.run"
+                f"the step sets {what} of the optimizer in each of {len(context.strategy.devices)} replicas, so a "
+                "scheduler would count several times; call scheduler.step(), or set the value, after strategy.run"
             )
         return plain(self, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,16 +21,14 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.user import GivenSums, forget
-from lockstep.mirroring.optim.kernels import HeldState
+from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
-FindCopies = Callable[[], Mapping[int, Sequence[nn.Parameter]]]
-"""Returns, by the id of each parameter of a mirrored module, its copies."""
 MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExchange]
 """Makes the exchange of gradients, given the copies of the parameters and the storage groups."""
 _SCALER = "torch.amp.grad_scaler"
@@ -47,13 +45,6 @@ def _on_plain(name: str) -> Callable[..., Any]:
 class MirroredOptimizer(Optimizer):
     """An optimizer whose ``step`` updates all replicas. Made by ``strategy.mirror(optimizer)``.
 
-    Args:
-        owner: the strategy.
-        optimizer: the plain optimizer over parameters of mirrored modules.
-        groups: the replicas that share a storage of the weights.
-        find_copies: returns the copies of each parameter of a mirrored module.
-        make_exchange: makes the exchange of gradients.
-
     Attributes:
         plain: the user's own optimizer.
         sums_after_runs: whether gradients that a run leaves are summed after it, so that a program outside replicas
@@ -67,7 +58,7 @@ class MirroredOptimizer(Optimizer):
         owner: Strategy,
         optimizer: Optimizer,
         groups: Sequence[Sequence[int]],
-        find_copies: FindCopies,
+        find_copies: Callable[[], Mapping[int, Copies]],
         make_exchange: MakeExchange,
     ) -> None:
         # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
@@ -83,9 +74,9 @@ class MirroredOptimizer(Optimizer):
         self._summed_after_run = False
         self._held: set[object] = set()
         self._was_held = False
-        self._lost: str = ""
+        self._lost = False
         self._left: list[tuple[int, int]] | None = None
-        self._parameters: list[Sequence[nn.Parameter]] = []
+        self._parameters: list[Copies] = []
         self._prepare()
 
     @property
@@ -128,10 +119,10 @@ class MirroredOptimizer(Optimizer):
             UsageError: it was called in a replica of another strategy, or outside replicas with a closure, or gradients
                 were added after ``sum_gradients``.
         """
-        context = get_replica_context()
+        context = own_context(self._owner, "optimizer")
         if context is None:
             return self._step_outside(closure)
-        self._check(context)
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,20 +164,17 @@ class MirroredOptimizer(Optimizer):
             >>> round(float(norm), 4)  # of (4, 4) for the weights and 4 for the bias
             6.9282
         """
-        context = get_replica_context()
+        context = own_context(self._owner, "optimizer")
         if context is None:
             self._owner.run(self.sum_gradients)
             return
-        self._check(context)
+        self._check_whole()
         self._given.take_back(context.local_replica)
         self._update.sum(context)
         self._holds_sums = True
 
     def give_sums(self, context: ReplicaContext) -> None:
-        """Gives the calling replica the summed gradients, for a step that reads them; ``step`` then uses replica 0's.
-
-        Every replica must call it. It does nothing in a replica that has the sums.
-        """
+        """Gives the calling replica the sums, for a step that reads them. Every replica must call it."""
         replica = context.local_replica
         if not self._given.given_to(replica):
             self._check_whole()
@@ -205,14 +193,12 @@ class MirroredOptimizer(Optimizer):
         return self._parameters
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Clips the summed gradients to a global norm, which may be infinite; returns the norm before.
+        """Clips the sums to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm before.
 
-        It gives what ``torch.nn.utils.clip_grad_norm_`` gives after ``sum_gradients``, but runs in the replicas'
-        threads, since OpenMP threads of the caller would keep the replicas' cores busy for some milliseconds. Call it
-        outside replicas, on every worker.
+        Call it outside replicas, on every worker. It runs in the replicas' threads, since OpenMP threads of the caller
+        would keep the replicas' cores busy for some milliseconds.
         """
-        if get_replica_context() is not None:
-            raise UsageError("clip_sums affects all replicas; call it outside strategy.run, after sum_gradients")
+        refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]
         return norm
@@ -241,7 +227,8 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
                 of the result is a tensor, which the reader must check.
         """
-        self._check(context)
+        own_context(self._owner, "optimizer")
+        self._check_whole()
         self._given.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
@@ -252,26 +239,17 @@ class MirroredOptimizer(Optimizer):
         self._update.skips.reset_nonfinite()
 
     @property
-    def of_storages(self) -> tuple[Optimizer, ...]:
+    def storages(self) -> StorageOptimizers:
         """The plain optimizer and its copies for other storages of the weights."""
-        return self._update.optimizers.of_storages
-
-    @property
-    def not_fused(self) -> str | None:
-        """Why torch's fused kernels for GPUs are not used; None if they are."""
-        return self._update.optimizers.not_fused
-
-    def held(self, module: nn.Module, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        """A block in which backward passes of these local replicas send no gradients to other workers.
-
-        It has no effect if this optimizer has no parameter of ``module``, the user's.
-        """
-        own = {id(copies[0]) for copies in self._parameters}
-        steps = any(id(parameter) in own for parameter in module.parameters())
-        return self._held_back(replicas) if steps else nullcontext()
+        return self._update.optimizers
 
     @contextmanager
-    def _held_back(self, replicas: Sequence[int]) -> Iterator[None]:
+    def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
+        """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
+        own = {id(copies[0]) for copies in self._parameters}
+        if not any(id(parameter) in own for parameter in module.parameters()):
+            yield
+            return
         block = object()
         self._held.add(block)
         self._was_held = True
@@ -282,10 +260,7 @@ class MirroredOptimizer(Optimizer):
             self._held.discard(block)
 
     def sum_after_run(self) -> None:
-        """After a run of the only worker: sums the gradients, so that the user's module has those of one device.
-
-        A program outside replicas can then read, change or clear them, and later backward passes add to them.
-        """
+        """After a run of the only worker: sums the gradients, so that the user's module has those of one device."""
         held, self._was_held = self._was_held, bool(self._held)
         replicas = range(len(self._owner.devices))
         if held or self._sums_elsewhere() or all(map(self._given.given_to, replicas)):
@@ -301,7 +276,7 @@ class MirroredOptimizer(Optimizer):
         self._left = None if self._sums_elsewhere() or self._given.given_to(0) else self.gradient_marks()
 
     def _sums_elsewhere(self) -> bool:
-        return not self.sums_after_runs or self._holds_sums or bool(self._lost)
+        return not self.sums_after_runs or self._holds_sums or self._lost
 
     def check_left(self) -> None:
         """Before the next run: raises UsageError if the gradients of the last one were changed and not cleared."""
@@ -311,9 +286,8 @@ class MirroredOptimizer(Optimizer):
         gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
         if any(bool(each.count_nonzero()) for each in gradients):
             raise UsageError(
-                "gradients were changed outside replicas after a run, where each worker has only the gradients of its "
-                "own replicas; call optimizer.sum_gradients() on every worker before they are read or "
-                "changed, and optimizer.zero_grad() to clear those of all replicas"
+                "gradients were changed outside replicas after a run, where they are this worker's own; call "
+                "optimizer.sum_gradients() on every worker before they are read or changed, or optimizer.zero_grad()"
             )
 
     def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
@@ -336,7 +310,7 @@ class MirroredOptimizer(Optimizer):
         for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
             self._given.forget(replica)
         self._holds_sums = self._summed_after_run = False
-        self._lost = ""
+        self._lost = False
         if context is None or context.local_replica == 0:
             with DisableTorchFunction():
                 forget(self._parameters)
@@ -353,39 +327,22 @@ class MirroredOptimizer(Optimizer):
         """After a failed run: clears the gradients that replicas have added since ``gradient_marks`` was ``before``."""
         if before is None or self.gradient_marks() != before:
             self.zero_grad()
-            if before is not None:
-                self._lost = (
-                    "a run failed while gradients of several runs were being added up, and they are lost; call "
-                    "optimizer.zero_grad() and begin the accumulation again"
-                )
+            self._lost = before is not None
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
-        with self._update.optimizers.whole_state():
+        with self.storages.whole_state():
             return self.plain.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state into the plain optimizer and its copies. Outside replicas only."""
-        if get_replica_context() is not None:
-            raise UsageError("load_state_dict affects all replicas; call it outside strategy.run")
+        refuse_in_replica("load_state_dict")
         self.plain.load_state_dict(dict(state_dict))
-        self._update.optimizers.reset()
-
-    def held_state(self) -> list[HeldState]:
-        """The state that this worker keeps: of whole parameters, or of its pieces."""
-        return self._update.optimizers.held()
-
-    def take_held_state(self, held: Sequence[HeldState]) -> None:
-        """Sets the state that ``held_state`` returned to other values."""
-        self._update.optimizers.take_held(held)
-
-    def align_copies(self) -> None:
-        """Copies the plain optimizer's state, which was changed by hand, to the other storages."""
-        self._update.optimizers.reset()
+        self.storages.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of a mirrored module to the plain optimizer."""
-        self._update.optimizers.join()
+        self.storages.join()
         self.plain.add_param_group(param_group)
         try:
             self._prepare()
@@ -432,27 +389,19 @@ class MirroredOptimizer(Optimizer):
         guard_groups(self.plain)
         # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
         mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
-        found: list[Sequence[nn.Parameter]] = []
-        for group in self.plain.param_groups:
-            for parameter in group["params"]:
-                copies = mirrored.get(id(parameter))
-                if copies is None:
-                    raise UsageError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not "
-                        "mirrored; call strategy.mirror(module) first, keep what it returns, and give the optimizer "
-                        "that module's parameters"
-                    )
-                found.append(copies)
-        self._parameters = found
+        parameters = [parameter for group in self.plain.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if id(parameter) not in mirrored:
+                raise UsageError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not mirrored; "
+                    "call strategy.mirror(module) first, keep what it returns, and give the optimizer that module's "
+                    "parameters"
+                )
+        self._parameters = [mirrored[id(parameter)] for parameter in parameters]
         exchange = self._make_exchange(self._parameters, self._groups)
         self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
-        self._update = LockstepUpdate(
-            self.plain,
-            self._parameters,
-            self._groups,
-            exchange,
-            on_gpus=all(device.kind == "GPU" for device in self._owner.devices),
-        )
+        on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
+        self._update = LockstepUpdate(self.plain, self._parameters, self._groups, exchange, on_gpus=on_gpus)
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -478,14 +427,10 @@ class MirroredOptimizer(Optimizer):
 
     def _check_whole(self) -> None:
         if self._lost:
-            raise UsageError(self._lost)
-
-    def _check(self, context: ReplicaContext) -> None:
-        if context.strategy is not self._owner:
             raise UsageError(
-                "this optimizer was mirrored by another strategy than the one that runs this replica; use one strategy"
+                "a run failed while gradients of several runs were being added up, and they are lost; call "
+                "optimizer.zero_grad() and begin the accumulation again"
             )
-        self._check_whole()
 
 
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
@@ -509,8 +454,8 @@ class _OfAllStorages:
                 "outside strategy.run"
             )
         result = self._method(*args, **kwargs)
-        if len(self._mirrored.of_storages) > 1:
-            self._mirrored.align_copies()
+        if len(self._mirrored.storages.every) > 1:
+            self._mirrored.storages.reset()
         return result
 
 

@@ -160,12 +160,8 @@ class DeviceDriver:
         """Keeps a dropped tensor's memory from reuse until the work then queued on ``stream`` has run."""
         tensor.record_stream(stream)
 
-    def allocated(self, device: torch.device) -> int:
-        """The bytes in tensors of this process on the whole GPU."""
-        return _statistic(device, "allocated_bytes", "current")
-
     def peak(self, device: torch.device) -> int:
-        """The maximum of ``allocated`` since ``reset_peak``."""
+        """The most bytes in tensors of this process on the whole GPU since ``reset_peak``."""
         return _statistic(device, "allocated_bytes", "peak")
 
     def reset_peak(self, device: torch.device) -> None:

@@ -170,7 +170,7 @@ class GpuReplica:
             return
         # No other replica computed on the GPU during this slot, so the GPU's peak above its present use is this one's,
         # but for batches that came or went. And its tensors cannot have taken more than its pool has.
-        top = min(pool.in_use + self.driver.peak(gpu) - self.driver.allocated(gpu), pool.reserved)
+        top = min(pool.in_use + self.driver.peak(gpu) - self.driver.whole(gpu).in_use, pool.reserved)
         self.account.check(top, rows)
         self.driver.release_cached(gpu)  # only cached memory went beyond the limit
         self.look()

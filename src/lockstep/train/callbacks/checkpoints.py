@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from lockstep.checkpoint.folder import step_name
-from lockstep.checkpoint.format import RECORD, check_kind, run_of
+from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
@@ -138,7 +138,6 @@ class ModelCheckpoint(_SavingCallback):
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, {"best": float | None}, "ModelCheckpoint")
         self.best = state["best"]
 
     def close(self) -> None:

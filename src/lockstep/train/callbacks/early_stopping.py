@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 from lockstep.train.callbacks.progress import write_line
 
-_SAVED: Any = {"best": float | None, "wait": int, "stopped_epoch": int, "best_epoch": int}
+_SAVED = ("best", "wait", "stopped_epoch", "best_epoch")
 
 
 class EarlyStopping(Callback):
@@ -101,7 +100,6 @@ class EarlyStopping(Callback):
         return {"weights": self._best_weights, **{name: getattr(self, name) for name in _SAVED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, {"weights": dict[str, Tensor] | None, **_SAVED}, "EarlyStopping")
         self._best_weights = state["weights"]
         for name in _SAVED:
             setattr(self, name, state[name])

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from lockstep.checkpoint.format import check_kind
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs, check_path
@@ -62,7 +61,6 @@ class CSVLogger(Callback):
         return {"bytes": self._file.tell()} if self._file is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_kind(state, {"bytes": int} if state else dict, "CSVLogger")
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()

@@ -168,8 +168,8 @@ class DeviceLearningRates:
     """
 
     def __init__(self, optimizer: MirroredOptimizer, device: torch.device) -> None:
-        if optimizer.not_fused is not None:
-            raise NotCapturableError(f"the update is not made by fused kernels: {optimizer.not_fused}")
+        if optimizer.storages.not_fused is not None:
+            raise NotCapturableError(f"the update is not made by fused kernels: {optimizer.storages.not_fused}")
         if type(optimizer.plain) not in (SGD, Adam, AdamW):
             raise NotCapturableError(
                 f"{type(optimizer.plain).__name__} takes its learning rate as a number; Adam, AdamW and SGD do not"
@@ -285,18 +285,13 @@ class GraphCapture:
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        setup: TrainSetup,
-        states: PerReplica[ReplicaState],
-        carried: CarriedState,
-        driver: DeviceDriver,
+        self, setup: TrainSetup, states: PerReplica[ReplicaState], carried: CarriedState, driver: DeviceDriver
     ) -> None:
         if setup.optimizer is None:
             raise NotCapturableError("there is no optimizer")
-        self._strategy, self._setup, self._states, self._carried = strategy, setup, states, carried
+        self._strategy, self._setup, self._states, self._carried = setup.strategy, setup, states, carried
         self._driver = driver
-        self._device = strategy.devices[0].torch_device
+        self._device = setup.strategy.devices[0].torch_device
         self._rates = DeviceLearningRates(setup.optimizer, self._device)
         self._graphs: WeakSet[DeviceGraph] = WeakSet()
         self._pool: Any = None

@@ -104,7 +104,7 @@ class StepGuards:
 
     def _states_now(self) -> list[Any]:
         """The states of the optimizers of all storages; loading a state replaces all of them together."""
-        return [] if self._optimizer is None else [each.state for each in self._optimizer.of_storages]
+        return [] if self._optimizer is None else [each.state for each in self._optimizer.storages.every]
 
     def _addresses_now(self) -> list[int]:
         addresses = [tensor.data_ptr() for tensor in self._tensors]

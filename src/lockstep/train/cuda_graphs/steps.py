@@ -20,7 +20,6 @@ from typing import Any
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.device.driver import DeviceDriver
 from lockstep.replicas.hooks import current_observer
-from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.capture import (
     CapturedStep,
@@ -65,25 +64,25 @@ class GraphedSteps:
     Where steps cannot be captured, the log "lockstep" says why, and they run as usual.
     """
 
-    def __init__(self, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver):
-        self._strategy, self._setup, self._states = strategy, setup, states
+    def __init__(self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver) -> None:
+        self._strategy, self._setup, self._states = setup.strategy, setup, states
         self._carried = CarriedState(setup.module.copies, states.values)
-        self._capture: GraphCapture | None = GraphCapture(strategy, setup, states, self._carried, driver)
+        self._capture: GraphCapture | None = GraphCapture(setup, states, self._carried, driver)
         self._kinds: dict[Hashable, _Kind] = {}
         self._captures = self._differences = 0
         self._alike_in = -1  # the last epoch in which a step was like the one before it of its kind
 
     @classmethod
-    def create(cls, strategy: Strategy, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
+    def create(cls, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
         """The steps of a fit; None where none can be captured: on a CPU, or for a reason that is logged."""
         if not setup.config.graphs:
             return None
         try:
-            driver = driver_for(strategy)
+            driver = driver_for(setup.strategy)
             if driver is None:
                 return None
             check_setup(setup)
-            return cls(strategy, setup, states, driver)
+            return cls(setup, states, driver)
         except NotCapturableError as reason:
             _log(reason)
             return None
@@ -127,7 +126,7 @@ class GraphedSteps:
         return kind.captured
 
     def _observe(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
-        observed = ObservedStep(self._strategy, self._setup, self._states, self._carried, batch, due)
+        observed = ObservedStep(self._setup, self._states, self._carried, batch, due)
         try:
             observed.check()
             self._compare(kind, observed.trace, epoch)

@@ -127,14 +127,9 @@ class ObservedStep:
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        setup: TrainSetup,
-        states: PerReplica[ReplicaState],
-        carried: CarriedState,
-        batch: Any,
-        due: bool,
+        self, setup: TrainSetup, states: PerReplica[ReplicaState], carried: CarriedState, batch: Any, due: bool
     ) -> None:
+        strategy = setup.strategy
         self.trace = StepTrace(len(strategy.devices), [*tensors(batch), *carried.now().tensors])
         setup.module.align()  # as the run would: what was set on the user's module is no change by the step
         guards, drawn = StepGuards(setup, free=()), _host_generators(strategy)
