@@ -43,8 +43,8 @@ STATE = "state"
 SHARED = "shared"
 """The part of a thing's state that is equal on all workers; its tensors' keys begin with the thing's name and this."""
 _TAG = "#"
-_KEYS = ("step", "run", "replicas", "monitored", "weights", "files", "state")
-"""The keys that a record must have; those of older versions have no layout and no checksum."""
+_KEYS = ("step", "run", "replicas", "layout", "monitored", "weights", "files", "state", "checksum")
+"""The keys that a record must have."""
 
 
 class DamagedStateError(CheckpointError):
@@ -220,11 +220,9 @@ def _read_document(path: Path) -> dict[str, Any]:
         )
     if missing := sorted(set(_KEYS) - document.keys()):
         raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
-    checksum = _checksum(document)
-    if document.get("checksum", checksum) != checksum:
+    if document["checksum"] != _checksum(document):
         raise damaged(path, f"the checksum of {RECORD} is not that of its content")
     document["monitored"] = unflatten(document["monitored"], {})
-    document.setdefault("layout", "")
     _check_files(path, document["files"])
     return document
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import runpy
 import shutil
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -259,8 +261,9 @@ def in_trouble(folder: str) -> None:
         if index == 0:
             shutil.copytree(f"{folder}/step-00000001", "step-00000001")
             record = Path("step-00000001/checkpoint.json")
-            text = record.read_text().replace('"names": ', '"others": ')
-            record.write_text(text.replace('"checksum": ', '"unchecked": '))  # as of a version that had none
+            document = json.loads(record.read_text().replace('"names": ', '"others": '))
+            del document["checksum"]
+            record.write_text(json.dumps({**document, "checksum": zlib.crc32(json.dumps(document).encode())}))
         refused(lambda: model.load_checkpoint(f"{folder} of 0"))
         terminated(model, index, f"{folder} ended")
         say("dies now")
