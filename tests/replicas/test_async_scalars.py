@@ -6,7 +6,7 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 from lockstep.config import LogicalDevice
-from lockstep.replicas.device.driver import AsyncScalars
+from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.replicas.device.host_syncs import HostSyncs
 
 VALUES = [0.1, torch.tensor(0.1), 3, torch.tensor([2**24 + 1]), torch.tensor(True)]

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import DeviceMemoryError
 from lockstep.replicas.device.driver import PoolUse
-from lockstep.replicas.device.streams import MB, MemoryAccount, out_of_memory
+from lockstep.replicas.device.memory import MB, MemoryAccount, out_of_memory
 
 
 def account(limit_mb: int | None = 100, static_mb: int = 0) -> MemoryAccount:

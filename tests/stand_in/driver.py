@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.config import LogicalDevice
 from lockstep.replicas.device.driver import PoolUse
-from lockstep.replicas.device.streams import MB
+from lockstep.replicas.device.memory import MB
 
 CALLER = "caller"
 

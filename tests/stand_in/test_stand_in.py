@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.stand_in import StandInDriver, Stream, stand_in_gpus
 
-from lockstep.replicas.device.streams import MB
+from lockstep.replicas.device.memory import MB
 
 GPU = torch.device("cpu")
 

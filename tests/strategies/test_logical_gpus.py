@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.errors import DeviceMemoryError
-from lockstep.replicas.device.streams import MB
+from lockstep.replicas.device.memory import MB
 
 LIMIT_MB = 64
 Shares = tuple[ls.MirroredStrategy, StandInDriver]

@@ -9,7 +9,7 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 from lockstep.errors import NonFiniteLossError
-from lockstep.replicas.device.driver import AsyncScalars
+from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.train.logs import MOST_AHEAD, RunningLoss, StepsInFlight, naming_step
 
 

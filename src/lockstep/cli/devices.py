@@ -13,7 +13,8 @@ from lockstep.cli.flags import DevicesFlag, command
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
-from lockstep.replicas.device.streams import MB, device_memory_of
+from lockstep.replicas.device.memory import MB
+from lockstep.replicas.device.streams import device_memory_of
 from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy

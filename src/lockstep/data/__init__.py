@@ -3,8 +3,9 @@
     source  --sources-->  reader (readers, sharding) read ahead in a thread (prefetch)  -->  devices (transfer)
 
 ``dataset`` joins them to ``DistributedDataset`` and ``PerReplicaDataset``; begin reading there. ``worker_sync`` keeps
-several workers in step while they iterate. ``structure`` walks nested batches, ``layout`` finds the lists that hold
-one item a row, and ``source_random`` keeps the random numbers of a source those of a plain loop, read ahead or resumed.
+several workers in step while they iterate. ``structure`` walks nested batches, and ``layout`` finds the lists that
+hold one item a row. ``source_random`` keeps the random numbers of a source that is read ahead those of a plain loop,
+and ``resume`` saves and restores them.
 
 ``structure`` and ``source_random`` import none of the others, ``dataset`` all of them.
 """

@@ -24,16 +24,9 @@ from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
+from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
-from lockstep.data.source_random import (
-    STARTED,
-    RandomState,
-    begin_again,
-    default_state,
-    random_state,
-    set_default_state,
-    watched_generators,
-)
+from lockstep.data.source_random import default_state, set_default_state, watched_generators
 from lockstep.data.sources import loads_by_index, may_read_ahead, shard_files
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync

@@ -1,4 +1,4 @@
-"""The random numbers of a source: those of a plain loop if it is read ahead, and the same again if it is resumed.
+"""The random numbers of a source that is read ahead: those of a plain loop.
 
 If a dataset draws (a random crop) while the consumer or a replica draws too, every run would get other numbers. So the
 reading thread draws from a copy of the default generator, in the order in which a plain loop would draw, and torch's
@@ -8,20 +8,16 @@ default generator follows with each item that the consumer takes:
 
 Only a loop that draws too gets other numbers, and a warning. Therefore a source that draws is read ahead only on
 request, and one that draws from Python's, NumPy's or its own generators never is: those cannot be copied so.
-
-To resume, ``random_state`` saves the states of all these generators as the iteration begins, and the batches that were
-used are skipped. A source that keeps other state between iterations must derive it from ``set_epoch``.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -32,17 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.errors import DataError
 from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRng
 from lockstep.replicas.rng.state import own_generator
 
-RandomState = dict[str, Tensor]
-"""The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
-
-STARTED = "started"
-"""A key in a state: persistent processes ran already, so the iteration began without drawing a seed for them."""
-
-_DEFAULT = "torch"
 _NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
 """Packages whose code is not searched: what it draws from is an argument or an attribute."""
 _MOST_LOOKED_AT = 500
@@ -141,7 +129,7 @@ def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]
 
     def states() -> list[Any]:
         own = default_state().view(torch.int64).tolist() if default else None
-        return [own, random.getstate(), pickle.dumps(_numpy_state()), *map(_state, held)]
+        return [own, random.getstate(), pickle.dumps(numpy_state()), *map(_state, held)]
 
     return states
 
@@ -234,66 +222,7 @@ def _held_by(*holders: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def random_state(dataset: Any) -> RandomState:
-    """Returns the current states of all generators that ``dataset`` may draw from."""
-    _, values, spare = random.getstate()
-    state = {_DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
-    found = _numpy_state()
-    if found and found["bit_generator"] == "MT19937":
-        state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
-        state["numpy normal"] = _spare_normal(found["gauss"] if found["has_gauss"] else None)
-    own = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
-    return {**state, **own}
-
-
-def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
-    """Restores what ``random_state`` returned, in this process or another.
-
-    Raises DataError if the dataset holds other generators than the state has.
-    """
-    generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
-    if len(generators) != len(own):
-        raise DataError(
-            f"the saved position has the states of {len(own)} generators of the data, which now holds "
-            f"{len(generators)}; give the data and samplers that it was saved with"
-        )
-    for index, generator in enumerate(generators):
-        generator.set_state(state[f"data {index}"])
-    if _DEFAULT in state:
-        set_default_state(state[_DEFAULT])
-    version, _, _ = random.getstate()
-    spare = state["python normal"].item()
-    random.setstate((version, tuple(state["python"].tolist()), None if math.isnan(spare) else spare))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        *values, position = state["numpy"].tolist()
-        spare = state["numpy normal"].item()
-        has_spare = not math.isnan(spare)
-        numpy.random.set_state(("MT19937", values, position, int(has_spare), spare if has_spare else 0.0))
-
-
-def without_default(state: Mapping[str, Tensor]) -> RandomState:
-    """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
-    return {name: value for name, value in state.items() if name != _DEFAULT}
-
-
-def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
-    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
-
-    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
-    """
-    if random is None:
-        return None
-    callers = default_state()
-    set_random_state(dataset, random)
-    return partial(set_default_state, callers) if _DEFAULT in random else None
-
-
-def _numpy_state() -> dict[str, Any]:
+def numpy_state() -> dict[str, Any]:
     """The state of NumPy's default generator; empty if the program has not imported NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state(legacy=False) if numpy else {}
-
-
-def _spare_normal(value: float | None) -> Tensor:
-    """Normal numbers are drawn in pairs. This is the second number of a pair, or NaN if none is left over."""
-    return torch.tensor(math.nan if value is None else value, dtype=torch.float64)

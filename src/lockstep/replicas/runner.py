@@ -30,7 +30,8 @@ from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
 from lockstep.replicas.device.driver import driver_of
-from lockstep.replicas.device.streams import DeviceMemory, GpuReplica, GpuSlot, RunStreams
+from lockstep.replicas.device.memory import DeviceMemory
+from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
 from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.source_random import RandomState, without_default
+from lockstep.data.resume import RandomState, without_default
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.strategies.base import Strategy
 

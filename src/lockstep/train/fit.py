@@ -15,7 +15,7 @@ from lockstep.collectives.communicator import Communicator, ControlFlags, check_
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.mirroring.optim.step import StepResult
-from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
+from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.compile import CompileConfig, TrainSetup

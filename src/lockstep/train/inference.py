@@ -14,7 +14,7 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.replicas.device.driver import NO_SCALARS, AsyncScalars
+from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Precision, TrainSetup

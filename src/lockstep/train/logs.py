@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.errors import DataError, NonFiniteLossError
-from lockstep.mirroring.optim.step import check_finite
-from lockstep.replicas.device.driver import AsyncScalars
+from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.replicas.device.async_scalars import AsyncScalars
 
 MOST_AHEAD = 2
 """How many steps the loop may be ahead of the last step whose numbers it has read: with two steps queued a GPU never

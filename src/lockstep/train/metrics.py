@@ -23,7 +23,7 @@ from lockstep.extras import require
 from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.device.driver import AsyncScalars
+from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 

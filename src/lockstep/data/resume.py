@@ -1,0 +1,86 @@
+"""The state of a source's random generators, saved as an iteration begins so that it can be resumed.
+
+A resumed iteration sets it and skips the batches that were used. A source that keeps other state between iterations
+must derive it from ``set_epoch``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.source_random import all_generators, default_state, numpy_state, set_default_state
+from lockstep.errors import DataError
+
+_DEFAULT = "torch"
+RandomState = dict[str, Tensor]
+"""The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
+
+STARTED = "started"
+"""A key in a state: persistent processes ran already, so the iteration began without drawing a seed for them."""
+
+
+def random_state(dataset: Any) -> RandomState:
+    """Returns the current states of all generators that ``dataset`` may draw from."""
+    _, values, spare = random.getstate()
+    state = {_DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
+    found = numpy_state()
+    if found and found["bit_generator"] == "MT19937":
+        state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
+        state["numpy normal"] = _spare_normal(found["gauss"] if found["has_gauss"] else None)
+    own = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
+    return {**state, **own}
+
+
+def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
+    """Restores what ``random_state`` returned, in this process or another.
+
+    Raises DataError if the dataset holds other generators than the state has.
+    """
+    generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
+    if len(generators) != len(own):
+        raise DataError(
+            f"the saved position has the states of {len(own)} generators of the data, which now holds "
+            f"{len(generators)}; give the data and samplers that it was saved with"
+        )
+    for index, generator in enumerate(generators):
+        generator.set_state(state[f"data {index}"])
+    if _DEFAULT in state:
+        set_default_state(state[_DEFAULT])
+    version, _, _ = random.getstate()
+    spare = state["python normal"].item()
+    random.setstate((version, tuple(state["python"].tolist()), None if math.isnan(spare) else spare))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        *values, position = state["numpy"].tolist()
+        spare = state["numpy normal"].item()
+        has_spare = not math.isnan(spare)
+        numpy.random.set_state(("MT19937", values, position, int(has_spare), spare if has_spare else 0.0))
+
+
+def without_default(state: Mapping[str, Tensor]) -> RandomState:
+    """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
+    return {name: value for name, value in state.items() if name != _DEFAULT}
+
+
+def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
+    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
+
+    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
+    """
+    if random is None:
+        return None
+    callers = default_state()
+    set_random_state(dataset, random)
+    return partial(set_default_state, callers) if _DEFAULT in random else None
+
+
+def _spare_normal(value: float | None) -> Tensor:
+    """Normal numbers are drawn in pairs. This is the second number of a pair, or NaN if none is left over."""
+    return torch.tensor(math.nan if value is None else value, dtype=torch.float64)
