@@ -36,7 +36,7 @@ test: $(STAMP) ## run the tests that guard the promises (six minutes on two core
 test-slow: $(STAMP) ## run the tests that `make test` leaves out
 	@$(PYTEST) -m slow
 
-test-all: $(STAMP) ## run every test (fifteen minutes)
+test-all: $(STAMP) ## run every test (fifteen minutes on two cores)
 	@$(PYTEST)
 
 check: $(STAMP) ## lint, formatting, types for every supported Python, and the order of imports

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import simulate
-from lockstep.scaling.schedule_plot import Scale, draw_trace
+from lockstep.scaling.pipeline_plot import Scale, draw_trace
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"

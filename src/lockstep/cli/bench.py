@@ -17,7 +17,7 @@ from lockstep.config import list_physical_devices
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import textbook_bubble
-from lockstep.scaling import schedules as pipeline
+from lockstep.scaling import pipeline_bench as pipeline
 from lockstep.scaling.machine import this_machine
 from lockstep.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
 from lockstep.scaling.recipes import RECIPES, Recipe

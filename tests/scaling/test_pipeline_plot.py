@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.parallel.pipeline_trace import Action, PipelineTrace, Slot
-from lockstep.scaling.schedule_plot import Scale, draw_trace, draw_traces
+from lockstep.scaling.pipeline_plot import Scale, draw_trace, draw_traces
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -36,7 +36,7 @@ from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, 
 from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
-from lockstep.scaling.schedule_plot import Scale, draw_traces
+from lockstep.scaling.pipeline_plot import Scale, draw_traces
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import Action, Orders, PipelineTrace, Slot, simulate
 from lockstep.scaling.machine import Machine
-from lockstep.scaling.schedules import (
+from lockstep.scaling.pipeline_bench import (
     PipelineResult,
     PipelineSettings,
     Sample,
