@@ -70,8 +70,10 @@ def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path
     variables = {**os.environ, "TOLD": str(tmp_path / "told"), "TMPDIR": str(tmp_path)}
 
     with subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
-        handles = [os.pidfd_open(pid) for pid in two_numbers(told)]
-        bench.send_signal(signal.SIGKILL)
+        try:
+            handles = [os.pidfd_open(pid) for pid in two_numbers(told)]
+        finally:
+            bench.send_signal(signal.SIGKILL)  # also if they say nothing: leaving the block waits for the process
         ended = [bool(select.select([handle], [], [], LIMIT_S)[0]) for handle in handles]
 
     for handle in [*handles, told]:

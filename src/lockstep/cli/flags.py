@@ -68,7 +68,7 @@ class Nested:
         return [_number_or_auto(p) if p.name == self.auto else p for p in chosen]
 
     def make(self, flags: Mapping[str, Any]) -> tuple[Any, bool]:
-        """The object, and whether a flag was "auto"."""
+        """Makes the object from parsed flags; also returns whether the flag that may be "auto" was."""
         values = {p.name: flags[p.name] for p in self.parameters()}
         auto = self.auto is not None and values[self.auto] == AUTO
         if self.auto is not None:

@@ -42,7 +42,7 @@ class ActiveStage:
 
 
 class _Identity(nn.Module):
-    """In place of a layer of another stage: the hidden states as they are."""
+    """Replaces a layer that another stage holds; passes the hidden states on unchanged."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

@@ -77,7 +77,7 @@ LOCKSTEP = Choices()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The input of a search."""
+    """What ``lockstep plan`` is asked: the model, the devices and their network, and the global batch."""
 
     shape: ModelShape
     devices: int  # number of devices

@@ -207,7 +207,7 @@ def speed_up(own: Sequence[Sample], reference: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingResult:
-    """A run and how it was made."""
+    """The measurements of ``lockstep bench scaling``, with the settings and the machine that they belong to."""
 
     recipe: str
     title: str  # what was trained, in words

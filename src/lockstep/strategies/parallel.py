@@ -328,7 +328,7 @@ class ModelParts(PartitionPolicy):
         )
 
     def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Per parameter, who else holds it: another stage ("tied n"), all tensor ranks ("whole"), or none ("own")."""
+        """Says who else holds each parameter: another stage ("tied n"), all tensor ranks ("whole"), nobody ("own")."""
         divided = self._divided_ids()
         tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
         return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]

@@ -339,7 +339,10 @@ def _name_of(loss: Any) -> str:
 
 @contextmanager
 def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
-    """Around one step, outside the replicas, each of which calls the loss: warns if the step changed what it keeps."""
+    """Wraps one step of all replicas, and warns if the loss has other attributes after it, such as a count of calls.
+
+    All replicas call one object, so it would count once for each of them.
+    """
     if replicas == 1 or isinstance(loss, MirroredModule):
         yield
         return

@@ -72,7 +72,7 @@ class GradientExchange(ABC):
 
 
 class LocalExchange(GradientExchange):
-    """Between the replicas of one process; the first replica of each group leads it."""
+    """Sums gradients between the replicas of one process; each sum is made on the first replica of its group."""
 
     stays_on_device = True
 

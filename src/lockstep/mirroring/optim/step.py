@@ -56,11 +56,6 @@ class UpdateTimes:
     closed_s: float
 
     @property
-    def waiting_s(self) -> float:
-        """Seconds spent waiting for other replicas, before and after the work."""
-        return (self.opened_s - self.arrived_s) + (self.closed_s - self.updated_s)
-
-    @property
     def exchange_s(self) -> float:
         """Seconds spent summing gradients."""
         return self.exchanged_s - self.opened_s
