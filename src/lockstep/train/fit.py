@@ -213,7 +213,7 @@ class TrainLoop:
                         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
                         outputs = self._strategy.local_results(results)
                     else:
-                        outputs = self._graphs.run(batch, due, epoch=self.epoch)
+                        outputs = self._graphs.run(batch, epoch=self.epoch)
                 self._end_step(outputs, due)
                 self.metrics.skip_input_checks()
                 clock.stop(rows=sum(output.rows for output in outputs))
