@@ -178,7 +178,7 @@ class TrainLoop:
         self._workers = setup.strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
-        self.metrics = ReplicaMetrics.on(setup.strategy, setup.config.metrics)
+        self.metrics = ReplicaMetrics(setup.strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(
             setup.config.loss, setup.strategy.num_replicas_in_sync

@@ -46,7 +46,7 @@ def run_evaluation(
 ) -> dict[str, float]:
     """The loss and metrics over the data, each row counted once. Every worker must call it."""
     strategy = setup.strategy
-    metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
+    metrics = ReplicaMetrics(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss = RunningLoss()
 
