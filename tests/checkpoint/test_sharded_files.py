@@ -59,7 +59,7 @@ def test_the_files_are_plain_safetensors(tmp_path: Path):
     write({"a": torch.ones(2)}, tmp_path)
 
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
-    assert safetensors.torch.load_file(tmp_path / "shard-00001-00001.safetensors")["a"].tolist() == [1.0, 1.0]
+    assert safetensors.torch.load_file(tmp_path / "model-00001.safetensors")["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -31,8 +31,8 @@ def half(rank: int) -> dict[str, TensorShard]:
 def folder(tmp_path: Path) -> Path:
     """Written by two workers, and a third one that has the rest."""
     for rank in (0, 1):
-        write_shards(half(rank), tmp_path, number=rank)
-    write_shards({"step": TensorShard(WHOLE["step"])}, tmp_path, number=2)
+        write_shards(half(rank), tmp_path, prefix=f"shard-{rank}")
+    write_shards({"step": TensorShard(WHOLE["step"])}, tmp_path, prefix="shard-2")
     return tmp_path
 
 
@@ -85,7 +85,7 @@ def test_other_types_are_converted(folder: Path):
 
 
 def test_a_lost_file_is_told(folder: Path):
-    next(folder.glob("shard-00002-*")).unlink()
+    next(folder.glob("shard-1-00001*")).unlink()
 
     with pytest.raises(CheckpointError, match="lacks a part of"):
         TensorReader(folder)

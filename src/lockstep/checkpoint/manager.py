@@ -255,7 +255,7 @@ class ShardedSave:
         """Writes this worker's shards. Raises OSError or SafetensorError if they cannot be written."""
         for folder, shards in self._shards.items():
             if shards:
-                write_shards(shards, self._partial / folder, number=self._workers.index)
+                write_shards(shards, self._partial / folder, prefix=f"shard-{self._workers.index + 1:05d}")
 
     def complete(self, error: str) -> None:
         """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.

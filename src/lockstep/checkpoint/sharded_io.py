@@ -134,10 +134,10 @@ def _copy_overlap(stored: Any, offsets: Sizes, sizes: Sizes, box: Box, target: T
     target[tuple(here)].copy_(stored[tuple(there)])
 
 
-def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, number: int = 0) -> None:
-    """Writes boxes of tensors, by key, to the own files of worker ``number``, and syncs them to the disk.
+def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str = "model") -> None:
+    """Writes boxes of tensors, by key, to files whose names begin with ``prefix``, and syncs them to the disk.
 
-    ``folder``, which is made, is the same on all workers. The tensors are on any device and of any dtype that
+    ``folder``, which is made, is the same on all workers, and each has a prefix of its own. The tensors are on any device and of any dtype that
     safetensors has; aliased ones are each written in full. Raises OSError or SafetensorError if they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, number: int
             files[-1][key] = each.boxes[turn], view
             filled += view.nbytes
     for count, file in enumerate(files, start=1):
-        path = folder / f"shard-{number + 1:05d}-{count:05d}.safetensors"
+        path = folder / f"{prefix}-{count:05d}.safetensors"
         places = {key: {_OFFSETS: box.offsets} for key, (box, _) in file.items()}
         metadata = {"format": "pt", "DCP_VERSION": "1.0", _PLACES: json.dumps(places)}
         tensors = contiguous_tensors({key: view for key, (_, view) in file.items()})
