@@ -93,7 +93,7 @@ class DeferredInit:
             if whole.numel() and _has_unset(whole):
                 raise ConfigError(
                     f"{names[key]} is on the meta device, and nothing in the model tells its first values; give "
-                    f'{type(part).__name__} a reset_parameters() that writes it, or make the model outside '
+                    f"{type(part).__name__} a reset_parameters() that writes it, or make the model outside "
                     'torch.device("meta")'
                 )
         return {names[key]: whole for key, whole in made.items()}
