@@ -137,8 +137,8 @@ def _copy_overlap(stored: Any, offsets: Sizes, sizes: Sizes, box: Box, target: T
 def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str = "model") -> None:
     """Writes boxes of tensors, by key, to files whose names begin with ``prefix``, and syncs them to the disk.
 
-    ``folder``, which is made, is the same on all workers, and each has a prefix of its own. The tensors are on any device and of any dtype that
-    safetensors has; aliased ones are each written in full. Raises OSError or SafetensorError if they cannot be written.
+    ``folder``, which is made, is the same on all workers, and each has a prefix of its own. The tensors are on any
+    device; aliased ones are each written in full. Raises OSError or SafetensorError if they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, tuple[Box, Tensor]]] = []

@@ -34,9 +34,9 @@ class Initialises(Protocol):
 class DeferredInit:
     """The initial values of a whole model, some of whose tensors are on the meta device. The model is left as it is.
 
-    A module's tensors are initialised by torch's ``reset_parameters`` and then transformers' ``_init_weights``, first of
-    the module and then of those that it is in; not by what constructors did besides. A tensor that has several names is
-    initialised by the first of them.
+    A module's tensors are initialised by torch's ``reset_parameters`` and then transformers' ``_init_weights``, first
+    of the module and then of those that it is in; not by what constructors did besides. A tensor that has several names
+    is initialised by the first of them.
     """
 
     def __init__(self, module: nn.Module, seed: str) -> None:

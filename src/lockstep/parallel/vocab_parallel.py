@@ -260,8 +260,10 @@ _NO_CHANGE = (
     "not see; call clone() on the logits first, which gathers them"
 )
 _CHANGES = frozenset(
-    [*(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"))]
-    + ["__setitem__", "register_hook", "retain_grad"]
+    [
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")),
+        *("__setitem__", "register_hook", "retain_grad"),
+    ]
 )
 
 
