@@ -12,8 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -246,17 +245,6 @@ class ReplicaRunner:
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""
         return tuple(gpu.memory() for gpu in self._on_gpus)
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """A block whose runs leave no trace in the replicas' random numbers and in the peak of their memory."""
-        drawn, peaks = self.generators.states(), [gpu.account.peak for gpu in self._on_gpus]
-        try:
-            yield
-        finally:
-            self.generators.set_states(drawn)
-            for gpu, peak in zip(self._on_gpus, peaks, strict=True):
-                gpu.account.peak = peak
 
     def abort(self, cause: BaseException) -> None:
         """Ends the run in progress, if there is one, with ``cause``. From any thread."""
