@@ -41,7 +41,6 @@ from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.batch_size import BatchSizeSearch, Bracket
 from lockstep.strategies.first_run import FirstRun
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
@@ -125,10 +124,6 @@ class Strategy(ABC):
     @abstractmethod
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """Sets the guard of each local replica, which looks at its calls of torch functions."""
-
-    def trial(self) -> AbstractContextManager[None]:
-        """A block after which the replicas' random generators and memory peaks are as before."""
-        return nullcontext()
 
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
@@ -344,53 +339,6 @@ class Strategy(ABC):
         self._outside("distribute_datasets_from_function")
         return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
-    def find_batch_size(
-        self,
-        step: Callable[[Any], Any],
-        make_batch: Callable[[int], Any],
-        start: int,
-        *,
-        limit: int | None = None,
-        multiple_of: int | None = None,
-        memory_mb: float | None = None,
-    ) -> int:
-        """Finds the largest global batch whose step fits all replicas, by trial steps. Call it outside replicas.
-
-        From ``start`` the size is doubled while it fits, or halved while it does not; a bisection follows. Each size is
-        tried with two steps, and everything that they change is restored: weights, buffers, gradients, optimizer state,
-        variables, and random generators. A size fits if no replica runs out of memory. Replicas on a CPU must also stay
-        within a budget, since the system kills a process that exceeds it. A size is tried there only if it is predicted
-        to fit, and the search ends within 1/64 of the size, so the result may differ a little between calls.
-
-        Args:
-            step: the step function; each replica calls it with its shard.
-            make_batch: returns a global batch with the given number of rows. Make rows as long as the longest in the
-                data.
-            start: the first size to try.
-            limit: the largest size to try, such as the number of examples. None is no limit, for steps that run out of
-                memory at some size.
-            multiple_of: the result is a multiple of this; None is the number of replicas.
-            memory_mb: for replicas on a CPU, the resident memory in MB (2**20 bytes) that this process may use, without
-                batches that are read ahead. None is what it uses now plus 0.8 of what the machine, or the control
-                group, has available.
-
-        Raises:
-            DeviceMemoryError: ``multiple_of`` examples do not fit.
-            ConfigError: a size is not positive, or the budget cannot be kept.
-            DataError: ``make_batch`` returned another number of rows than asked for.
-            UsageError: it was called inside a replica, or in a job of several workers.
-            BaseException: any other exception of the step, unchanged; everything is restored then too.
-        """
-        self._outside("find_batch_size")
-        if not self.workers.is_single:
-            raise UsageError(
-                f"find_batch_size tries batches in one process, and this is a job of {self.workers.size} workers; find "
-                "the size on the devices of one worker with MirroredStrategy, and multiply it by the workers"
-            )
-        multiple_of = self.num_replicas_in_sync if multiple_of is None else multiple_of
-        bracket = Bracket(start=start, multiple_of=multiple_of, limit=limit)
-        return BatchSizeSearch(self, step, make_batch, self._mirrored, memory_mb).run(bracket)
-
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
             return reduction(list(self.local_results(value)))  # values such as lists are values, not structures
@@ -443,9 +391,6 @@ class ThreadedStrategy(Strategy):
     @property
     def generators(self) -> ReplicaGenerators:
         return self._runner.generators
-
-    def trial(self) -> AbstractContextManager[None]:
-        return self._runner.trial()
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         self._outside("device_memory")
