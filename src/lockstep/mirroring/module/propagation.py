@@ -59,6 +59,7 @@ _ATOMS = frozenset(
 """Types of which every replica has the same object: nothing in it can change."""
 _OWN_PACKAGE = f"{__name__.partition('.')[0]}."
 _WITHOUT_CONTENT = (nn.Module, torch.Tensor, Optimizer, type, types.MethodType, types.ModuleType)
+_FLAT = (dict, list, deque, set)
 _ABSENT: Any = object()
 _Place = tuple[dict[str, Any], str]
 """A dict of a submodule and a key in it."""
@@ -178,7 +179,7 @@ class Propagation:
         if self._in_run or self._alone:
             return False
         moved = self._spread_values()
-        if self._is_as_kept() and self._content() == self._kept_content:
+        if self._is_as_kept():
             return moved
         differences = self._differences()
         restructured = any(each.node.restructures() for each in differences)
@@ -201,13 +202,12 @@ class Propagation:
         if self._in_run:
             self._in_run = False
             self._keep_attributes()
-            if self._is_as_kept():
-                self._kept_content = self._content()
-            elif not any(each.node.restructures() for each in self._differences()):
-                self._look()
-            elif not failed:  # else the next run brings what only the user's module has
-                self._refuse_new_weights()
-                self._take()
+            if not self._is_as_kept():
+                if not any(each.node.restructures() for each in self._differences()):
+                    self._look()
+                elif not failed:  # else the next run brings what only the user's module has
+                    self._refuse_new_weights()
+                    self._take()
         self.note()
 
     def note(self) -> None:
@@ -216,7 +216,7 @@ class Propagation:
         self._replayed = False
         if len(self._copies) > 1:
             self._marks, self._bytes = self._look_at_tensors()
-            self._versions = [_version(tensors.get(name)) for tensors, name in self._others]
+            self._versions = _versions(self._others)
 
     def note_replay(self) -> None:
         """A captured step has written to all copies, which counts no version: other contents say nothing now."""
@@ -284,7 +284,9 @@ class Propagation:
             for key, value in (node.live.items() if not node.name else ())
             if type(value) not in _ATOMS and key not in _NO_ATTRIBUTES and _can_change(value)
         ]
-        self._kept_content = self._content()
+        self._is_flat = [_is_flat(node.live[key]) for node, key in self._attributes]
+        self._kept_content = [each.copy() if isinstance(each, _FLAT) else each for each in self._content()]
+        self._live, self._kept = [node.live for node in self._nodes], [node.kept for node in self._nodes]
         buffers, weights = (
             [(node, name) for node in self._nodes if node.name == registry for name in node.live]
             for registry in ("_buffers", "_parameters")
@@ -300,14 +302,16 @@ class Propagation:
         self._kinds = list(map(type, self._parts[0]))
 
     def _content(self) -> list[Any]:
-        """The present content of the attributes that can change in place."""
+        """The present content of the attributes that can change in place: containers of atoms, or descriptions."""
         seen: dict[int, Any] = {}
-        return [_describe(node.live.get(key), self._known, seen, _DEPTH) for node, key in self._attributes]
+        values = zip(self._is_flat, [node.live.get(key) for node, key in self._attributes], strict=True)
+        return [each if flat else _describe(each, self._known, seen, _DEPTH) for flat, each in values]
 
     def _is_as_kept(self) -> bool:
-        """Whether nothing was set or removed."""
+        """Whether nothing was set, removed or changed, but for tensors of the registries."""
+        content = self._content()
         with _IdentityOfTensors():
-            same = _equal([node.live for node in self._nodes], [node.kept for node in self._nodes])
+            same = _equal(self._live, self._kept) and _equal(content, self._kept_content)
         return same and list(map(type, self._parts[0])) == self._kinds
 
     def _differences(self) -> list[_Difference]:
@@ -315,7 +319,7 @@ class Propagation:
         pairs = zip(self._kept_content, self._content(), strict=True)
         with _IdentityOfTensors():
             for (node, key), (was, now) in zip(self._attributes, pairs, strict=True):
-                if was != now and key in node.live:
+                if not _equal(now, was) and key in node.live:
                     changed.setdefault(id(node), []).append(key)
             differing = [node for node in self._nodes if id(node) in changed or not _equal([node.live], [node.kept])]
         found = []
@@ -381,7 +385,10 @@ class Propagation:
     def _look_at_tensors(self) -> tuple[list[Any], list[bytes]]:
         """Of each its id, address and version; and its first bytes, if it is on a CPU."""
         tensors = self._current()
-        marks = [(id(each), _address(each), _version(each)) for each in tensors]
+        try:
+            marks = [(id(each), each.data_ptr(), each._version) for each in tensors]
+        except (AttributeError, RuntimeError):  # None, or a sparse or an inference tensor
+            marks = [(id(each), _address(each), _version(each)) for each in tensors]
         places = [mark[:2] for mark in marks]
         if self._windows[0] != places:
             self._windows = (places, list(map(_window, tensors)))
@@ -401,7 +408,7 @@ class Propagation:
             if read:
                 self.note()
             return False
-        versions, at, moved = [_version(tensors.get(name)) for tensors, name in self._others], 0, False
+        versions, at, moved = _versions(self._others), 0, False
         for index, (value, (_, _, others)) in enumerate(zip(self._current(), self._watched, strict=True)):
             unwritten = versions[at : at + len(others)] == self._versions[at : at + len(others)]
             at += len(others)
@@ -519,6 +526,12 @@ def _describe(value: Any, weights: set[int], seen: dict[int, Any], depth: int) -
     return found
 
 
+def _is_flat(value: Any) -> bool:
+    """Whether it is a container of atoms, which is compared in C."""
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, _FLAT) and len(value) <= _MAX_ITEMS and all(type(each) in _ATOMS for each in items)
+
+
 def _can_change(value: Any) -> bool:
     """Whether something in it can change in place that is looked at."""
     if type(value) is tuple:
@@ -553,6 +566,13 @@ def _equal(live: Any, kept: Any) -> bool:
         return bool(live == kept)
     except (ValueError, TypeError, RuntimeError):  # arrays cannot
         return False
+
+
+def _versions(places: Sequence[_Place]) -> list[int]:
+    try:
+        return [tensors[name]._version for tensors, name in places]
+    except (AttributeError, KeyError, RuntimeError):
+        return [_version(tensors.get(name)) for tensors, name in places]
 
 
 def _version(array: Any) -> int:
