@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
-from lockstep.mirroring.partition import PartitionPolicy, Pipelined
+from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
@@ -39,14 +39,7 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import (
-    WHOLE,
-    SequenceSharding,
-    SpecNames,
-    TensorPlan,
-    shard_layers,
-    ties_of,
-)
+from lockstep.parallel.tensor_parallel import WHOLE, SequenceSharding, SpecNames, TensorPlan, shard_layers, ties_of
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
@@ -277,7 +270,7 @@ class ModelParts(PartitionPolicy):
     def take(self, module: nn.Module) -> nn.Module:
         return self.divide(module, "auto", "auto")
 
-    def pipeline(self, module: nn.Module) -> Pipelined | None:
+    def pipeline(self, module: nn.Module) -> Pipeline | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
 
     def check(self, optimizer: Optimizer) -> None:
