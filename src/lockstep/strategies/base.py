@@ -182,7 +182,8 @@ class Strategy(ABC):
         """
         self._outside("run")
         if not isinstance(args, (tuple, list)):
-            raise TypeError(f"args must be a tuple or list, got {type(args).__name__}; write args=(x,)")
+            kind = type(args).__name__
+            raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
