@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+import lockstep as ls
 from benchmarks.gpu.contenders import Entrant, entrants
 from benchmarks.gpu.gpu_tests import run_suite
 from benchmarks.gpu.loops import DeviceType, Pace
@@ -28,7 +29,6 @@ from benchmarks.report import NothingToRunError, Report, Section, sections_recor
 from benchmarks.trial import Conditions, Trial, Workload, select_contenders
 from benchmarks.trial import Pace as DefaultPace
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.scaling.fresh_process import call_in_fresh_process
 
 PACE = DefaultPace(warm_up=10, steps=10, rounds=3)
 _LAPS = 3
@@ -259,7 +259,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
 def device_facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
     """The device's rates; where they cannot be measured its name alone, and why: the trials may run all the same."""
     try:
-        return call_in_fresh_process(look, limit_s=ROOFLINE_LIMIT_S, name="the device's rates")
+        return ls.launch(look, workers=1, timeout_s=ROOFLINE_LIMIT_S)
     except LockstepError as error:
         return named_device(device, trouble=str(error))
 

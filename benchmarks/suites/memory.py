@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import lockstep as ls
 from benchmarks.report import Report, head, legend
 from benchmarks.trial import Conditions, Pace, select
 from lockstep import config
@@ -26,7 +26,6 @@ from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.report import markdown_table
-from lockstep.scaling.fresh_process import call_in_fresh_process
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
@@ -142,8 +141,8 @@ def why_not(choice: Choice, device: torch.device) -> str:
 
 
 def measured(trial: MemoryTrial) -> Measured:
-    """Measures in a fresh process; see ``call_in_fresh_process`` for the errors."""
-    return call_in_fresh_process(partial(_measure_on_cpu, trial), limit_s=TRIAL_LIMIT_S, name=trial.choice.name)
+    """Measures in a fresh process; see ``ls.launch`` for the errors."""
+    return ls.launch(_measure_on_cpu, workers=1, args=(trial,), timeout_s=TRIAL_LIMIT_S)
 
 
 def _measure_on_cpu(trial: MemoryTrial) -> Measured:

@@ -4,21 +4,6 @@ import pytest
 
 from benchmarks.results import best_baseline, figures_of, step_ratio
 from lockstep.errors import DataError
-from lockstep.scaling.runner import percentile
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (90, 4.6), (100, 5.0)])
-def test_a_percentile_lies_between_its_neighbours(percent: float, expected: float):
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
-
-
-def test_the_percentile_of_one_value_is_that_value():
-    assert percentile([7.0], 90) == 7.0
-
-
-def test_the_percentile_of_nothing_is_refused():
-    with pytest.raises(DataError, match="percentile of no values was asked for"):
-        percentile([], 50)
 
 
 def test_a_ratio_pairs_the_rounds_so_that_a_slow_round_weighs_on_both(make):

@@ -60,7 +60,7 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
     tensors = [leaf for part in nested_metrics(base) for leaf in tree_leaves(part.metric_state)]
     merged = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
-        _merge_into(part, [source for source in sources if source["updates"]])
+        merge_into(part, [source for source in sources if source["updates"]])
     return merged
 
 
@@ -76,7 +76,8 @@ def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def _merge_into(part: Any, sources: Sequence[Any]) -> None:
+def merge_into(part: Any, sources: Sequence[Any]) -> None:
+    """Gives one metric the states of all replicas that have updated it."""
     updates = [source["updates"] for source in sources]
     by_update = all(
         len(source["states"][name]) % source["updates"] == 0

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
 Count = Tensor | float
+MetricInputs = list[tuple[Any, Any]]
+"""The (outputs, targets) that the metrics of a replica are to be updated with."""
 
 
 class ReplicaState:
@@ -39,6 +41,7 @@ class ReplicaState:
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
+        self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
         self.loss = ReplicaLoss()
         self.reset_sums()
 
@@ -225,8 +228,17 @@ def _loss_sums(
     return sums.total, sums.count
 
 
-def update_metrics_of(state: ReplicaState, outputs: Any, targets: Any) -> None:
+def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:
+    """Makes the updates that were deferred, in each replica."""
+    for outputs, targets in inputs:
+        _update_each(state, outputs, targets)
+
+
+def _update_each(state: ReplicaState, outputs: Any, targets: Any) -> None:
     """Updates the metrics of one replica. An error gets a note that names the metric."""
+    if state.deferred is not None:
+        state.deferred.append((outputs, targets))
+        return
     sharded = has_sharded_logits(outputs)
     for name, metric in state.metrics.items():
         try:
@@ -247,7 +259,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
-    update_metrics_of(state, detached, batch.y)
+    _update_each(state, detached, batch.y)
 
 
 def _check_graph(total: Tensor) -> None:
