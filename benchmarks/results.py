@@ -8,9 +8,10 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
+import torch
+
 from benchmarks.harness import Memory, Sample
 from benchmarks.trial import Contender, Role
-from lockstep.scaling.runner import percentile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Figures:
 
     def percentile_ms(self, percent: float) -> float:
         """The step that so many percent of the steps are faster than."""
-        return percentile(self.steps, percent)
+        return float(torch.tensor(self.steps, dtype=torch.float64).quantile(percent / 100))
 
     @property
     def exchange_share(self) -> float | None:

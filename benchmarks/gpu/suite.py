@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import lockstep as ls
 from benchmarks.gpu.device import DeviceFacts, count_flops, look_at_device, named_device
 from benchmarks.gpu.gpu_tests import run_gpu_tests
 from benchmarks.gpu.loops import (
@@ -36,7 +37,6 @@ from benchmarks.results import Comparison, Figures, compare_steps, fastest, figu
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Trial, Workload, select_contenders
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.recipes.config_checks import at_least_each
-from lockstep.scaling.fresh_process import call_in_fresh_process
 
 PACE = Pace(warm_up=10, steps=10, rounds=3)
 _LAPS = 3
@@ -266,7 +266,7 @@ def trials_in_turn(wanted: Wanted, conditions: Conditions) -> list[Trial]:
 def device_facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
     """The device's rates; where they cannot be measured its name alone: the trials may run all the same."""
     try:
-        return call_in_fresh_process(look, limit_s=_RATES_LIMIT_S, name="the device's rates")
+        return ls.launch(look, workers=1, timeout_s=_RATES_LIMIT_S)
     except LockstepError as error:
         _log.warning("the device's rates were not measured: %s", error)
         return named_device(device)

@@ -106,7 +106,6 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),
         (["--tensor", "2", "--devices", "cpu:2"], "--tensor 2 gives each worker one device; leave one of them out"),
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
-        (["--tensor", "2", "--batch-size", "auto"], "--tensor 2 divides it; give a number"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--example", "no word"], "the example 'no word' has no [MASK]; write [MASK] for each word to fill in"),
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),

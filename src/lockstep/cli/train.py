@@ -5,11 +5,10 @@ flags -> TrainingCommand -> strategy -> the recipe's training -> report, weights
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -23,11 +22,10 @@ from lockstep.cli.devices import (
     is_chief,
     logical_table,
     make_strategy,
-    take_devices,
     take_own_devices,
 )
 from lockstep.cli.entry_point import InWorkers
-from lockstep.cli.flags import AUTO, NO_FLAG, DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
+from lockstep.cli.flags import DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags, mesh_table
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
@@ -46,7 +44,6 @@ from lockstep.recipes.text.tokenizer import MASK
 from lockstep.recipes.training import Result
 from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line, text_table
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
@@ -64,7 +61,7 @@ def add_to(app: typer.Typer) -> None:
         command(
             TrainMlm,
             backup=Nested(kind=BackupPlan),
-            config=Nested(kind=MlmConfig, groups=mlm, auto="batch_size"),
+            config=Nested(kind=MlmConfig, groups=mlm),
             mesh=Nested(kind=MeshFlags, groups={"replicas": "Dividing the model among workers"}),
         )
     )
@@ -72,7 +69,7 @@ def add_to(app: typer.Typer) -> None:
         command(
             TrainImages,
             backup=Nested(kind=BackupPlan),
-            config=Nested(kind=ImagesConfig, groups=images, auto="batch_size"),
+            config=Nested(kind=ImagesConfig, groups=images),
         )
     )
     train.command(
@@ -112,7 +109,7 @@ class Trained:
 class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
-    ``recipe`` is the module that trains, ``title`` says what is trained, and ``noun`` what an example is called.
+    ``recipe`` is the module that trains and ``title`` says what is trained.
 
     Args:
         devices: how to divide the devices.
@@ -120,7 +117,6 @@ class TrainingCommand(ABC):
         check_exact: then repeat the first steps on one device, without dropout, and compare.
         quiet: print the result only, no progress.
         config: the recipe's configuration.
-        auto: find the largest batch size first.
         mesh: how workers divide the model.
         backup: how often a backup is saved.
     """
@@ -130,12 +126,10 @@ class TrainingCommand(ABC):
     check_exact: bool = False
     quiet: bool = False
     config: Any
-    auto: Annotated[bool, NO_FLAG] = False
     mesh: MeshFlags = NO_MESH
     backup: BackupPlan = NO_BACKUP
     recipe: ClassVar[Any]
     title: ClassVar[str]
-    noun: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.mesh.asked and self.devices is not None:
@@ -160,8 +154,6 @@ class TrainingCommand(ABC):
 
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
-        if self.auto:
-            return self._with_largest_batch()()
         workers = declared_workers()
         if self.mesh.asked:
             self.check(self.mesh.fewest_workers if workers is None else workers)
@@ -188,32 +180,6 @@ class TrainingCommand(ABC):
         check_file(output / "curves.png")
         self.backup.check(output)
         return output
-
-    def _with_largest_batch(self) -> TrainingCommand:
-        """The same command with the largest batch that fits, which it prints."""
-        if self.mesh.asked:
-            raise ConfigError(
-                f"--batch-size {AUTO} tries batches in one process that holds the whole model, and {self.mesh.flags} "
-                "divides it; give a number"
-            )
-        self.check_output()  # now rather than after the search
-        cluster = cluster_from_environment()
-        if cluster is not None and cluster.num_workers > 1:
-            raise ConfigError(
-                f"--batch-size {AUTO} tries batches in one process, and {cluster.source} declares"
-                f" {cluster.num_workers} workers; find the size with one worker, and give that times their number"
-            )
-        strategy = MirroredStrategy(take_devices(self.devices), seed=self.config.seed)
-        with closing(strategy), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run that follows gives the same warnings
-            found = self.recipe.find_largest_batch(self.config, strategy)
-        limit = "the memory of the GPUs" if found.memory_mb is None else f"{found.memory_mb:,.0f} MB for this process"
-        print(
-            f"batch size {AUTO}: {found.size:,} {self.noun}s fit; the limits are {limit} "
-            f"and the {found.examples:,} {self.noun}s of the training split",
-            flush=True,
-        )
-        return replace(self, config=replace(self.config, batch_size=found.size), auto=False)
 
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
@@ -295,7 +261,6 @@ class TrainMlm(TrainingCommand):
     config: MlmConfig
     recipe: ClassVar[Any] = mlm_recipe
     title: ClassVar[str] = "masked language model"
-    noun: ClassVar[str] = "line"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -361,7 +326,6 @@ class TrainImages(TrainingCommand):
     config: ImagesConfig
     recipe: ClassVar[Any] = images_recipe
     title: ClassVar[str] = "MobileNetV2"
-    noun: ClassVar[str] = "image"
 
     @property
     def work(self) -> str:
@@ -400,7 +364,6 @@ class TrainReviews(TrainingCommand):
     config: ReviewsConfig
     recipe: ClassVar[Any] = reviews_recipe
     title: ClassVar[str] = "review classes"
-    noun: ClassVar[str] = "review"
 
     @property
     def work(self) -> str:

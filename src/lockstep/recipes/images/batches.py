@@ -41,11 +41,6 @@ class ImageBatches:
         """The number of images in an epoch."""
         return len(self._rows)
 
-    def dummy_batch(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns a batch of black images of the real size: the memory of a step does not depend on the pixels."""
-        pixels = torch.zeros(rows, *self._pixels.shape[1:], dtype=torch.uint8)
-        return to_float(pixels, self._config.pixel_range), torch.zeros(rows, dtype=torch.int64)
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order and augmentation the next iteration draws."""
         self._epoch = epoch

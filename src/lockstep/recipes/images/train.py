@@ -201,8 +201,3 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
 def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     images, labels = batch
     return F.cross_entropy(module(images), labels)
-
-
-def find_largest_batch(config: ImagesConfig, strategy: Strategy) -> training.LargestBatch:
-    """Finds the largest global batch that fits."""
-    return training.largest_batch(build_images(config), strategy)

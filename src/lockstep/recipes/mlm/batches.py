@@ -111,13 +111,6 @@ class MaskedBatches:
         """The number of rows in an epoch."""
         return len(self._rows)
 
-    def dummy_batch(self, rows: int) -> tuple[Inputs, Tensor]:
-        """Returns random tokens in rows that all have the maximum length: no real batch needs more memory."""
-        generator = seeded_generator(self._seed, rows)
-        shape = (rows, self._max_tokens)
-        tokens = self._ordinary_ids[torch.randint(len(self._ordinary_ids), shape, generator=generator)]
-        return self._mask(tokens, torch.ones(shape, dtype=torch.bool), generator)
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order and masks the next iteration draws."""
         self._epoch = epoch

@@ -248,8 +248,3 @@ def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> Ex
 def _plain_loss(module: nn.Module, batch: Any) -> Tensor:
     inputs, labels = batch
     return F.cross_entropy(module(**inputs), labels[labels != IGNORED_LABEL])
-
-
-def find_largest_batch(config: MlmConfig, strategy: Strategy) -> training.LargestBatch:
-    """Finds the largest global batch that fits even if all its lines have the maximum length."""
-    return training.largest_batch(build_mlm(config, static_shapes=_static_shapes(strategy)), strategy)
