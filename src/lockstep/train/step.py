@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_l
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
-from lockstep.mirroring.partition import Pipelined
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, module_arguments, unpack_inputs, unpack_labelled
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
+
+if TYPE_CHECKING:
+    from lockstep.parallel.pipeline import Pipeline
 
 Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
@@ -166,7 +168,7 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
 
 
 def _train_in_stages(
-    setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
+    setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, item: Any, rows: int
 ) -> tuple[Count, Count]:
     """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
     if not rows and not setup.module.shards_weights:
