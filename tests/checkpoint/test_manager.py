@@ -85,7 +85,7 @@ def test_the_state_is_that_of_the_call_though_it_is_written_later(
     held.set()
     manager.wait()
 
-    shared = read_checkpoint(path).states["progress"]["shared"]
+    shared = read_checkpoint(path).states["progress"]["shared"]["state"]
     assert shared["step"] == 0
     assert shared["tensor"].tolist() == [0.0] * 3
 

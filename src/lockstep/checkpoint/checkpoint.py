@@ -52,7 +52,7 @@ _RANDOM = "random"
 class Checkpoint:
     """Things whose state is saved and restored together, with the random numbers of all replicas and processes.
 
-    A ``CheckpointManager`` keeps a folder of checkpoints. Make this object, and call its methods, on every worker.
+    Make this object, and call its methods, on every worker. ``CheckpointManager`` keeps a folder of checkpoints.
 
     Args:
         things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
@@ -108,13 +108,10 @@ class Checkpoint:
         return restored[0]
 
     def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
-        """Restores the checkpoint that ``find`` returns. Every worker must call this.
+        """Restores the checkpoint that ``find`` returns, and returns its folder and record. Every worker must call it.
 
-        ``find`` is called on the chief alone, with a function that reads a checkpoint. Returns the checkpoint's folder
-        and record, or None if ``find`` returned None.
-
-        Raises:
-            CheckpointError: the checkpoint that ``find`` returned last is damaged, or does not fit.
+        ``find`` is called on the chief alone, with a function that reads a checkpoint; None restores nothing. Raises
+        CheckpointError if the checkpoint that it returned last is damaged, or does not fit.
         """
         damages: dict[Path, str] = {}
 
@@ -131,23 +128,25 @@ class Checkpoint:
             payload = broadcast_state(self.workers.processes, "checkpoint restored", payload)
             if payload is None:
                 return None
-            fields = payload["record"]
-            record = CheckpointRecord(**{**fields, "replicas": tuple(fields["replicas"])})
-            damage = self._load({name: self._saved(name, payload, record) for name in self._adapters})
+            path, record = Path(payload["path"]), CheckpointRecord(**payload["record"])
+            try:
+                saved = {name: self._saved(name, payload, record) for name in self._adapters}
+            except (
+                TypeError,
+                AttributeError,
+            ) as error:  # the same on all workers: the record has values that were not saved
+                raise damaged(path, f"{RECORD}: {error}") from error
+            damage = self._load(saved)
             if not damage:
-                return Path(payload["path"]), record
-            damages[Path(payload["path"])] = damage
+                return path, record
+            damages[path] = damage
 
     def collect(
         self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
     ) -> tuple[Contents, Shards]:
-        """Collects all state. Every worker must call it. ``step``, ``run`` and ``monitored`` are for the record.
+        """Collects all state: complete on the chief, without the tensors that workers hold parts of; and those.
 
-        ``copied``: tensors are copied, so that training can go on while they are written.
-
-        Returns:
-            The state, complete on the chief, without the tensors that workers hold parts of; and what this worker
-            writes of those.
+        Every worker must call it. ``copied`` tensors do not change if training goes on while they are written.
         """
         workers = self.workers
         states = {name: adapter.state() for name, adapter in self._adapters.items()}
@@ -185,10 +184,8 @@ class Checkpoint:
     def _load(self, saved: Mapping[str, SavedState]) -> str:
         """Loads a checkpoint if every adapter finds that it fits. Every worker must call it.
 
-        Returns what is damaged in it, on any worker; empty if everything has been loaded.
-
-        Raises:
-            CheckpointError: it is undamaged and does not fit.
+        Returns what is damaged in it, on any worker; empty if everything has been loaded. Raises CheckpointError if it
+        is undamaged and does not fit.
         """
         workers = self.workers.processes
         phases = {

@@ -94,7 +94,7 @@ class StateAdapter(ABC):
 class Stateful(Protocol):
     """A scheduler, gradient scaler, metric, plain module, or anything else with these two methods."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
@@ -107,44 +107,34 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
     """
     if isinstance(thing, StateAdapter):
         return thing
+    # The sharded adapters are imported late: it takes 1.3 s, which a program that divides no model need not wait.
     if isinstance(thing, MirroredModule):
-        return _module_adapter(thing, workers)
+        if not thing.is_part:
+            return ModuleAdapter(thing)
+        from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
+
+        return ShardedModuleAdapter(thing, workers)
     if isinstance(thing, Optimizer):
-        return _optimizer_adapter(name, thing, modules, workers)
+        # Modules by the prefix of their parameters' names, so that no two parameters have one name.
+        prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
+        is_sharded = workers.layout or any(module.is_part for module in modules.values())
+        if not (is_sharded and isinstance(thing, MirroredOptimizer)):
+            return OptimizerAdapter(thing, _names_of(thing, prefixed))
+        from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
+
+        return ShardedOptimizerAdapter(name, thing, prefixed, workers)
     if isinstance(thing, MirroredVariable):
         return VariableAdapter(thing)
     if isinstance(thing, torch.Generator):
-        return GeneratorAdapter(thing)
+        return PlainAdapter("Generator", thing.get_state, thing.set_state, per_worker=True)
     if isinstance(thing, MutableMapping):
-        return DictAdapter(thing)
+        return PlainAdapter("dict", lambda: dict(thing), thing.update)  # values not saved stay
     if isinstance(thing, Stateful):
-        return StatefulAdapter(thing)
+        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict)
     raise ConfigError(
         f"Checkpoint({name}={thing!r}) cannot be restored in place; give a mirrored module or optimizer, a scheduler, "
         "a strategy.variable, a dict of plain values, or anything with state_dict and load_state_dict"
     )
-
-
-# The sharded adapters are imported late: it takes 1.3 s, which a program that divides no model need not wait.
-def _module_adapter(module: MirroredModule, workers: Communicator) -> StateAdapter:
-    if not module.is_part:
-        return ModuleAdapter(module)
-    from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
-
-    return ShardedModuleAdapter(module, workers)
-
-
-def _optimizer_adapter(
-    name: str, optimizer: Optimizer, modules: Mapping[str, MirroredModule], workers: Communicator
-) -> StateAdapter:
-    # Mirrored modules by the prefix of their parameters' names, so that no two parameters have one name.
-    prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
-    is_sharded = workers.layout or any(module.is_part for module in modules.values())
-    if not (is_sharded and isinstance(optimizer, MirroredOptimizer)):
-        return OptimizerAdapter(optimizer, _names_of(optimizer, prefixed))
-    from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
-
-    return ShardedOptimizerAdapter(name, optimizer, prefixed, workers)
 
 
 class ModuleAdapter(StateAdapter):
@@ -172,7 +162,7 @@ class ModuleAdapter(StateAdapter):
         """Loads the weights. Each replica gets its own buffers back; on another layout all get the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         averages = _averages(saved.replicas) if saved.replicas else {}  # a sharded module has them in its weights
-        buffers = saved.own if saved.own is not None else [averages] * len(self._module.copies)
+        buffers = saved.own or [averages] * len(self._module.copies)
         for copy, values in zip(self._module.copies, buffers, strict=True):
             for name, buffer in copy.named_buffers():
                 if name in values:
@@ -192,13 +182,14 @@ class OptimizerAdapter(StateAdapter):
         )
 
     def check(self, saved: SavedState) -> None:
-        kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
+        check_optimizer(saved, self._optimizer)
+        groups = saved.shared["state"]["param_groups"]
         theirs = " + ".join(str(len(group["params"])) for group in groups)
         ours = " + ".join(str(len(group["params"])) for group in self._optimizer.param_groups)
-        if kind != class_name(self._optimizer) or theirs != ours:
+        if theirs != ours:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind} with {theirs} parameters, but it is a "
-                f"{class_name(self._optimizer)} with {ours}; make the optimizer as it was when that was saved"
+                f"{saved.source} has for {saved.name!r} the state of {theirs} parameters, but it has {ours}; make the "
+                "optimizer as it was when that was saved"
             )
 
     def load(self, saved: SavedState) -> None:
@@ -240,57 +231,32 @@ class VariableAdapter(StateAdapter):
             value.copy_(rest if number else first)
 
 
-class StatefulAdapter(StateAdapter):
-    """Anything with ``state_dict`` and ``load_state_dict``, equal on all workers."""
+class PlainAdapter(StateAdapter):
+    """A thing with one state, equal on all workers, or ``per_worker`` each one's own, and on another layout the chief's.
 
-    def __init__(self, thing: Stateful) -> None:
-        self._thing = thing
+    ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
+    """
+
+    def __init__(
+        self, kind: str, get: Callable[[], Any], put: Callable[[Any], object], *, per_worker: bool = False
+    ) -> None:
+        self._kind, self._get, self._put, self._per_worker = kind, get, put, per_worker
 
     def state(self) -> AdapterState:
-        return AdapterState(shared={"kind": type(self._thing).__name__, "state": self._thing.state_dict()})
+        value = {"kind": self._kind, "state": self._get()}
+        return AdapterState(worker=value) if self._per_worker else AdapterState(shared=value)
 
     def check(self, saved: SavedState) -> None:
-        kind, ours = saved.shared["kind"], type(self._thing).__name__
-        if kind != ours:
+        value = saved.worker if self._per_worker else saved.shared
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        if kind != self._kind:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {ours}; "
-                "make it as it was when that was saved"
+                f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {self._kind}; "
+                "give the things the names they were saved under"
             )
 
     def load(self, saved: SavedState) -> None:
-        self._thing.load_state_dict(saved.shared["state"])
-
-
-class DictAdapter(StateAdapter):
-    """A dict of plain values, such as ``{"epoch": 0, "step": 0}``, restored in place. Values not saved stay."""
-
-    def __init__(self, values: MutableMapping[str, Any]) -> None:
-        self._values = values
-
-    def state(self) -> AdapterState:
-        return AdapterState(shared=dict(self._values))
-
-    def check(self, saved: SavedState) -> None:
-        _check_type(saved, saved.shared, Mapping)
-
-    def load(self, saved: SavedState) -> None:
-        self._values.update(saved.shared)
-
-
-class GeneratorAdapter(StateAdapter):
-    """A ``torch.Generator``: each worker's own state, and on another layout the chief's."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state(self) -> AdapterState:
-        return AdapterState(worker=self._generator.get_state())
-
-    def check(self, saved: SavedState) -> None:
-        _check_type(saved, saved.worker, torch.Tensor)
-
-    def load(self, saved: SavedState) -> None:
-        self._generator.set_state(saved.worker)
+        self._put((saved.worker if self._per_worker else saved.shared)["state"])
 
 
 class RngAdapter(StateAdapter):
@@ -307,7 +273,7 @@ class RngAdapter(StateAdapter):
         return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedState) -> None:
-        ours, theirs = len(self._generators.states()), len(saved.worker.get("replicas", saved.own or ()))
+        ours, theirs = len(self._generators.states()), len(saved.worker["replicas"])
         if saved.same_layout and ours != theirs:
             raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
 
@@ -317,19 +283,10 @@ class RngAdapter(StateAdapter):
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        own = saved.worker["replicas"] if saved.same_layout and "replicas" in saved.worker else saved.own
-        if own is None or len(own) != len(self._generators.states()):
-            self._generators.derive(saved.step)
+        if saved.same_layout:
+            self._generators.set_states(saved.worker["replicas"])
         else:
-            self._generators.set_states(own)
-
-
-def _check_type(saved: SavedState, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{saved.source} has for {saved.name!r} a {type(value).__name__} instead of a {kind.__name__}; "
-            "give the things the names they were saved under"
-        )
+            self._generators.derive(saved.step)
 
 
 # ---- optimizers' states by the names of parameters. Their numbers follow the order in which an optimizer got them: one
@@ -339,6 +296,20 @@ def _check_type(saved: SavedState, value: Any, kind: type) -> None:
 def class_name(optimizer: Optimizer) -> str:
     """Returns the class of the user's own optimizer, such as "AdamW"."""
     return type(_plain(optimizer)).__name__
+
+
+def check_optimizer(saved: SavedState, optimizer: Optimizer) -> None:
+    """Raises a CheckpointError if the state is that of another class, or of other groups."""
+    kind, groups, ours = saved.shared["kind"], saved.shared["state"]["param_groups"], optimizer.param_groups
+    if kind != class_name(optimizer) or len(groups) != len(ours):
+        raise CheckpointError(
+            f"{saved.source} has for {saved.name!r} the state of a {kind} with {len(groups)} groups, but it is a "
+            f"{class_name(optimizer)} with {len(ours)}; make the optimizer as it was when that was saved"
+        )
+    for own, theirs in zip(ours, groups, strict=True):
+        for name, value in own.items():
+            if isinstance(value, float) and isinstance(theirs.get(name, value), str | list | dict | None):
+                raise DamagedStateError(f"{name} is {theirs[name]!r} instead of a number")
 
 
 def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
