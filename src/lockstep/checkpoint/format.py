@@ -197,6 +197,10 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
         raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
     if document["checksum"] != _checksum(document):
         raise damaged(path, f"the checksum of {RECORD} is not that of its content")
+    return document, _checked_record(path, document, names)
+
+
+def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> CheckpointRecord:
     try:
         record = CheckpointRecord(**{name: unflatten(document[name], {}) for name in names})
         for file, size in document["files"].items():
@@ -208,7 +212,7 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
         raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
     if type(record.step) is not int or not isinstance(record.monitored, float | int | None):
         raise damaged(path, f"{RECORD}: step={record.step!r}, monitored={record.monitored!r}")
-    return document, record
+    return record
 
 
 # ---- nested state <-> JSON and a flat dict of tensors

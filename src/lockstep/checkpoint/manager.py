@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -31,19 +32,18 @@ from lockstep.errors import CheckpointError, ConfigError
 class CheckpointManager:
     """Saves a Checkpoint repeatedly, each time to a folder of its own, and restores the newest.
 
-    The chief writes, reads and removes; every worker must make the same calls. Of a model that is divided among
-    workers, each worker writes and reads its own part, so all of them must see the folder. A checkpoint appears whole
-    or not at all, even when its writer is killed. The next save removes what a killed writer left.
+    The chief writes, reads and removes; every worker must make the same calls. Of a divided model each worker writes
+    and reads its own part, so all must see the folder. A checkpoint appears whole or not at all, even when its writer
+    is killed. The next save removes what a killed writer left.
 
     Args:
         checkpoint: what is saved.
         folder: where to: one folder per step, ``step-00000120`` and so on. It is made.
         keep: the number of last checkpoints to keep; None keeps all.
         best: "min" or "max" also keeps the checkpoint with the best ``monitored`` number.
-        asynchronous: ``save`` copies the state and returns; a thread writes it. One checkpoint is written at a time:
-            the next save waits for it. The next call raises its error. The thread ends when it has written, and Python
-            waits for it at exit. Of a model that is divided among workers each worker writes its part in a thread, and
-            the checkpoint gets its name in the next call, when all workers have reported theirs.
+        asynchronous: ``save`` copies the state and returns; a thread writes it, and Python waits for it at exit. The
+            next call waits for it and raises its error. Of a divided model each worker writes its part in a thread,
+            and the checkpoint gets its name in the next call.
 
     Raises:
         ConfigError: ``keep`` or ``best`` is invalid.
@@ -165,7 +165,7 @@ class CheckpointManager:
             run_on_chief(self._checkpoint.workers, "checkpoint written", self._finish_thread)
 
     def finish_writing(self) -> None:
-        """Waits on this worker alone and raises nothing: for the way out of an error, when others may be gone."""
+        """Waits on this worker alone and raises nothing, for after an error, when others may be gone."""
         wait([self._writing] if self._writing is not None else [])
         pending, self._sharded_save = self._sharded_save, None
         if pending is not None:
@@ -176,16 +176,10 @@ class CheckpointManager:
         self.wait()
 
     def remove_own(self, *, with_folder: bool) -> None:
-        """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
-
-        ``with_folder`` also removes the folder, if it is then empty.
-        """
+        """Removes the checkpoints of this manager's run, and the folder if that leaves it empty. All must call it."""
         self.wait()
-        run_on_chief(
-            self._checkpoint.workers,
-            "checkpoints removed",
-            lambda: self._folder.remove_all(run=self.run, with_folder=with_folder),
-        )
+        remove = partial(self._folder.remove_all, run=self.run, with_folder=with_folder)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", remove)
 
     def __enter__(self) -> Self:
         return self
@@ -226,9 +220,7 @@ class CheckpointManager:
 
 
 class ShardedSave:
-    """One checkpoint that all workers write. Every worker must make this object, which begins the checkpoint.
-
-    ``contents`` are complete on the chief, apart from the shards; ``shards`` are what this worker writes.
+    """One checkpoint that all workers write: the chief ``contents``, each its ``shards``. Every worker must make it.
 
     Raises CheckpointError if it cannot be begun, or a worker does not see the folder; nothing is left behind.
     """
@@ -258,10 +250,9 @@ class ShardedSave:
                 write_shards(shards, self._partial / folder, prefix=f"shard-{self._workers.index + 1:05d}")
 
     def complete(self, error: str) -> None:
-        """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.
+        """Gives the checkpoint its name, if no worker has an ``error``. Every worker must call it.
 
-        ``error`` is what went wrong on this worker; empty if nothing did. Raises CheckpointError if a worker could not
-        write its shards, or the chief cannot write the rest; nothing is left behind.
+        Raises CheckpointError if one has, or the chief cannot write the rest; nothing is left behind.
         """
         try:
             raise_gathered_errors(self._workers, "checkpoint filled", error)

@@ -167,9 +167,9 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
 def balance_writes(
     workers: Communicator, shards: Mapping[str, Mapping[str, TensorShard]]
 ) -> dict[str, dict[str, TensorShard]]:
-    """Returns what this worker writes of what it holds, so that each box is written once and all write about as much.
+    """Returns what this worker writes of the ``shards`` that it holds, by folder and key: each box is written once.
 
-    Every worker must call it. ``shards`` are what this worker holds, by folder and key.
+    All workers write about as much. Every worker must call it.
     """
     listed = [
         [folder, key, list(box.offsets), list(box.sizes), box.elements]
@@ -189,8 +189,7 @@ def balance_writes(
 def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
     """Returns the boxes that one worker writes. Each box goes to that of its holders which writes least so far.
 
-    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements); it is equal on all
-    workers.
+    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements).
     """
     holders: dict[tuple[Any, ...], list[int]] = {}
     for number, listed in enumerate(listed_by_all):

@@ -232,7 +232,7 @@ class VariableAdapter(StateAdapter):
 
 
 class PlainAdapter(StateAdapter):
-    """A thing with one state, equal on all workers, or ``per_worker`` each one's own, and on another layout the chief's.
+    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on another layout the chief's.
 
     ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
     """

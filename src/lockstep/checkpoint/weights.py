@@ -31,10 +31,10 @@ _DTYPES = {
 
 
 def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes the tensors of a state_dict, on any device, to the safetensors file ``path``, whole or not at all.
+    """Writes the tensors of a state_dict, on any device, to the safetensors file ``path``; its folder is made.
 
-    Tied, overlapping and non-contiguous tensors are each written in full. An existing file is replaced; its folder is
-    made. Raises CheckpointError if an entry is not a tensor, or the file cannot be written.
+    Aliased tensors are each written in full. Raises CheckpointError if an entry is not a tensor, or the file cannot be
+    written.
     """
     tensors = contiguous_tensors(state)
     with _written(Path(path)) as partial:
@@ -44,10 +44,9 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 def stream_weights(
     path: str | os.PathLike[str], described: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Writes tensors to the safetensors file ``path`` as ``write_weights`` does, holding one of them at a time.
+    """Writes tensors as ``write_weights`` does, holding one of them at a time.
 
-    ``described`` has for each key a tensor of the same shape and dtype on the meta device; ``stream`` gives keys and
-    tensors, in any order, each key once.
+    ``described`` has all of them on the meta device; ``stream`` gives keys and tensors, in any order, each once.
     """
     target = Path(path)
     header, offsets = _header(described, target)
@@ -90,10 +89,7 @@ def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file, by key, on the CPU.
-
-    Raises CheckpointError if there is no such file, or it is not a safetensors file.
-    """
+    """Returns the tensors in a safetensors file, on the CPU. Raises CheckpointError if there is no such file."""
     source = Path(path)
     if not source.is_file():
         raise CheckpointError(f"there is no weights file {source}; give the path of a file written by save_weights")
@@ -107,12 +103,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
-    """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
-
-    ``weights`` may be anything with shapes, by key; ``source`` is where they came from, for the message.
-
-    Raises CheckpointError if keys are missing or unexpected, or shapes differ; all of them are named.
-    """
+    """Raises a CheckpointError unless the weights of ``source`` have the keys and shapes of a module's state_dict."""
     faults = {
         "missing keys": [key for key in state if key not in weights],
         "unexpected keys": [key for key in weights if key not in state],
