@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.collectives.communicator import check_agreement
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.user import HeldHook, hold, release
+from lockstep.mirroring.gradients.parameter_hooks import refuse_hooks
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -57,7 +57,6 @@ class MirroredObjects:
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
-        self._held_hooks: list[HeldHook] = []
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -140,7 +139,7 @@ class MirroredObjects:
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
-                optimizer.note_left()
+                optimizer.gradients.note_left()
             self._warn_of_own_gradients()
             return
         if len(strategy.devices) == 1:
@@ -206,19 +205,11 @@ class MirroredObjects:
             module.begin_run()
             if module.align():
                 self._guarded = -1
-        self._hold_hooks()
+            if module.has_others and not (module.is_part or module.shards_weights):
+                refuse_hooks(module.propagation.weights)
         for optimizer in self.optimizers:
-            optimizer.check_left()
+            optimizer.gradients.check_left()
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
-
-    def _hold_hooks(self) -> None:
-        """Defers the user's hooks on parameters until the gradients have been summed."""
-        parts = (module for module in self.modules if not (module.is_part or module.shards_weights))
-        own = [parameter for module in parts if module.has_others for parameter in module.propagation.weights]
-        self._held_hooks = hold(own, self._stepped)
-
-    def _stepped(self) -> set[int]:
-        return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:
@@ -242,7 +233,6 @@ class MirroredObjects:
             yield
             failed = False
         finally:
-            release(self._held_hooks)
             with ExitStack() as stack:
                 for module in self.modules:
                     stack.callback(module.propagation.end, failed=failed)
@@ -263,12 +253,12 @@ class MirroredObjects:
         if replicas == 1:
             yield
             return
-        before = [(optimizer, optimizer.gradient_marks()) for optimizer in self.optimizers]
+        before = [(optimizer, optimizer.gradients.marks()) for optimizer in self.optimizers]
         try:
             yield
         except BaseException:
             for optimizer, marks in before:
-                optimizer.run_failed(marks)
+                optimizer.gradients.run_failed(marks)
             raise
 
     def is_first_run(self, fn: Callable[..., Any]) -> bool:
@@ -310,7 +300,7 @@ class StepGradients:
         """A replica is about to assign the ".grad" of one of its weights."""
         optimizer = self._of(parameter)
         if optimizer is not None:
-            optimizer.gradient_assigned(context, parameter, value)
+            optimizer.gradients.assigned(context, parameter, value)
 
     def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
         known = self._optimizers.get(id(parameter))

@@ -39,7 +39,7 @@ from lockstep._torch_compat import (
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.user import EngineHook, has_waiting
+from lockstep.mirroring.gradients.parameter_hooks import EngineHook
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule
@@ -261,8 +261,8 @@ class StepGuard:
             return PROCEED
         if func in _HOOKS:
             raise UsageError(
-                f"the step registers a hook on {known.name!r} at {call_site()}; register it once outside "
-                "strategy.run, on the plain module's parameter: it will see the sum of all replicas' gradients"
+                f"the step registers a hook on {known.name!r} at {call_site()}; it would see one "
+                "replica's gradient; read or change .grad after backward(), where it is the sum over all replicas"
             )
         if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
             return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
@@ -281,19 +281,6 @@ class StepGuard:
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
-        return PROCEED
-
-    def _check_gradients_of(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        if get_replica_context() is None:
-            return PROCEED
-        for each in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
-            known = self._known.get(id(each))
-            if known is not None and isinstance(each, torch.Tensor) and known.is_of(each) and has_waiting(each):
-                raise UsageError(
-                    f"the step asks torch.autograd.grad for the gradient of {known.name!r}, which has a hook, at "
-                    f"{call_site()}, and has one replica's; remove the hook, and change what torch.autograd.grad gives"
-                )
         return PROCEED
 
     def _both(self, other: int) -> str:
@@ -403,7 +390,6 @@ _CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], A
     **dict.fromkeys(_WRITERS, StepGuard._write),
     **dict.fromkeys((F.embedding, F.embedding_bag), StepGuard._check_embedding),
     **dict.fromkeys((*_HOOKS, _SET_DATA, _GRAD, SET_GRAD), StepGuard._check_parameter),
-    torch.autograd.grad: StepGuard._check_gradients_of,
     SET_GRAD_MODE: StepGuard._check_metric,  # which every update of a torchmetrics metric calls first
     MAKE_DUAL: StepGuard._check_forward_mode,
 }

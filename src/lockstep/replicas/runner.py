@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
+from lockstep.replicas.threads import CallerState, ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -293,14 +292,12 @@ class _Run:
         self.results: list[Any] = [None] * len(names)
         self._names, self._caller = names, caller
         self._contexts = [copy_context() for _ in names]
-        self._profiles = [Profile.of_caller() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """The job of a replica's thread. It never raises; ``leave`` takes the error."""
         replica, caller = context.local_replica, self._caller
-        profile = self._profiles[replica]
         own = context.device.torch_device
 
         def in_slot() -> Any:
@@ -310,7 +307,6 @@ class _Run:
                 with (
                     caller.default_device(own),
                     caller.applied(),
-                    nullcontext() if profile is None else profile.shown(),
                     random,
                     in_context(context),
                     caller.modes_applied(),
