@@ -9,11 +9,11 @@ All workers of the replica see the same shard, so inputs beside the hidden state
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
 from lockstep.parallel.forward_inputs import ForwardArguments, with_dummy_row
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
-from lockstep.parallel.pipeline_stage import Stage, TracedStage, TraceRecorder
+from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
 
 if TYPE_CHECKING:
@@ -93,17 +93,16 @@ def _numbered(order: Sequence[Any]) -> list[Action]:
 
 @contextmanager
 def without_its_log() -> Iterator[None]:
-    """A block in which torch does not log the whole schedule beside an error that it raises; per thread."""
-    own = threading.get_ident()
+    """A block in which torch does not log the whole schedule beside an error that it raises."""
 
-    def is_others(record: logging.LogRecord) -> bool:
-        return record.thread != own
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
 
-    _LOG.addFilter(is_others)
+    _LOG.addFilter(nothing)
     try:
         yield
     finally:
-        _LOG.removeFilter(is_others)
+        _LOG.removeFilter(nothing)
 
 
 class Pipeline:
@@ -113,8 +112,8 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        hidden: the width of the hidden states.
-        dtype: the dtype of the hidden states.
+        hidden: the width of the hidden states, which have ``dtype``.
+        dtype: see ``hidden``.
         device: this worker's device.
         stage_weights: unshards the stages' weights around a pass; None where nothing has to be done.
 
@@ -142,7 +141,7 @@ class Pipeline:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
-        self._recorder = TraceRecorder()
+        self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
 
     @property
     def is_last(self) -> bool:
@@ -167,9 +166,15 @@ class Pipeline:
 
     def trace(self, group: Communicator) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
-        own = [asdict(slot) for slot in self._recorder.slots]
-        every = all_gather_object(group, "the pipeline trace", own)
-        return PipelineTrace(workers=tuple(tuple(map(_slot, slots)) for slots in every))
+        own = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
+        workers = [
+            tuple(
+                Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
+                for kind, stage, microbatch, begin, end in slots
+            )
+            for slots in all_gather_object(group, "the pipeline trace", own)
+        ]
+        return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         tokens, named = self._inputs(x, rows)
@@ -178,7 +183,7 @@ class Pipeline:
         tokens, named = tree_map(lambda leaf: _padded(leaf, given_rows, part * microbatches), (tokens, named))
         schedule = self._schedule((part, *tokens.shape[1:]), tokens.dtype, backward=backward)
         self._examine, self._rows = examine, rows
-        self._recorder.slots.clear()
+        self._slots.clear()
         given = (tokens,) if self._stages[0].first else ()
         numbers = torch.arange(len(tokens))
         run = schedule.step if backward else schedule.eval
@@ -225,7 +230,7 @@ class Pipeline:
         stages: list[Any] = [
             TracedStage(
                 stage, self._pipelining.stages, group=self._group, takes=tokens if stage.first else hidden,
-                gives=hidden, recorder=self._recorder, device=self._device,
+                gives=hidden, slots=self._slots, device=self._device,
             )
             for stage in self._stages
         ]  # fmt: skip
@@ -247,7 +252,8 @@ class Pipeline:
         spec = self._stages[-1].outputs
         outputs = tree_unflatten(list(leaves), spec) if spec is not None else leaves
         loss = self._examine(outputs, slice(begin, end))
-        self._recorder.extend()
+        if self._slots:  # the loss is part of the last forward pass
+            self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
         return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
 
 
@@ -260,10 +266,6 @@ def _leave_out_backward(made: Any) -> None:
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
         made.register_custom_function(computation, skip)
-
-
-def _slot(sent: dict[str, Any]) -> Slot:
-    return Slot(action=Action(**sent["action"]), begin=sent["begin"], end=sent["end"])
 
 
 def _padded(leaf: Any, rows: int, length: int) -> Any:
