@@ -115,7 +115,6 @@ LAYOUTS = tuple(
         {"data": 2, "tensor": 2, "shard_parameters": True},
         {"data": 2, "pipeline": 2},
         {"data": 2, "pipeline": 2, "shard_optimizer": True},
-        {"data": 2, "pipeline": 2, "shard_parameters": True},
         {"pipeline": 2, "tensor": 2},
     )
 )

@@ -12,10 +12,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from lockstep._torch_compat import tree_map, tree_unflatten
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
-from lockstep.parallel.forward_inputs import ForwardArguments, with_dummy_row
+from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
 from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
-
-if TYPE_CHECKING:
-    from lockstep.parallel.fsdp import StageWeights  # with torch's FSDP, which few programs need
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Examine = Callable[[Any, slice], Tensor]
@@ -115,7 +112,6 @@ class Pipeline:
         hidden: the width of the hidden states, which have ``dtype``.
         dtype: see ``hidden``.
         device: this worker's device.
-        stage_weights: unshards the stages' weights around a pass; None where nothing has to be done.
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
@@ -130,14 +126,12 @@ class Pipeline:
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        stage_weights: StageWeights | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._stage_weights = stage_weights
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
@@ -154,7 +148,7 @@ class Pipeline:
         Args:
             x: the model's inputs, "input_ids" among them: a dict of keyword arguments, a tuple or list of positional
                 ones, or the first one alone.
-            rows: the number of rows; without any, a dummy row passes for those who need this worker's weights.
+            rows: the number of rows, at least one.
             examine: called where the outputs are, for each microbatch that has rows.
         """
         self._pass(x, rows, examine, backward=True)
@@ -177,19 +171,17 @@ class Pipeline:
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
-        tokens, named = self._inputs(x, rows)
-        microbatches, given_rows = self._pipelining.microbatches, max(1, rows)
-        part = -(-given_rows // microbatches)
-        tokens, named = tree_map(lambda leaf: _padded(leaf, given_rows, part * microbatches), (tokens, named))
+        microbatches = self._pipelining.microbatches
+        part = -(-rows // microbatches)
+        tokens, named = tree_map(lambda leaf: _padded(leaf, rows, part * microbatches), self._inputs(x))
         schedule = self._schedule((part, *tokens.shape[1:]), tokens.dtype, backward=backward)
         self._examine, self._rows = examine, rows
         self._slots.clear()
         given = (tokens,) if self._stages[0].first else ()
         numbers = torch.arange(len(tokens))
         run = schedule.step if backward else schedule.eval
-        weights = self._stage_weights
         try:
-            with without_its_log(), nullcontext() if weights is None else weights.during(backward=backward):
+            with without_its_log():
                 run(
                     *given,
                     target=numbers if self.is_last else None,
@@ -201,9 +193,9 @@ class Pipeline:
         finally:
             self._examine = None
 
-    def _inputs(self, x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
+    def _inputs(self, x: Any) -> tuple[Tensor, dict[str, Any]]:
         given = self._arguments.of_inputs(x)
-        named = dict(given) if rows else with_dummy_row(given)
+        named = dict(given)
         tokens = named.pop(_TOKENS, None)
         if not isinstance(tokens, Tensor):
             kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())

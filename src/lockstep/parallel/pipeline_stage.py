@@ -88,11 +88,6 @@ class Stage(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.outputs: TreeSpec | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the model's parts compute for this stage now."""
-        return self._active.stage == self.number
-
     def activate(self) -> None:
         """Has the model's parts compute for this stage from now on. Must be called before each computation."""
         self._active.stage = self.number
