@@ -49,5 +49,7 @@ def test_a_single_number_cannot_be_shared():
 def test_a_pipeline_is_refused():
     cluster = ls.ClusterSpec(workers=["127.0.0.1:1", "127.0.0.1:2"], index=0)
 
-    with pytest.raises(ConfigError, match="shard_parameters=True gathers .* choose shard_optimizer=True in a pipeline"):
+    with pytest.raises(
+        ConfigError, match=r"shard_parameters=True gathers .* choose shard_optimizer=True in a pipeline"
+    ):
         ls.ParallelStrategy(pipeline=2, shard_parameters=True, cluster=cluster)

@@ -24,7 +24,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
-from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors, run_on_all
+from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -238,7 +238,7 @@ class ShardedSave:
         path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
         self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
         try:
-            run_on_all(self._workers, "the folder of the checkpoint seen", self._check_visible)
+            raise_gathered_errors(self._workers, "the folder of the checkpoint seen", error_text(self._check_visible))
         except BaseException as error:
             self.abandon(error)
             raise

@@ -26,7 +26,6 @@ from lockstep.checkpoint.state_adapters import (
     by_name,
     check_optimizer,
     class_name,
-    run_on_all,
 )
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator, all_gather_object
@@ -41,8 +40,8 @@ from lockstep.parallel.sharded_module import ShardedModule
 class ShardedModuleAdapter(StateAdapter):
     """A module of which each worker holds a part. Its buffers are averaged in the weights and saved per worker too."""
 
-    def __init__(self, module: MirroredModule, workers: Communicator) -> None:
-        self._module, self._part, self._workers = module, sharded_module_of(module), workers.processes
+    def __init__(self, module: MirroredModule) -> None:
+        self._module, self._part = module, sharded_module_of(module)
 
     def state(self) -> AdapterState:
         self._module.exchange_buffers()
@@ -56,12 +55,11 @@ class ShardedModuleAdapter(StateAdapter):
 
     def check(self, saved: SavedState) -> None:
         """The keys must be the whole model's, and the shapes those of what this worker holds."""
-        run_on_all(self._workers, "weights checked", lambda: self._open(saved))
+        self._open(saved)
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        shards = self._shards(self._part.own_tensors())
-        run_on_all(self._workers, "weights read", lambda: self._open(saved).read(shards))
+        self._open(saved).read(self._shards(self._part.own_tensors()))
         if saved.same_layout and isinstance(saved.worker, Mapping):
             for name, buffer in self._part.named_buffers():
                 if name in saved.worker:
@@ -87,8 +85,8 @@ class ShardedModuleAdapter(StateAdapter):
 class ShardedOptimizerAdapter(StateAdapter):
     """An optimizer over parts of models. Its state is saved as one device would save it, its tensors in shards.
 
-    The keys of its tensors begin with its ``name``; ``modules`` are the mirrored modules whose parameters it updates,
-    by the prefix of their parameters' names. Raises ConfigError if it updates a parameter of another module.
+    The keys of its tensors begin with its ``name``; ``modules`` are those whose parameters it updates, by the prefix of
+    their parameters' names. Raises ConfigError if it updates a parameter of another module.
     """
 
     def __init__(
@@ -140,10 +138,7 @@ class ShardedOptimizerAdapter(StateAdapter):
 
     def check(self, saved: SavedState) -> None:
         """The class, the groups and the names must be the optimizer's."""
-        run_on_all(self._workers, "the optimizer's state checked", lambda: self._open(saved))
-
-    def load(self, saved: SavedState) -> None:
-        run_on_all(self._workers, "the optimizer's state read", lambda: self._read(saved))
+        self._open(saved)
 
     def _own_state(self) -> tuple[dict[str, TensorShard], dict[str, dict[str, Any]]]:
         """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's reference.
@@ -183,7 +178,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         return TensorReader(_visible(Path(saved.source) / STATE))
 
     @torch.no_grad()
-    def _read(self, saved: SavedState) -> None:
+    def load(self, saved: SavedState) -> None:
         reader, values = self._open(saved), by_name(saved.shared)
         wanted: dict[str, TensorShard] = {}
         held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]

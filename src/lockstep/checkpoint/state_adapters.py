@@ -100,10 +100,9 @@ class Stateful(Protocol):
 
 
 def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Communicator) -> StateAdapter:
-    """Returns the adapter for one thing given to a Checkpoint.
+    """Returns the adapter for one thing given to a Checkpoint, with the mirrored modules among all of them, by name.
 
-    ``modules`` are the mirrored modules among all things, by name. Raises ConfigError if the thing has no state that
-    can be restored in place.
+    Raises ConfigError if the thing has no state that can be restored in place.
     """
     if isinstance(thing, StateAdapter):
         return thing
@@ -113,7 +112,7 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
             return ModuleAdapter(thing)
         from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
 
-        return ShardedModuleAdapter(thing, workers)
+        return ShardedModuleAdapter(thing)
     if isinstance(thing, Optimizer):
         # Modules by the prefix of their parameters' names, so that no two parameters have one name.
         prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
@@ -322,10 +321,7 @@ def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
-    """Returns a saved state_dict with its parameters in the order of an optimizer whose parameters have ``names``.
-
-    If they, or the saved ones, are unknown, or if they differ, the order stays.
-    """
+    """Returns a saved state_dict with its parameters in the order of ``names``, if those are the saved ones."""
     state: dict[str, Any] = shared["state"]
     theirs = shared.get("names")
     if names in (None, theirs) or theirs is None or list(map(set, names)) != list(map(set, theirs)):
@@ -370,11 +366,6 @@ def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
 # ---- collective errors: all workers do something that may fail on each; then all of them raise, and none goes on alone
 
 
-def run_on_all(workers: Communicator, name: str, act: Callable[[], object]) -> None:
-    """Calls ``act`` on every worker, and raises a CheckpointError on all of them if it failed on one."""
-    raise_gathered_errors(workers, name, error_text(act))
-
-
 def error_text(act: Callable[[], object]) -> str:
     """Calls ``act`` and returns the text of its error; empty if there was none."""
     try:
@@ -385,10 +376,7 @@ def error_text(act: Callable[[], object]) -> str:
 
 
 def raise_gathered_errors(workers: Communicator, name: str, error: str) -> None:
-    """Raises on all workers a CheckpointError of the first ``error`` of any worker; empty if there is none.
-
-    Every worker must call it; ``name`` is the name of this collective.
-    """
+    """Raises on all workers a CheckpointError of the first ``error`` that is not empty. All must call it."""
     for index, payload in enumerate(workers.all_gather_bytes(name, error.encode())):
         if text := payload.decode():
             raise CheckpointError(text if workers.is_single else f"{workers.names[index]}: {text}")
