@@ -44,8 +44,7 @@ from lockstep.strategies.base import Strategy, get_strategy
 
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
-Shards = Mapping[str, Mapping[str, TensorShard]]
-"""Folder inside the checkpoint -> key -> what this worker writes of that tensor."""
+Shards = Mapping[str, Mapping[str, TensorShard]]  # by folder in the checkpoint and key, what this worker writes
 _RANDOM = "random"
 
 
@@ -95,9 +94,7 @@ class Checkpoint:
 
         Nothing is loaded unless everything fits. If a state turns out to be damaged only while it is loaded, the next
         older checkpoint of the folder is loaded over it. Things in the checkpoint that this object lacks are ignored.
-
-        Returns:
-            The checkpoint's folder.
+        Returns the checkpoint's folder.
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same on every worker.
@@ -131,15 +128,12 @@ class Checkpoint:
             path, record = Path(payload["path"]), CheckpointRecord(**payload["record"])
             try:
                 saved = {name: self._saved(name, payload, record) for name in self._adapters}
-            except (
-                TypeError,
-                AttributeError,
-            ) as error:  # the same on all workers: the record has values that were not saved
-                raise damaged(path, f"{RECORD}: {error}") from error
-            damage = self._load(saved)
-            if not damage:
+            except (TypeError, AttributeError) as error:  # on all workers: the record has values that were not saved
+                damages[path] = f"{RECORD}: {error}"
+                continue
+            damages[path] = self._load(saved)
+            if not damages[path]:
                 return path, record
-            damages[path] = damage
 
     def collect(
         self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
@@ -231,8 +225,7 @@ class Checkpoint:
 def broadcast_state(workers: Communicator, name: str, state: Any) -> Any:
     """Returns the chief's state, which ``flatten`` must take, on every worker. Every worker must call it.
 
-    Names and shapes are sent first, then the tensors: no file system has to be shared, and no worker holds more than
-    one copy. ``name`` is the name of this collective.
+    Names and shapes are sent first, then the tensors, so that no worker holds more than one copy.
     """
     if workers.is_single:
         return state
@@ -257,15 +250,13 @@ def _find(path: Path, read: Read) -> Found | None:
 
 
 def _error_of(name: str, call: Callable[[], None]) -> CheckpointError | None:
-    """Calls, and returns the error. Any error that an adapter does not raise on purpose means a damaged state."""
+    """Calls, and returns the error. One that an adapter does not raise on purpose means a damaged state."""
     try:
         call()
-    except DamagedStateError as error:
+    except (DamagedStateError, CallbackError) as error:
         return DamagedStateError(f"{name}: {error}")
     except CheckpointError as error:
         return error
-    except CallbackError as error:
-        return DamagedStateError(f"{name}: {error}")
     except LockstepError:
         raise
     except Exception as error:  # noqa: BLE001  a user's object may fail in its own way at a state of another object

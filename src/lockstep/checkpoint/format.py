@@ -71,8 +71,7 @@ class Contents:
     weight_paths: Mapping[str, str] = field(default_factory=dict)
 
 
-Fill = Callable[[Contents], None]
-"""Writes contents to the folder of a checkpoint that has been begun."""
+Fill = Callable[[Contents], None]  # writes contents to the folder of a checkpoint that has been begun
 
 
 @contextmanager

@@ -93,11 +93,6 @@ class CheckpointManager:
         return self._folder.paths()
 
     @property
-    def newest(self) -> Path | None:
-        """The newest undamaged checkpoint that this machine sees."""
-        return self._folder.newest()
-
-    @property
     def best(self) -> Path | None:
         """The checkpoint with the best monitored number that this machine sees."""
         return self._folder.best(maximise=self._best == "max")
@@ -113,8 +108,8 @@ class CheckpointManager:
             The checkpoint's folder, which exists when this returns, unless ``asynchronous``.
 
         Raises:
-            CheckpointError: on every worker: it cannot be written, or another run has left later checkpoints in the
-                folder. With ``asynchronous``: the error of the previous save.
+            CheckpointError: it cannot be written, or another run has left later checkpoints in the folder; or the
+                previous save failed.
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
@@ -136,9 +131,7 @@ class CheckpointManager:
         return self._folder.path / step_name(step)
 
     def restore_or_initialize(self) -> Path | None:
-        """Restores the newest checkpoint, as the chief sees it. Every worker must call it, outside replicas.
-
-        If the newest one is damaged, a warning names it, and the one before it is restored.
+        """Restores the newest checkpoint that is not damaged, as the chief sees it. Every worker must call it.
 
         Returns:
             The checkpoint's folder, or None if there is none: then everything stays as it is.
@@ -154,11 +147,7 @@ class CheckpointManager:
         return restored[0]
 
     def wait(self) -> None:
-        """Waits for an asynchronous save that is being written. Every worker must call it.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Waits for an asynchronous save. Every worker must call it. Raises CheckpointError if it failed."""
         if self._sharded_save is not None:
             self._complete_sharded_save()
         elif self._asynchronous and not self._checkpoint.is_sharded:
@@ -170,10 +159,6 @@ class CheckpointManager:
         pending, self._sharded_save = self._sharded_save, None
         if pending is not None:
             pending[0].abandon(CheckpointError("the training ended before all workers had written"))
-
-    def close(self) -> None:
-        """Waits as ``wait`` does, at the end. Every worker must call it."""
-        self.wait()
 
     def remove_own(self, *, with_folder: bool) -> None:
         """Removes the checkpoints of this manager's run, and the folder if that leaves it empty. All must call it."""
@@ -188,7 +173,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            self.wait()
         else:
             self.finish_writing()
 

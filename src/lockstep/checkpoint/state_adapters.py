@@ -27,8 +27,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.rng.state import ReplicaGenerators
 
-Names = list[list[str]]
-"""For each parameter group of an optimizer the names of its parameters, in order."""
+Names = list[list[str]]  # for each parameter group of an optimizer the names of its parameters, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +293,7 @@ class RngAdapter(StateAdapter):
 
 def class_name(optimizer: Optimizer) -> str:
     """Returns the class of the user's own optimizer, such as "AdamW"."""
-    return type(_plain(optimizer)).__name__
+    return type(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer).__name__
 
 
 def check_optimizer(saved: SavedState, optimizer: Optimizer) -> None:
@@ -336,10 +335,6 @@ def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
             for group, own in zip(state["param_groups"], names, strict=True)
         ],
     }
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    return optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer
 
 
 def _names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Names | None:

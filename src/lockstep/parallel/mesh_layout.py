@@ -22,17 +22,11 @@ REST = -1  # as a degree: all workers that the other degrees leave
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """The workers of a job as a device mesh.
+    """The workers of a job as a device mesh."""
 
-    Args:
-        data: the number of replicas of the model; each sees its own shard of a global batch.
-        pipeline: the number of workers among which the layers of a replica are divided.
-        tensor: the number of workers among which each layer is divided.
-    """
-
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
+    data: int = 1  # replicas of the model; each sees its own shard of a global batch
+    pipeline: int = 1  # workers among which the layers of a replica are divided
+    tensor: int = 1  # workers among which each layer is divided
 
     @property
     def size(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from torch import nn
+
 from lockstep.errors import ConfigError
 
 Names = Sequence[str]
@@ -21,6 +23,12 @@ class HasConfig(Protocol):
 
     config: Any
     base_model_prefix: str
+
+
+def base_name(module: nn.Module) -> str:
+    """The name of a model's body; empty if that is the model itself, without a head."""
+    prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
+    return prefix if prefix in dict(module.named_children()) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +109,11 @@ LLAMA = ModelSpec(
     last_stage=("norm",),
     divisible=("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
 )
-MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
-"""By the ``model_type`` of a configuration."""
+MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}  # by the ``model_type`` of a configuration
 
 
 def require_model_spec(module: object, asked: str) -> ModelSpec:
-    """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs.
-
-    Raises:
-        ConfigError: it has none; the message names the known ones.
-    """
+    """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs."""
     kind = str(getattr(module.config, "model_type", "")) if isinstance(module, HasConfig) else ""
     if kind not in MODEL_SPECS:
         raise ConfigError(

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,30 +34,22 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
 
-_KINDS: Mapping[ScheduleName, type[Schedule]] = MappingProxyType(
-    {
-        "gpipe": torch_pipelining.ScheduleGPipe,
-        "1f1b": torch_pipelining.Schedule1F1B,
-        "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
-        "zero_bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
-        "zero_bubble_v": torch_pipelining.ScheduleZBVZeroBubble,
-    }
-)
+_KINDS: Mapping[ScheduleName, type[Schedule]] = {
+    "gpipe": torch_pipelining.ScheduleGPipe,
+    "1f1b": torch_pipelining.Schedule1F1B,
+    "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
+    "zero_bubble_v": torch_pipelining.ScheduleZBVZeroBubble,
+}
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
-_ACTIONS: Mapping[str, ActionKind] = MappingProxyType({"F": "forward", "B": "backward", "I": "inputs", "W": "weights"})
+_ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 """By torch's names. torch also has actions that compute nothing."""
 _TOKENS = "input_ids"
 _MOST_KEPT = 8
 
 
 def orders_of(pipelining: PipelineConfig) -> Orders:
-    """The actions of each worker in a training step, in order, from torch's schedule.
-
-    Example:
-        >>> orders = orders_of(PipelineConfig(schedule="1f1b", microbatches=2, workers=2))
-        >>> [f"{action.kind} {action.microbatch}" for action in orders[1]]
-        ['forward 0', 'backward 0', 'forward 1', 'backward 1']
-    """
+    """The actions of each worker in a training step, in order, from torch's schedule."""
     kind: Any = _KINDS[pipelining.schedule]
     stages = [_StageOutline(pipelining.workers, pipelining.stages) for _ in range(pipelining.stages_per_worker)]
     made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
@@ -91,15 +82,11 @@ def _numbered(order: Sequence[Any]) -> list[Action]:
 @contextmanager
 def without_its_log() -> Iterator[None]:
     """A block in which torch does not log the whole schedule beside an error that it raises."""
-
-    def nothing(_: logging.LogRecord) -> bool:
-        return False
-
-    _LOG.addFilter(nothing)
+    before, _LOG.disabled = _LOG.disabled, True
     try:
         yield
     finally:
-        _LOG.removeFilter(nothing)
+        _LOG.disabled = before
 
 
 class Pipeline:
@@ -109,8 +96,8 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        hidden: the width of the hidden states, which have ``dtype``.
-        dtype: see ``hidden``.
+        hidden: the width of the hidden states.
+        dtype: the dtype of the hidden states.
         device: this worker's device.
 
     Attributes:
@@ -194,14 +181,12 @@ class Pipeline:
             self._examine = None
 
     def _inputs(self, x: Any) -> tuple[Tensor, dict[str, Any]]:
-        given = self._arguments.of_inputs(x)
-        named = dict(given)
-        tokens = named.pop(_TOKENS, None)
-        if not isinstance(tokens, Tensor):
-            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())
+        named = self._arguments.of_inputs(x)
+        if not isinstance(tokens := named.pop(_TOKENS, None), Tensor):
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in named.items())
             raise DataError(
-                f'a pipeline begins with the tensor "{_TOKENS}", and the inputs that came are {kinds or "none"}; give '
-                "that tensor alone, first, or in a dict of the model's keyword arguments"
+                f'a pipeline begins with the tensor "{_TOKENS}", and the other inputs are {kinds or "none"}; give that '
+                "tensor alone, first, or in a dict of the model's keyword arguments"
             )
         return tokens, named
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
@@ -18,30 +17,19 @@ from lockstep.errors import ConfigError
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """Each is a class of torch.distributed.pipelining; docs/schedules.md explains them."""
-_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = MappingProxyType(
-    {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)}
-)
-"""The least and the most."""
+_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = {  # the least and the most
+    "1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)
+}  # fmt: skip
 _IN_ROUNDS = ("interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The settings of a strategy's pipelines.
-
-    Args:
-        schedule: one of ``SCHEDULES``.
-        microbatches: the number of microbatches of a shard.
-        workers: the number of workers of a pipeline; 1 for no pipeline.
-        stages_per_worker: the number of stages that each worker holds.
-
-    Raises:
-        ConfigError: an unknown schedule, or numbers that it does not support.
-    """
+    """The settings of a strategy's pipelines. Raises a ConfigError if the schedule does not support them."""
 
     schedule: ScheduleName
-    microbatches: int
-    workers: int = 1
+    microbatches: int  # of a shard
+    workers: int = 1  # of a pipeline; 1 for no pipeline
     stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
@@ -86,16 +74,7 @@ class PipelineConfig:
 def choose_pipeline_config(
     schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
 ) -> PipelineConfig:
-    """The settings for a pipeline.
-
-    Args:
-        schedule: its name.
-        microbatches: None is two for every worker.
-        workers: the number of workers; 1 is no pipeline.
-        stages_per_worker: None is two for schedules with several, else one.
-
-    Raises:
-        ConfigError: an unknown schedule, fewer microbatches than workers, or numbers that it does not support.
+    """The settings for a pipeline. None is two microbatches a worker; two stages where the schedule has several.
 
     Example:
         >>> choose_pipeline_config("interleaved", None, 4)
@@ -132,10 +111,7 @@ def check_layers(pipelining: PipelineConfig, layers: int) -> None:
 def split_layers(costs: Sequence[float], stages: int, *, after: float = 0.0) -> tuple[int, ...]:
     """How many layers each stage gets, in order, so that the slowest stage is as fast as possible.
 
-    Args:
-        costs: the costs of the layers, in any unit; as many as there are stages or more.
-        stages: the number of stages.
-        after: the cost of the rest of the last stage, such as the head.
+    ``costs`` are those of the layers, as many as there are stages or more; ``after`` is the rest of the last stage's.
 
     Example:
         >>> split_layers([1.0] * 8, 4, after=1.5)  # the head costs one and a half layers

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep._torch_compat import TreeSpec, tree_flatten
-from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
+from lockstep._torch_compat import TreeSpec, tree_flatten, tree_map
+from lockstep.parallel.model_specs import base_name, require_model_spec
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
-PipelineSplit = Literal["auto"] | Sequence[int]
-"""The number of layers of each stage, or "auto"."""
+PipelineSplit = Literal["auto"] | Sequence[int]  # the number of layers of each stage, or "auto"
 
 
 class ActiveStage:
@@ -54,14 +53,12 @@ class _StandIn(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage as torch's pipelining calls it.
+    """Stage ``number`` of all ``stages``, as torch's pipelining calls it. Made by ``cut_to_stages``.
 
     Args:
-        model: the model, cut down to this worker's stages by ``cut_to_stages``.
+        model: the model, cut down to this worker's stages.
         base: its body, which is the model itself where it has no head.
         parts: the modules of the model that are this stage's own; also an attribute.
-        number: the number of the stage, of ``stages`` in all.
-        stages: the number of all stages.
         active: which of this worker's stages computes now.
 
     Attributes:
@@ -107,7 +104,13 @@ class Stage(nn.Module):
             named: the model's other arguments.
         """
         if self.last and real is not None:
-            incoming, named = _first_rows(incoming, named, max(1, int(real.sum())))
+            given_rows, rows = len(incoming), max(1, int(real.sum()))
+            incoming, named = tree_map(
+                lambda leaf: (
+                    leaf[:rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == given_rows else leaf
+                ),
+                (incoming, named),
+            )
         given = {name: value for name, value in named.items() if name in self._accepted}
         if self.first:
             given["input_ids"] = incoming
@@ -124,26 +127,16 @@ class Stage(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
-    def cut(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(incoming) else value
-
-    return incoming[:rows], {name: cut(value) for name, value in named.items()}
-
-
 def cut_to_stages(
     module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
 ) -> tuple[Stage, ...]:
-    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers.
-
-    Raises:
-        ConfigError: a model without a spec, or a split that does not fit its layers.
-    """
+    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers."""
     spec = require_model_spec(module, 'pipeline_split="auto"')
-    prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
-    base = module.get_submodule(prefix) if prefix in dict(module.named_children()) else module
+    base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
-    ends = list(accumulate(_layer_counts(module, layers, spec, split, pipelining)))
+    heads = [part for name, part in module.named_modules() if name in spec.heads]
+    counts = _layer_counts(list(layers.children()), heads, split, pipelining)
+    ends = list(accumulate(counts))
     parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
     active = ActiveStage()
 
@@ -176,14 +169,12 @@ def cut_to_stages(
 
 
 def _layer_counts(
-    module: nn.Module, layers: nn.Module, spec: ModelSpec, split: PipelineSplit, pipelining: PipelineConfig
+    layers: Sequence[nn.Module], heads: Sequence[nn.Module], split: PipelineSplit, pipelining: PipelineConfig
 ) -> tuple[int, ...]:
-    costs = [_cost(layer) for layer in layers.children()]
-    check_layers(pipelining, len(costs))
-    if isinstance(split, str):
-        heads = [part for name, part in module.named_modules() if name in spec.heads]
-        return split_layers(costs, pipelining.stages, after=float(sum(map(_cost, heads))))
-    return check_split(split, pipelining.stages, len(costs))
+    check_layers(pipelining, len(layers))
+    if not isinstance(split, str):
+        return check_split(split, pipelining.stages, len(layers))
+    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
 def _cost(module: nn.Module) -> float:

@@ -84,23 +84,17 @@ def whole_region(sizes: Sequence[int]) -> Region:
 
 def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Elements ``start`` to ``stop`` of a tensor as contiguous boxes: their offsets and lengths."""
-    if start >= stop:
-        return
-    if not sizes:
+    if not sizes and start < stop:
         yield (), ()
         return
     inner = prod(sizes[1:])
-    first, last = -(-start // inner), stop // inner  # the whole rows
-    zeros = (0,) * (len(sizes) - 1)
-    if first > last:  # some elements of one row
-        yield from _in_row(sizes, last, start - last * inner, stop - last * inner)
-        return
-    yield from _in_row(sizes, first - 1, start - (first - 1) * inner, inner if start < first * inner else 0)
-    if first < last:
-        yield (first, *zeros), (last - first, *sizes[1:])
-    yield from _in_row(sizes, last, 0, stop - last * inner)
-
-
-def _in_row(sizes: Sizes, row: int, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    for offsets, run in _runs(sizes[1:], start, stop):
-        yield (row, *offsets), (1, *run)
+    while start < stop:
+        row, begin = divmod(start, inner)
+        if rows := 0 if begin else (stop - start) // inner:
+            yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            start += rows * inner
+            continue
+        end = min(stop - row * inner, inner)
+        for offsets, run in _runs(sizes[1:], begin, end):
+            yield (row, *offsets), (1, *run)
+        start = row * inner + end

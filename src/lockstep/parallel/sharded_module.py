@@ -32,14 +32,13 @@ class ShardedModule(nn.Module):
     """A worker's part of a model. Made by ``strategy.parallelize(module)``.
 
     Args:
-        inside: the model, divided in place; also an attribute.
+        inside: the model, divided in place by ``division``; also an attribute.
         division: how its layers were divided.
         names: the names of the whole model's state, in its order; None where all of it is here.
         ties: the names of each weight that has several, in the order of ``names``.
         pipeline_group: the workers that hold the stages of this part; None without a pipeline.
         tied: the names of weights that another stage holds too, in the same order there.
         pipeline: runs a step through the stages; None without a pipeline.
-
     """
 
     def __init__(

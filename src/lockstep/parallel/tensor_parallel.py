@@ -25,11 +25,10 @@ from torch.distributed.tensor.placement_types import Placement
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.mesh_layout import check_divides
-from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
+from lockstep.parallel.model_specs import ModelSpec, base_name, require_model_spec
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
-TOKENS = 1
-"""The dim of the sequence in hidden states."""
+TOKENS = 1  # the dim of the sequence in hidden states
 
 
 class SequenceSharding:
@@ -132,8 +131,7 @@ class SpecNames:
 
     def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
-        prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
-        self._base = f"{prefix}." if prefix in dict(module.named_children()) else ""
+        self._base = f"{base}." if (base := base_name(module)) else ""
         layers = module.get_submodule(f"{self._base}{spec.layers}")
         self._layers = [f"{self._base}{spec.layers}.{number}." for number, _ in layers.named_children()]
 
