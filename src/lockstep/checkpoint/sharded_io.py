@@ -99,8 +99,9 @@ class TensorReader:
                 continue
             with _opened(file) as opened:
                 for key in keys:
+                    stored = opened.get_tensor(key)  # maps the file: what is not copied is not read
                     for box in wanted[key].boxes:
-                        _copy_overlap(opened.get_slice(key), *chunks[key], box, wanted[key].view(box))
+                        _copy_overlap(stored, *chunks[key], box, wanted[key].view(box))
         for shard in wanted.values():
             shard.finish_read()
 
@@ -121,7 +122,7 @@ def _opened(file: Path) -> Any:
     return require("safetensors", "train").safe_open(file, framework="pt")
 
 
-def _copy_overlap(stored: Any, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
+def _copy_overlap(stored: Tensor, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
     """Copies to ``target``, the view of a box, what a chunk that begins at ``offsets`` has of it."""
     here: list[slice] = []
     there: list[slice] = []
