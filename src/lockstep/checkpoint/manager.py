@@ -114,8 +114,7 @@ class CheckpointManager:
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
         workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
-        if is_sharded or self._asynchronous:
-            self.wait()
+        self.wait()
         contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)
         if is_sharded:
             save = ShardedSave(workers, self._folder, contents, shards)
@@ -148,9 +147,9 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Waits for an asynchronous save. Every worker must call it. Raises CheckpointError if it failed."""
-        if self._sharded_save is not None:
+        if self._checkpoint.is_sharded:
             self._complete_sharded_save()
-        elif self._asynchronous and not self._checkpoint.is_sharded:
+        elif self._asynchronous:
             run_on_chief(self._checkpoint.workers, "checkpoint written", self._finish_thread)
 
     def finish_writing(self) -> None:

@@ -1,7 +1,7 @@
 """The arguments of a model's ``forward`` by name; and dummy batches, for a pass without rows.
 
-A replica without rows must make a pass where others need its weights, and models may not take batches without rows: a
-reshape to [0, -1, heads] fails. So it passes one row, which adds nothing.
+A replica without rows must make a pass where others need its weights, and models may not take that: a reshape to
+[0, -1, heads] fails. So it passes one row, which adds nothing.
 """
 
 from __future__ import annotations
