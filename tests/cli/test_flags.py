@@ -86,13 +86,6 @@ def test_the_help_is_what_stands_before_the_arguments():
     assert "-n WHO" in shown
 
 
-def test_a_number_may_be_left_to_a_search():
-    assert call("--batch-size", "auto", auto="batch_size") == Job(config=Settings(), auto=True)
-    assert call("--batch-size", "7", auto="batch_size") == Job(config=Settings(batch_size=7))
-    with pytest.raises(ConfigError, match="batch_size='many' was given, expected an integer or auto"):
-        call("--batch-size", "many", auto="batch_size")
-
-
 def test_a_field_without_a_flag_has_its_default_or_what_is_given():
     job = call(without=("rate",), given={"shuffle": False}, defaults={"batch_size": 3})
 

@@ -23,7 +23,6 @@ Job = TypeVar("Job")
 
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
 _MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no space for the help beside them
-AUTO = "auto"
 NO_FLAG = "no flag"
 BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
 """Context settings of a command whose arguments after a program's name belong to the program."""
@@ -42,39 +41,29 @@ class Nested:
 
     Args:
         kind: the dataclass.
-        only: fields that get a flag; None: all. The others keep their defaults.
         without: fields that get no flag, and keep their defaults.
         given: values of fields that get no flag.
         defaults: other defaults of some flags.
         groups: first field of a group of flags -> title of the group in the help.
-        auto: a number that may also be "auto": then its default is used, and the command's ``auto`` is True.
     """
 
     kind: type[Any]
-    only: Collection[str] | None = None
     without: Collection[str] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
-    auto: str | None = None
 
     def parameters(self) -> list[inspect.Parameter]:
         """A parameter for each flag."""
-        chosen = [
+        return [
             p.replace(default=self.defaults.get(p.name, p.default))
             for p in flags_of(self.kind, groups=self.groups)
-            if p.name not in (*self.given, *self.without) and (self.only is None or p.name in self.only)
+            if p.name not in (*self.given, *self.without)
         ]
-        return [_number_or_auto(p) if p.name == self.auto else p for p in chosen]
 
-    def make(self, flags: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Makes the object from parsed flags; also returns whether the flag that may be "auto" was."""
-        values = {p.name: flags[p.name] for p in self.parameters()}
-        auto = self.auto is not None and values[self.auto] == AUTO
-        if self.auto is not None:
-            number = values.pop(self.auto)
-            values |= {} if auto else {self.auto: _number(self.auto, number)}
-        return self.kind(**values, **self.given), auto
+    def make(self, flags: Mapping[str, Any]) -> Any:
+        """Makes the object from parsed flags."""
+        return self.kind(**{p.name: flags[p.name] for p in self.parameters()}, **self.given)
 
 
 def command(
@@ -97,8 +86,7 @@ def command(
     def make(**flags: Any) -> Job:
         values = {parameter.name: flags[parameter.name] for parameter in own}
         for name, each in nested.items():
-            values[name], auto = each.make(flags)
-            values |= {"auto": True} if auto else {}
+            values[name] = each.make(flags)
         return job(**values, **(given or {}))
 
     parameters = [*own, *(parameter for each in nested.values() for parameter in each.parameters())]
@@ -168,20 +156,6 @@ def field_docs(config: type[Any]) -> Mapping[str, str]:
             elif name and line.strip():
                 entries[name] += f" {line.strip()}"
     return entries
-
-
-def _number_or_auto(number: inspect.Parameter) -> inspect.Parameter:
-    option = number.annotation.__metadata__[0]
-    text = f"{option.help.rstrip('.')}; {AUTO} finds the largest that fits."
-    flag = typer.Option(metavar=f"NUMBER|{AUTO}", help=text, rich_help_panel=option.rich_help_panel)
-    return number.replace(annotation=Annotated[str, flag], default=str(number.default))
-
-
-def _number(name: str, given: str) -> int:
-    try:
-        return int(given)
-    except ValueError:
-        raise ConfigError(f"{name}={given!r} was given, expected an integer or {AUTO}") from None
 
 
 def check_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The path of every recipe that trains with ``Model``: compile, fit, test; and the search for the largest batch.
+"""The path of every recipe that trains with ``Model``: compile, fit, test.
 
 A recipe builds a ``Task`` from its config; what differs between recipes is in the task.
 """
@@ -17,13 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import CheckpointError
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.batch_size import default_budget_mb
 from lockstep.train.callbacks import Callback, EarlyStopping, TensorBoard
-from lockstep.train.compile import CompileConfig, Loss, Precision, TrainSetup
+from lockstep.train.compile import Loss
 from lockstep.train.fit import Verbose
 from lockstep.train.logs import History
 from lockstep.train.model import Model
-from lockstep.train.step import ReplicaState, train_step
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -35,7 +33,7 @@ class Task:
     Args:
         config: the recipe's configuration: epochs, patience, precision, accumulate, clip_norm, batch_size.
         module: the model, on the CPU.
-        train: training batches, with ``num_rows``, ``dummy_batch(rows)`` and another order in every epoch.
+        train: training batches, with ``num_rows`` and another order in every epoch.
         valid: validation batches, the same in every epoch; empty if nothing is held out.
         test: test batches.
         loss: the loss of ``Model.compile``.
@@ -140,46 +138,3 @@ class ResumeCheck(Callback):
 def settings_except(config: Any, names: Collection[str]) -> dict[str, Any]:
     """Returns name -> value of the fields of a config, except those that may change when a run is resumed."""
     return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in names}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LargestBatch:
-    """The largest global batch that fits: its size, the examples in the training split, and the memory limit.
-
-    The limit is that of this process in MB; None on GPUs, which have limits of their own.
-    """
-
-    size: int
-    examples: int
-    memory_mb: float | None
-
-
-def largest_batch(task: Task, strategy: Strategy) -> LargestBatch:
-    """Tries training steps, as ``Model.fit`` takes them, until it finds the largest global batch that fits in memory.
-
-    The search begins with the config's batch size; every row is as large as the largest of the data. It raises
-    DeviceMemoryError if not even one example per replica fits.
-    """
-    config, examples = task.config, task.train.num_rows
-    model = compile_task(task, strategy)
-    setup = TrainSetup(
-        strategy=strategy,
-        module=strategy.mirror(model.module).train(),
-        config=CompileConfig(loss=task.loss, precision=config.precision, clip_norm=config.clip_norm),
-        precision=Precision(config.precision, strategy.devices[0].torch_device.type),
-        optimizer=model.optimizer,
-    )
-
-    def step(shard: Any) -> None:
-        train_step(setup, ReplicaState({}), shard, True)
-
-    budget_mb = default_budget_mb(strategy.devices)
-    size = strategy.find_batch_size(
-        step,
-        task.train.dummy_batch,
-        config.batch_size,
-        limit=examples,
-        multiple_of=min(strategy.num_replicas_in_sync, examples),
-        memory_mb=budget_mb,
-    )
-    return LargestBatch(size=size, examples=examples, memory_mb=budget_mb)
