@@ -28,20 +28,15 @@ class ImageBatches:
         self._config, self._training = config, training
         self._epoch = 0
 
-    @property
-    def num_rows(self) -> int:
-        """The number of images in an epoch."""
-        return len(self._labels)
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order the next iteration draws."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return math.ceil(self.num_rows / self._config.batch_size)
+        return math.ceil(len(self._labels) / self._config.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.arange(self.num_rows)
+        order = torch.arange(len(self._labels))
         if self._training:
             generator = seeded_generator(self._config.seed, self._epoch)
             order = shuffled_order(len(order), buffer=self._config.shuffle_buffer, generator=generator)

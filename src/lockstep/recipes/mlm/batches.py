@@ -107,11 +107,6 @@ class MaskedBatches:
         self._ordinary_ids = (~self._is_special).nonzero()[:, 0]
         self._epoch = 0
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows in an epoch."""
-        return len(self._rows)
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order and masks the next iteration draws."""
         self._epoch = epoch
