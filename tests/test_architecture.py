@@ -23,8 +23,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_torch_compat"}),
     frozenset({"extras", "atomic_files", "parent_death"}),
-    # plan needs nothing but errors: numbers in, numbers out, so whoever divides a model may ask what it costs.
-    frozenset({"config", "cluster", "plan"}),
+    frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),
     frozenset({"replicas"}),
@@ -34,7 +33,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"integrations"}),
     frozenset({"recipes", "report"}),  # one recipe trains with the Trainer of integrations
-    frozenset({"launch", "scaling", "verify"}),
+    frozenset({"launch", "plan", "scaling", "verify"}),
     frozenset({"cli"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
@@ -50,7 +49,7 @@ WRITES_FILES = (
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report.py",
-    "scaling/report.py",  # savefig writes the SVG to memory
+    "scaling/plots.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
     "recipes/images/dataset.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read

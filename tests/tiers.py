@@ -10,7 +10,6 @@ from __future__ import annotations
 # Files whose tests are slow, except for the tests named.
 SLOW_FILES: dict[str, tuple[str, ...]] = {
     "cli/test_backup.py": (),
-    "cli/test_batch_size.py": (),
     "cli/test_bench_pipeline.py": (),
     "cli/test_run.py": (
         "test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log",
@@ -49,19 +48,15 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_chief_is_lost_with_its_store",
     ),
     "parallel/test_vocab_parallel_sharded.py": (),
-    "recipes/images/test_batch_size.py": (),
     "recipes/images/test_resume.py": (),
     "recipes/images/test_run.py": (
         "test_three_replicas_compute_what_one_device_computes",
         "test_any_number_of_replicas_and_workers_sees_the_same_pictures",
     ),
-    "recipes/mlm/test_batch_size.py": (),
     "recipes/mlm/test_resume.py": (),
     "recipes/mlm/test_run.py": ("test_two_replicas_learn_and_are_tested",),
     "recipes/reviews/test_run.py": ("test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads",),
     "recipes/text/test_python_text.py": (),
-    "strategies/test_batch_size.py": (),
-    "strategies/test_batch_size_memory.py": (),
     "strategies/test_cores.py": (),
     "strategies/test_multi_worker_choices.py": (),
     "strategies/test_multi_worker_disagreements.py": (),

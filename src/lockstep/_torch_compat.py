@@ -153,9 +153,6 @@ with _probe("stores and process groups between workers"):
 # A faster kernel, on CPUs where torch was built with it; without it, torch's own linear is used.
 mkldnn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
-nccl_sums_in_process = hasattr(torch._C, "_nccl_all_reduce")
-"""Whether one process can sum over several GPUs with NCCL."""
-
 
 def default_device() -> torch.device | None:
     """The device that ``torch.set_default_device`` has set; None if it was not called."""

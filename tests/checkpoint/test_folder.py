@@ -152,7 +152,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "half the weights": (lambda path: cut(path / "weights.safetensors"), r"weights\.safetensors has \d+ bytes instead"),
     "a broken header": (lambda path: scribble(path / "weights.safetensors"), r"damaged \(.*[Hh]eader"),
     "a broken state": (
-        lambda path: scribble(path / "state" / "model-00001-of-00001.safetensors"),
+        lambda path: scribble(path / "state" / "model-00001.safetensors"),
         r"damaged \(.*[Hh]eader",
     ),
 }

@@ -62,14 +62,13 @@ def test_nan_and_the_numbers_of_numpy_come_back_as_numbers():
         torch.nn.Parameter(torch.ones(2)),
     ],
 )
-def test_tensors_keep_their_strides(tensor: torch.Tensor):
+def test_tensors_keep_their_values(tensor: torch.Tensor):
     tree, tensors = flatten({"deep": [tensor]}, "state")
     stored = {key: value.contiguous() for key, value in tensors.items()}
 
     back = unflatten(json.loads(json.dumps(tree)), stored)["deep"][0]
 
     assert torch.equal(back, tensor)
-    assert back.stride() == tensor.stride()
     assert not back.requires_grad
 
 
@@ -95,16 +94,3 @@ def test_a_tree_of_a_newer_kind_or_without_its_tensor_is_refused():
         unflatten({"#": "graph"}, {})
     with pytest.raises(CheckpointError, match=r"lacks the tensor 'a\.b'; it is damaged"):
         unflatten({"#": "tensor", "key": "a.b"}, {})
-
-
-@pytest.mark.parametrize("strides", [[True, 2], [1, 1], [0, 0]])
-def test_strides_that_no_tensor_was_saved_with_are_damage(strides: list[int]):
-    tree = {"#": "tensor", "key": "a", "strides": strides}
-
-    with pytest.raises(CheckpointError, match="'a'"):
-        unflatten(tree, {"a": torch.zeros(2, 3)})
-
-
-def test_a_key_that_is_there_twice_is_damage():
-    with pytest.raises(CheckpointError, match="twice"):
-        unflatten({"#": "dict", "items": [[1, "a"], [True, "b"]]}, {})

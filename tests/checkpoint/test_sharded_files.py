@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import sharded_io
-from lockstep.checkpoint.sharded_io import TensorReader, write_tensors
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards
 
 WHOLE = torch.arange(12.0)
 TENSORS = {
@@ -35,6 +35,10 @@ TENSORS = {
 }
 
 
+def write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    write_shards({key: TensorShard(each) for key, each in tensors.items()}, folder)
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.detach().contiguous().view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
@@ -42,7 +46,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_tensors(TENSORS, tmp_path / "state")
+        write(TENSORS, tmp_path / "state")
         back = TensorReader(tmp_path / "state").read_all()
 
     assert back.keys() == TENSORS.keys()
@@ -52,22 +56,22 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path):
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path):
-    write_tensors({"a": torch.ones(2)}, tmp_path)
+    write({"a": torch.ones(2)}, tmp_path)
 
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
-    assert safetensors.torch.load_file(tmp_path / "model-00001-of-00001.safetensors")["a"].tolist() == [1.0, 1.0]
+    assert safetensors.torch.load_file(tmp_path / "model-00001.safetensors")["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharded_io, "FILE_BYTES", 100)
 
-    write_tensors(TENSORS, tmp_path)
+    write(TENSORS, tmp_path)
 
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert TensorReader(tmp_path).read_all().keys() == TENSORS.keys()
 
 
 def test_no_tensors_make_an_empty_folder(tmp_path: Path):
-    write_tensors({}, tmp_path / "state")
+    write({}, tmp_path / "state")
 
     assert TensorReader(tmp_path / "state").read_all() == {}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards, write_tensors, writers
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards, writers
 from lockstep.errors import CheckpointError
 from lockstep.parallel.regions import Region, whole_region
 
@@ -31,8 +31,8 @@ def half(rank: int) -> dict[str, TensorShard]:
 def folder(tmp_path: Path) -> Path:
     """Written by two workers, and a third one that has the rest."""
     for rank in (0, 1):
-        write_shards(half(rank), tmp_path, number=rank, of=3)
-    write_shards({"step": TensorShard(WHOLE["step"])}, tmp_path, number=2, of=3)
+        write_shards(half(rank), tmp_path, prefix=f"shard-{rank}")
+    write_shards({"step": TensorShard(WHOLE["step"])}, tmp_path, prefix="shard-2")
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def test_any_elements_are_read_from_whole_files_and_from_boxes(
 ):
     if written_whole:
         folder = tmp_path / "whole"
-        write_tensors(WHOLE, folder)
+        write_shards({key: TensorShard(each) for key, each in WHOLE.items()}, folder)
     found = torch.full((stop - start,), float("nan"))
 
     TensorReader(folder).read({"columns": TensorShard(found, whole_region((4, 12)), start=start)})
@@ -85,7 +85,7 @@ def test_other_types_are_converted(folder: Path):
 
 
 def test_a_lost_file_is_told(folder: Path):
-    next(folder.glob("shard-00002-*")).unlink()
+    next(folder.glob("shard-1-00001*")).unlink()
 
     with pytest.raises(CheckpointError, match="lacks a part of"):
         TensorReader(folder)
@@ -96,14 +96,14 @@ def test_a_copy_is_what_was_held_then(folder: Path):
     held = TensorShard(tensor)
     copied = held.copied()
     tensor.zero_()
-    write_shards({"late": copied}, folder / "late", number=0, of=1)
+    write_shards({"late": copied}, folder / "late")
 
     assert torch.equal(TensorReader(folder / "late").read_all()["late"], torch.ones(2))
 
 
 def test_tied_tensors_are_each_written_in_full(tmp_path: Path):
     tensor = torch.ones(2, 3)
-    write_shards({"words": TensorShard(tensor), "head": TensorShard(tensor)}, tmp_path, number=0, of=1)
+    write_shards({"words": TensorShard(tensor), "head": TensorShard(tensor)}, tmp_path)
 
     assert all(torch.equal(value, tensor) for value in TensorReader(tmp_path).read_all().values())
 
@@ -117,3 +117,13 @@ def test_each_box_has_one_writer_and_all_write_about_as_much():
     assert sum(map(len, own)) == len(set.union(*own)) == 8
     assert [len(each) for each in own] in ([3, 3, 2], [3, 2, 3], [2, 3, 3])
     assert own[0] <= {(folder, key, tuple(offsets), tuple(sizes)) for folder, key, offsets, sizes, _ in boxes[:6]}
+
+
+def test_torchs_own_reader_reads_the_files(folder: Path):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    found = {name: torch.empty_like(value) for name, value in WHOLE.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+    assert all(torch.equal(found[name], value) for name, value in WHOLE.items())

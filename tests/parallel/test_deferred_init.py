@@ -139,6 +139,15 @@ class Scale(nn.Module):
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.inner, self.norm = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+
+    def reset_parameters(self) -> None:
+        self.norm.copy_(self.inner.weight.norm())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         self.weight, self.norm = nn.Parameter(torch.randn(3)), nn.Parameter(torch.ones(()))
 
     def reset_parameters(self) -> None:
@@ -159,15 +168,22 @@ def test_what_nothing_initialises_is_refused():
         blank = nn.Sequential(nn.Linear(3, 3), Scale())
 
     with pytest.raises(ConfigError, match=r"1\.factor is on the meta device, and nothing .*; give Scale a reset_param"):
-        DeferredInit(blank, "seed")
+        DeferredInit(blank, "seed").make("1.factor")
 
 
-def test_what_is_made_from_other_weights_is_refused():
+def test_what_is_made_from_the_weights_of_another_module_is_refused():
     with torch.device("meta"):
         first = DeferredInit(Normed(), "seed")
 
     with pytest.raises(ConfigError, match=r"first values of the model cannot be made on the meta device .* outside"):
         first.make("norm")
+
+
+def test_values_may_depend_on_others_of_the_module():
+    with torch.device("meta"):
+        first = DeferredInit(Scaled(), "seed")
+
+    assert torch.equal(first.make("norm"), first.make("weight").norm())
 
 
 def test_what_is_adjusted_begins_with_what_it_is_adjusted_from():

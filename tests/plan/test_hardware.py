@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.plan import LINKS, Network, parse_link
-from lockstep.plan.hardware import Group, group, ring_seconds, send_seconds
+from lockstep.plan.hardware import LINKS, Network, parse_link, ring_seconds, send_seconds
 
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)
 
@@ -21,25 +20,18 @@ def test_a_link_is_a_name_or_numbers():
         parse_link("0@3")
 
 
-def test_groups_know_how_many_of_them_share_a_host():
-    assert group(8, 1, 8) == Group(size=8, local=8)
-    assert group(32, 1, 8) == Group(size=32, local=8)
-    assert group(32, 8, 8) == Group(size=32, local=1)
-    assert group(32, 2, 8) == Group(size=32, local=4)
-
-
 def test_a_ring_moves_at_the_pace_of_its_slowest_link():
-    inside = ring_seconds(1e9, group(8, 1, 8), NETWORK, 1.0, 0.0)
-    across = ring_seconds(1e9, group(16, 1, 8), NETWORK, 1.0, 0.0)
-    alone = ring_seconds(1e9, group(16, 8, 8), NETWORK, 1.0, 0.0)
+    inside = ring_seconds(1e9, 8, 1, NETWORK, 1.0, 0.0)
+    across = ring_seconds(1e9, 16, 1, NETWORK, 1.0, 0.0)
+    alone = ring_seconds(1e9, 16, 8, NETWORK, 1.0, 0.0)
 
     assert inside == pytest.approx(1e9 * 7 / 8 / 300e9, rel=0.02)
     assert across == pytest.approx(1e9 * 15 / 16 / 200e9, rel=0.02)  # eight rails of 25 GB/s
     assert alone == pytest.approx(1e9 * 15 / 16 / 25e9, rel=0.02)
-    assert ring_seconds(1e9, group(1, 1, 8), NETWORK, 1.0, 1.0) == 0.0
+    assert ring_seconds(1e9, 1, 1, NETWORK, 1.0, 1.0) == 0.0
 
 
 def test_a_small_message_costs_its_latency():
-    assert ring_seconds(8, group(8, 1, 8), NETWORK, 1.0, 8.4e-6) == pytest.approx(8.4e-6 + 7 * 3.4e-6, rel=1e-3)
+    assert ring_seconds(8, 8, 1, NETWORK, 1.0, 8.4e-6) == pytest.approx(8.4e-6 + 7 * 3.4e-6, rel=1e-3)
     assert send_seconds(8, False, NETWORK, 1.0) == pytest.approx(14e-6, rel=1e-3)
     assert send_seconds(8, True, NETWORK, 1.0) == pytest.approx(3.4e-6, rel=1e-3)

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.plan import KNOWN_SHAPES, Layout, Software, estimate_memory, shape_of
-from lockstep.plan.layout import pipeline_workers
-from lockstep.plan.memory import layer_activations, worker_memory
-from lockstep.plan.software import precision_named
+from lockstep.plan.layout import Layout, pipeline_workers
+from lockstep.plan.memory import WorkerMemory, estimate_memory, layer_activations
+from lockstep.plan.shapes import KNOWN_SHAPES, shape_of
+from lockstep.plan.software import Software, precision_named
 
 GPT3 = KNOWN_SHAPES["gpt-3"]
 MEGATRON = Software(
     precision=precision_named("mixed"),
     fused_attention=False,
-    balanced_stages=False,
-    saves_gathered_inputs=False,
     static_buffers=False,
 )
 SBH = 2048 * 12288
@@ -32,17 +30,17 @@ def test_a_layer_keeps_what_korthikanti_et_al_count():
     eight = layer_activations(GPT3, Layout(tensor=8), MEGATRON)
     along = layer_activations(GPT3, Layout(tensor=8, sequence_parallel=True), MEGATRON)
 
-    assert one.all == pytest.approx(SBH * (34 + SCORES))
-    assert eight.all == pytest.approx(SBH * (10 + 24 / 8 + SCORES / 8))
-    assert along.all == pytest.approx(SBH * (34 + SCORES) / 8)
-    assert along.replicated + along.split == pytest.approx(SBH * 34 / 8)
+    assert one.saved == pytest.approx(SBH * (34 + SCORES))
+    assert eight.saved == pytest.approx(SBH * (10 + 24 / 8 + SCORES / 8))
+    # The inputs of two products are gathered, and saved so: 2 of 16 bits.
+    assert along.saved == pytest.approx(SBH * ((34 + SCORES) / 8 + 2 * 2 * 7 / 8))
     assert one.input == pytest.approx(2 * SBH)
 
 
 def test_fused_attention_keeps_no_scores():
     fused = replace(MEGATRON, fused_attention=True)
 
-    assert layer_activations(GPT3, Layout(tensor=8), fused).all == pytest.approx(SBH * (10 + 24 / 8))
+    assert layer_activations(GPT3, Layout(tensor=8), fused).saved == pytest.approx(SBH * (10 + 24 / 8))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +56,7 @@ def test_fused_attention_keeps_no_scores():
 )
 def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
     layout = Layout(pipeline=8, microbatches=microbatches, schedule=schedule, stages_per_worker=chunks)
-    first, *_ = pipeline_workers(GPT3, layout, balanced=False)
+    first, *_ = pipeline_workers(GPT3, layout)
 
     assert first.live_layers / first.layers == pytest.approx(held)
 
@@ -78,10 +76,10 @@ def test_state_is_that_of_the_zero_paper():
 
 def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
     shape, layout = replace(GPT3, vocabulary=1), Layout(data=2, pipeline=8, microbatches=16, shard_parameters=True)
-    first = pipeline_workers(shape, layout, balanced=False)[0]
-    by_layer = worker_memory(shape, layout, MEGATRON, first)
-    by_stage = worker_memory(shape, replace(layout, schedule="zero_bubble"), MEGATRON, first)
-    unshared = worker_memory(shape, replace(layout, shard_parameters=False), MEGATRON, first)
+    first = pipeline_workers(shape, layout)[0]
+    by_layer = WorkerMemory(shape, layout, MEGATRON, first).estimate()
+    by_stage = WorkerMemory(shape, replace(layout, schedule="zero_bubble"), MEGATRON, first).estimate()
+    unshared = WorkerMemory(shape, replace(layout, shard_parameters=False), MEGATRON, first).estimate()
 
     assert by_layer.weights == by_stage.weights == pytest.approx(unshared.weights / 2)
     assert by_layer.beside_activations == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)
@@ -92,28 +90,20 @@ def test_tensor_ranks_make_the_gradient_of_all_words():
     """As DTensor's embedding does; their own part is then cut out, beside the one that is there already."""
     shape, layout = KNOWN_SHAPES["gpt2"], Layout(pipeline=2, tensor=2, microbatches=4)
     software = Software(precision=precision_named("fp32"))
-    first = pipeline_workers(shape, layout, balanced=True)[0]
-    memory = worker_memory(shape, layout, software, first)
+    first = pipeline_workers(shape, layout)[0]
+    memory = WorkerMemory(shape, layout, software, first).estimate()
     words = 4 * shape.vocabulary * shape.hidden
 
-    kept = layer_activations(shape, layout, software).all * first.layers
+    kept = layer_activations(shape, layout, software).saved * first.layers
     assert first.live_layers == 2 * first.layers
     assert memory.backward_end == pytest.approx(kept + memory.gradients + words + words / 2)
-
-
-def test_a_divided_sequence_is_gathered_for_products_and_kept_so():
-    layout = Layout(tensor=2, sequence_parallel=True)
-    kept = layer_activations(GPT3, layout, replace(MEGATRON, saves_gathered_inputs=True)).replicated
-    again = layer_activations(GPT3, layout, MEGATRON).replicated
-
-    assert kept - again == pytest.approx(2 * 2 * SBH / 2)  # half of two inputs of 16 bits
 
 
 def test_a_stage_has_buffers_for_every_microbatch():
     layout = Layout(pipeline=8, microbatches=64)
     first, last = (
-        worker_memory(GPT3, layout, replace(MEGATRON, static_buffers=True), worker).buffers
-        for worker in pipeline_workers(GPT3, layout, balanced=True)
+        WorkerMemory(GPT3, layout, replace(MEGATRON, static_buffers=True), worker).estimate().buffers
+        for worker in pipeline_workers(GPT3, layout)
     )
 
     assert first == last == 64 * 2 * SBH  # those between have as many for what comes back as for what comes
@@ -122,11 +112,9 @@ def test_a_stage_has_buffers_for_every_microbatch():
 def test_recomputation_keeps_inputs_and_one_layer_at_work():
     layout = Layout(pipeline=8, tensor=8, microbatches=64)
     full = estimate_memory(GPT3, replace(layout, activation_checkpointing="full"), MEGATRON).activations
-    selective = estimate_memory(GPT3, replace(layout, activation_checkpointing="selective"), MEGATRON).activations
     layer = layer_activations(GPT3, layout, MEGATRON)
 
-    assert full == pytest.approx(8 * 12 * layer.input + layer.all)
-    assert selective == pytest.approx(8 * 12 * (layer.replicated + layer.split) + layer.scores)
+    assert full == pytest.approx(8 * 12 * layer.input + layer.saved)
 
 
 def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
@@ -152,7 +140,7 @@ def test_autocast_holds_a_cast_copy_of_the_weights():
 def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: str):
     """The tensors that autograd really saves for two layers more, dropout off; weights and their casts left out."""
     config, make = _family(family)
-    shape = replace(shape_of(config), saved=replace(shape_of(config).saved, masks=0))
+    shape = replace(shape_of(config.to_dict()), saved=replace(shape_of(config.to_dict()).saved, masks=0))
     ids = torch.zeros(3, shape.sequence, dtype=torch.long)
 
     def saved(layers: int) -> int:
@@ -161,7 +149,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: s
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return _saved_bytes(module, lambda: module(ids, **({} if family == "bert" else {"use_cache": False})))
 
-    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=precision_named(precision))).all
+    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=precision_named(precision))).saved
 
     assert (saved(3) - saved(1)) / 2 == pytest.approx(counted, rel=0.03)
 

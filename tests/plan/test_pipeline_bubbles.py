@@ -18,7 +18,7 @@ from lockstep.parallel.pipeline_config import (
 )
 from lockstep.parallel.pipeline_trace import Action, simulate
 from lockstep.plan.cost import Passes, bubble_seconds
-from lockstep.plan.layout import Layout, live_microbatches, split_evenly, stages_of
+from lockstep.plan.layout import Layout, live_microbatches, split_evenly
 
 # Forward, inputs, weights: alike as in the papers, and as layers have them, whose attention and norms have no weights.
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))
@@ -53,9 +53,7 @@ def test_the_waiting_is_that_of_torch_s_schedule(schedule: ScheduleName):
 def test_what_is_held_is_what_torch_s_schedule_holds(schedule: ScheduleName):
     for pipelining in pipelines(schedule):
         for worker, order in enumerate(orders_of(pipelining)):
-            held = live_microbatches(
-                worker, pipelining.workers, pipelining.microbatches, schedule, pipelining.stages_per_worker
-            )
+            held = live_microbatches(worker, pipelining)
             counted = sum(held) if isinstance(held, tuple) else held
 
             assert most_held(order) == counted, (pipelining, worker)
@@ -75,17 +73,9 @@ def test_the_parts_of_a_v_are_held_as_counted():
             for action in order:
                 at[action.stage] += {"forward": 1, "weights": -1}.get(action.kind, 0)
                 seen.append(tuple(at[stage] for stage in pipelining.stages_of(worker)))
-            held = live_microbatches(worker, pipelining.workers, pipelining.microbatches, "zero_bubble_v", 2)
+            held = live_microbatches(worker, pipelining)
 
             assert held in [each for each in seen if sum(each) == max(map(sum, seen))]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_workers_have_the_stages_that_the_strategy_gives_them(schedule: ScheduleName):
-    for pipelining in pipelines(schedule):
-        for worker in range(pipelining.workers):
-            own = stages_of(worker, pipelining.workers, schedule, pipelining.stages_per_worker)
-            assert own == pipelining.stages_of(worker)
 
 
 def test_layers_are_divided_as_the_strategy_divides_them():

@@ -37,7 +37,6 @@ PRELOADED = (
     "pytest",
     "torch",
     "torch._dynamo",
-    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.utils.serialization.config",
     "lockstep.cli.bench",

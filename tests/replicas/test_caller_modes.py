@@ -238,59 +238,30 @@ def tracks(profile: torch.profiler.profile, path: Path) -> dict[int, Counter[str
     return found
 
 
-def test_a_profile_has_a_track_for_each_replica(make_strategy: MakeStrategy, tmp_path: Path):
+def profile_of(*, all_threads: bool) -> torch.profiler.profile:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config)
+
+
+def test_a_profile_of_all_threads_has_a_track_for_each_replica(make_strategy: MakeStrategy, tmp_path: Path):
     step, _ = replicas_of(make_strategy(3))
     step()
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profile_of(all_threads=True) as profile:
         with torch.profiler.record_function("before"):
             torch.ones(2)
         step()
 
     found = tracks(profile, tmp_path / "trace.json")
-    replicas = [track for track in found.values() if "before" not in track]
+    replicas = [track for track in found.values() if "aten::conv2d" in track]
     assert len(replicas) == 3
     assert all(track["aten::conv2d"] == 1 and track["aten::convolution_backward"] == 1 for track in replicas)
-    averages = {event.key: event.count for event in profile.key_averages()}
-    assert averages["aten::conv2d"] == 3
-    assert averages["before"] == 1
 
 
-def test_a_profile_with_a_schedule_sees_the_steps_that_it_asks_for(make_strategy: MakeStrategy):
-    step, _ = replicas_of(make_strategy(2))
-    seen: list[int] = []
-
-    def count(profile: torch.profiler.profile) -> None:
-        seen.extend(event.count for event in profile.key_averages() if event.key == "aten::conv2d")
-
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=count) as profile:
-        for _ in range(6):
-            step()
-            profile.step()
-
-    assert seen == [2 * 2]
-
-
-def test_after_a_profile_replicas_are_not_profiled(make_strategy: MakeStrategy):
+def test_a_profile_that_does_not_see_the_replicas_warns(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert strategy.run(torch.autograd._profiler_enabled) is True
-
-    assert strategy.run(torch.autograd._profiler_enabled) is False
-
-
-def test_a_profile_of_a_run_that_failed_ends_well(make_strategy: MakeStrategy):
-    strategy = make_strategy(2)
-
-    def fails() -> None:
-        raise KeyError("of the step")
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), pytest.raises(KeyError):
-        strategy.run(fails)
-
-    assert strategy.run(torch.autograd._profiler_enabled) is False
+    with profile_of(all_threads=False), pytest.warns(UserWarning, match="profile_all_threads=True"):
+        strategy.run(torch.ones, (2,))
 
 
 def test_the_modes_of_the_caller_are_as_before_after_a_run(make_strategy: MakeStrategy):

@@ -53,24 +53,6 @@ def test_dropout_keeps_or_zeroes_as_torch_does(p: float):
     assert float((values == 0).float().mean()) == pytest.approx(p, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("function", "shape", "channels"),
-    [
-        (F.dropout1d, (9, 50, 7), 2),
-        (F.dropout1d, (50, 7), 1),
-        (F.dropout2d, (9, 50, 3, 3), 2),
-        (F.dropout3d, (9, 50, 2, 2, 2), 2),
-        (F.dropout3d, (50, 2, 2, 2), 1),
-        (F.feature_alpha_dropout, (9, 50, 4), 2),
-    ],
-)
-def test_whole_channels_are_dropped(function: Callable[..., Tensor], shape: tuple[int, ...], channels: int):
-    for call in (in_replica, lambda function, *args: function(*args)):
-        values = call(function, torch.ones(shape), 0.5, True).flatten(channels)
-        assert bool((values == values[..., :1]).all())
-        assert len(values[..., 0].unique()) == 2
-
-
 @pytest.mark.parametrize("function", [F.dropout, F.alpha_dropout, F.rrelu, F.dropout2d])
 def test_in_place_changes_the_input_and_gradients_agree(function: Callable[..., Tensor]):
     input = torch.linspace(-2, 2, 3 * 5 * 4 * 4, dtype=torch.float64).reshape(3, 5, 4, 4)

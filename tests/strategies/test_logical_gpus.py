@@ -211,21 +211,3 @@ def test_a_gpu_that_has_no_more_itself_is_told_in_the_name_of_the_share():
 
         with pytest.raises(DeviceMemoryError, match=r"gpu:1 got no more memory from its GPU.* of a memory_limit of 96"):
             strategy.run(step)
-
-
-def two_megabytes_a_row(shard: Tensor) -> None:
-    torch.empty(len(shard), 2 * MB, dtype=torch.uint8)
-
-
-def test_find_batch_size_keeps_to_the_limit_of_the_share(four: Shares):
-    strategy, driver = four
-    strategy.run(lambda: torch.empty(MB, dtype=torch.uint8))
-    peak = [memory.peak for memory in strategy.device_memory()]
-
-    found = strategy.find_batch_size(two_megabytes_a_row, lambda rows: torch.zeros(rows, 8), 16)
-
-    assert found == 4 * LIMIT_MB // 2
-    assert driver.memory.reserved["gpu:0"] == 0  # no memory stays taken
-    assert strategy.find_batch_size(two_megabytes_a_row, lambda rows: torch.zeros(rows, 8), 4096) == found
-    assert [memory.peak for memory in strategy.device_memory()] == peak
-    assert driver.waits == 0

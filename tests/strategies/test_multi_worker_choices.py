@@ -52,7 +52,6 @@ def run_job() -> dict[str, Any]:
             "uneven evaluate": evaluated(strategy),
             "plain": first_gradients(strategy),
             "pipelines": pipelines(strategy),
-            "batch size": refused(lambda: strategy.find_batch_size(print, torch.zeros, 4)),
         }
     with closing(strategy_with(compression="bf16")) as strategy:
         results["bf16"] = first_gradients(strategy)
@@ -236,13 +235,6 @@ def test_bf16_trains_nearly_the_same_and_leaves_the_same_bits_on_all_workers(res
 
 def test_every_worker_s_function_gives_its_own_replicas_their_batches(result: dict[str, Any]):
     assert result["pipelines"] == [[0, 1, 2, 3, 100, 101], [4, 5, 6, 7, 102, 103]]
-
-
-def test_a_batch_size_is_not_looked_for_by_several_workers(result: dict[str, Any]):
-    said = "UsageError: find_batch_size tries batches in one process, and this is a job of 2 workers; find the size on"
-
-    assert result["batch size"].startswith(said)
-    assert "\n" not in result["batch size"]
 
 
 def test_sparse_gradients_are_refused_in_one_line(result: dict[str, Any]):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ from lockstep.checkpoint.format import (
     read_checkpoint,
     unflatten,
 )
+from lockstep.checkpoint.sharded_io import TensorShard, balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
@@ -41,12 +42,9 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.strategies.base import Strategy, get_strategy
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.sharded_io import TensorShard
-
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
-Shards = Mapping[str, Mapping[str, "TensorShard"]]
+Shards = Mapping[str, Mapping[str, TensorShard]]
 """Folder inside the checkpoint -> key -> what this worker writes of that tensor."""
 _RANDOM = "random"
 
@@ -176,8 +174,6 @@ class Checkpoint:
 
     def _shards(self, states: Mapping[str, AdapterState]) -> tuple[dict[str, str], Shards]:
         """The folder of each sharded module's weights, and what this worker writes to each folder."""
-        from lockstep.checkpoint.sharded_io import balance_writes
-
         modules = [name for name, state in states.items() if state.weight_shards is not None]
         folders = {name: "weights" if len(modules) == 1 else f"weights-{name}" for name in modules}
         shards: dict[str, Mapping[str, TensorShard]] = {

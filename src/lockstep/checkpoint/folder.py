@@ -24,6 +24,7 @@ from lockstep.checkpoint.format import (
     run_of,
     weights_of,
 )
+from lockstep.checkpoint.sharded_io import TensorReader
 from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
@@ -68,9 +69,6 @@ def export_weights(
     Example:
         >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
     """
-    # Imported here: it takes 0.7 s, which a program that exports nothing need not wait.
-    from lockstep.checkpoint.sharded_io import TensorReader
-
     folder = Path(checkpoint)
     source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
     if source is None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lockstep.atomic_files import atomic_folder
+from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards
 from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
@@ -127,9 +128,6 @@ def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises
     CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
-    # Imported here: it takes 0.7 s, which a program that reads nothing need not wait.
-    from lockstep.checkpoint.sharded_io import TensorReader
-
     document = _read_document(path)
     files: dict[str, str] = document["weights"]
     try:
@@ -158,10 +156,7 @@ def _write_files(folder: Path, contents: Contents) -> str:
         weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
         save = require("safetensors.torch", "train").save_file
         save(contiguous_tensors(own), str(folder / weights[name]), metadata={"format": "pt"})
-    # Imported here: it takes 0.7 s, which a program that saves nothing need not wait.
-    from lockstep.checkpoint.sharded_io import write_tensors
-
-    write_tensors(tensors, folder / STATE)
+    write_shards({key: TensorShard(tensor) for key, tensor in tensors.items()}, folder / STATE)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
     record = contents.record
     document = {
@@ -187,8 +182,6 @@ def _read_state(folder: Path, unread: tuple[str, ...]) -> dict[str, Any]:
     """The tensors in a folder, and references to those whose keys begin with one of ``unread``."""
     if not folder.is_dir():
         return {}
-    from lockstep.checkpoint.sharded_io import TensorReader
-
     reader = TensorReader(folder)
     left = [key for key in reader.tensors if key.startswith(unread)]
     return {**reader.read_all(without=left), **{key: TensorRef(key) for key in left}}
@@ -267,7 +260,7 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the state that ``flatten`` was given. Non-contiguous dense tensors get their strides back.
+    """Returns the state that ``flatten`` was given, its tensors contiguous.
 
     Raises CheckpointError if a tensor is missing, or an object is of an unknown type.
     """
@@ -325,44 +318,20 @@ def _encoded_tensor(state: torch.Tensor, path: str, tensors: dict[str, torch.Ten
         )
     key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
     tensors[key] = state.detach()
-    strides = None if state.is_contiguous() else _dense_strides(state)
-    return {_TAG: "tensor", "key": key} | ({} if strides is None else {"strides": strides})
-
-
-def _dense_strides(tensor: torch.Tensor) -> list[int] | None:
-    """The strides of a tensor without gaps or overlaps, such as channels_last; None for any other."""
-    expected = 1
-    for stride, size in sorted(pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] > 1):
-        if stride != expected:
-            return None
-        expected *= size
-    return list(tensor.stride())
+    return {_TAG: "tensor", "key": key}
 
 
 def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | TensorRef:
     try:
-        tensor: torch.Tensor | TensorRef = tensors[tree["key"]]
+        return tensors[tree["key"]]
     except KeyError:
         raise CheckpointError(
             f"the checkpoint lacks the tensor {tree['key']!r}; it is damaged: use another one"
         ) from None
-    if "strides" not in tree or isinstance(tensor, TensorRef):
-        return tensor
-    strides = tree["strides"]
-    if all(type(stride) is int for stride in strides) and len(strides) == tensor.ndim:
-        strided = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
-        if _dense_strides(strided):
-            return strided.copy_(tensor)
-    raise CheckpointError(
-        f"the checkpoint has the tensor {tree['key']!r} with strides {strides}; it is damaged: use another one"
-    )
 
 
 def _decoded_dict(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    found = {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
-    if len(found) < len(tree["items"]):
-        raise CheckpointError(f"the checkpoint has one of the keys {list(found)} twice; it is damaged: use another one")
-    return found
+    return {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {

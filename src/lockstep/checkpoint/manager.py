@@ -22,6 +22,7 @@ from typing import Literal, Self
 from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
+from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors, run_on_all
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
@@ -251,12 +252,10 @@ class ShardedSave:
             raise
 
     def write(self) -> None:
-        """Writes this worker's shards. Raises OSError if they cannot be written."""
-        from lockstep.checkpoint.sharded_io import write_shards
-
+        """Writes this worker's shards. Raises OSError or SafetensorError if they cannot be written."""
         for folder, shards in self._shards.items():
             if shards:
-                write_shards(shards, self._partial / folder, number=self._workers.index, of=self._workers.size)
+                write_shards(shards, self._partial / folder, prefix=f"shard-{self._workers.index + 1:05d}")
 
     def complete(self, error: str) -> None:
         """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.

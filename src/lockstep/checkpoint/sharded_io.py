@@ -2,64 +2,36 @@
 
     worker 0: its boxes -> shard-00001-....safetensors      each file says where in the whole tensors its boxes are
     worker 1: its boxes -> shard-00002-....safetensors
-    any worker: the boxes that it wants <- torch.distributed.checkpoint's load plan, from all files
+    any worker: the boxes that it wants <- what overlaps them in all files
 
-The steps of torch.distributed.checkpoint (plan, read or write) are called here one after another, not through its
-``save`` and ``load``: those warn at every call outside a process group, and wrap an OSError such as a full disk into a
-page of traceback. Importing it takes 0.7 s, so this module is imported where it is needed.
+The files are in the form of torch.distributed.checkpoint's ``HuggingFaceStorageWriter``.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
-from lockstep.parallel.regions import Box, Region, whole_region
+from lockstep.parallel.regions import Box, Region, Sizes, whole_region
 
 FILE_BYTES = 2**30
 """A new file is begun at this size: while a file is written, memory holds a second copy of it."""
-
-
-def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes whole tensors into ``folder``, which is made. Neither synced nor atomic: the caller sees to that.
-
-    They are on any device and of any dtype that safetensors has. Aliased and non-contiguous ones are written in full.
-
-    Raises OSError if they cannot be written.
-    """
-    safetensors = require("safetensors.torch", "train")
-    folder.mkdir(parents=True, exist_ok=True)
-    own = contiguous_tensors(tensors)
-    files = _files_of(own)
-    last = max(files.values(), default=0)
-    for number in range(1, last + 1):
-        chunk = {key: own[key] for key, file in files.items() if file == number}
-        name = f"model-{number:05d}-of-{last:05d}.safetensors"
-        safetensors.save_file(chunk, str(folder / name), metadata={"format": "pt"})
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 class TensorShard:
-    """What a worker holds of a tensor, with the methods that torch.distributed.checkpoint calls on a sharded tensor.
+    """What a worker holds of a tensor.
 
     The tensor has the elements of ``region``, by default all, in row-major order, or those of them from ``start`` on.
     ``boxes`` are those of interest; None is all.
@@ -68,53 +40,25 @@ class TensorShard:
     def __init__(
         self, tensor: Tensor, region: Region | None = None, *, start: int = 0, boxes: list[Box] | None = None
     ) -> None:
-        self._region = whole_region(tensor.shape) if region is None else region
         self._tensor = tensor.detach()
         self._flat = self._tensor.contiguous().view(-1)
-        self.boxes = self._region.boxes(start, start + tensor.numel()) if boxes is None else boxes
+        region = whole_region(tensor.shape) if region is None else region
+        self.boxes = region.boxes(start, start + tensor.numel()) if boxes is None else boxes
 
-    def size(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return torch.Size(self._region.whole)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the boxes."""
-        return sum(box.elements for box in self.boxes) * self._flat.element_size()
+    def view(self, box: Box) -> Tensor:
+        return box.of(self._flat)
 
     def only(self, boxes: list[Box]) -> TensorShard:
-        """Returns the same with some of the boxes."""
-        return TensorShard(self._tensor, self._region, boxes=boxes)
+        return TensorShard(self._tensor, boxes=boxes)
 
     def copied(self) -> TensorShard:
         """Returns the same with a copy of the elements in host memory."""
-        return TensorShard(self._tensor.to("cpu", copy=True), self._region, boxes=self.boxes)
+        return TensorShard(self._tensor.to("cpu", copy=True), boxes=self.boxes)
 
     def finish_read(self) -> None:
         """Copies what was read into the boxes to a tensor whose elements are not in row-major order."""
         if self._flat.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self._flat.view(self._tensor.shape))
-
-    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(key, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(box),
-                    properties=TensorProperties.create_from_tensor(box.of(self._flat)),
-                    size=self.size(),
-                ),
-            )
-            for box in self.boxes
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        wanted = tuple(index.offset or ())
-        return next(box for box in self.boxes if box.offsets == wanted).of(self._flat)
 
 
 class TensorReader:
@@ -125,25 +69,38 @@ class TensorReader:
     """
 
     def __init__(self, path: Path) -> None:
-        require("safetensors", "train")
-        self._reader = HuggingFaceStorageReader(str(path))
-        self._reader.fs = _FileOrFolder()
-        self._metadata = self._reader.read_metadata()
+        self._chunks: dict[Path, dict[str, tuple[Sizes, Sizes]]] = {}  # by file and key: offsets and sizes
         self.tensors: dict[str, Tensor] = {}
-        for key, stored in self._metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
-                if sum(prod(chunk.sizes) for chunk in stored.chunks) < prod(stored.size):
-                    raise CheckpointError(f"{path} lacks a part of {key!r}")
-                self.tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        stored: dict[str, int] = {}
+        files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix == ".safetensors")
+        for file in files:
+            chunks = self._chunks.setdefault(file, {})
+            with _opened(file) as opened:
+                places = json.loads((opened.metadata() or {}).get(_PLACES, "{}"))
+                for key in opened.keys():  # noqa: SIM118  it is not a dict
+                    own = opened.get_slice(key)
+                    sizes = tuple(own.get_shape())
+                    offsets = tuple(places[key][_OFFSETS]) if key in places else (0,) * len(sizes)
+                    chunks[key] = offsets, sizes
+                    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+                    ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
+                    dtype = own[tuple(slice(0, 0) for _ in sizes)].dtype
+                    self.tensors[key] = torch.empty(ends, dtype=dtype, device="meta")
+                    # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
+                    stored[key] = stored.get(key, 0) + prod(sizes)
+        for key, tensor in self.tensors.items():
+            if stored[key] < tensor.numel():
+                raise CheckpointError(f"{path} lacks a part of {key!r}")
 
     def read(self, wanted: Mapping[str, TensorShard]) -> None:
         """Reads into the boxes of ``wanted``, by key, and converts to their dtypes. Raises as the constructor does."""
-        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(wanted), self._metadata, True)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
-        self._reader.read_data(plan, planner).wait()
+        for file, chunks in self._chunks.items():
+            if not (keys := [key for key in wanted if key in chunks]):
+                continue
+            with _opened(file) as opened:
+                for key in keys:
+                    for box in wanted[key].boxes:
+                        _copy_overlap(opened.get_slice(key), *chunks[key], box, wanted[key].view(box))
         for shard in wanted.values():
             shard.finish_read()
 
@@ -155,30 +112,56 @@ class TensorReader:
         return found
 
     def read_whole(self, key: str) -> Tensor:
-        """Returns one tensor, whole."""
         tensor = torch.empty_like(self.tensors[key], device="cpu")
         self.read({key: TensorShard(tensor)})
         return tensor
 
 
-def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, number: int, of: int) -> None:
-    """Writes boxes of tensors, by key, to the own files of worker ``number`` ``of`` all, and syncs them to the disk.
+def _opened(file: Path) -> Any:
+    return require("safetensors", "train").safe_open(file, framework="pt")
 
-    ``folder``, which is made, is the same on all workers.
 
-    Raises OSError if they cannot be written.
+def _copy_overlap(stored: Any, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
+    """Copies to ``target``, the view of a box, what a chunk that begins at ``offsets`` has of it."""
+    here: list[slice] = []
+    there: list[slice] = []
+    for offset, size, begin, length in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+        first, end = max(offset, begin), min(offset + size, begin + length)
+        if first >= end:
+            return
+        here.append(slice(first - begin, end - begin))
+        there.append(slice(first - offset, end - offset))
+    target[tuple(here)].copy_(stored[tuple(there)])
+
+
+def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str = "model") -> None:
+    """Writes boxes of tensors, by key, to files whose names begin with ``prefix``, and syncs them to the disk.
+
+    ``folder``, which is made, is the same on all workers, and each has a prefix of its own. The tensors are on any
+    device; aliased ones are each written in full. Raises OSError or SafetensorError if they cannot be written.
     """
-    require("safetensors", "train")
-    # A file has each key once, so a tensor of several boxes goes to as many files.
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, tuple[Box, Tensor]]] = []
+    # A file has each key once, so the boxes of a tensor go to as many files.
     for turn in range(max((len(each.boxes) for each in shards.values()), default=0)):
-        single = {key: each.only([each.boxes[turn]]) for key, each in shards.items() if turn < len(each.boxes)}
-        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files_of(single), save_distributed=True)
-        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        writer.set_up_storage_writer(False)
-        planner.set_up_planner(dict(single), writer.storage_meta(), False)
-        prepared = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])[0]
-        numbered = replace(prepared, storage_data={**prepared.storage_data, "shard_index": 1 + number + turn * of})
-        writer.write_data(numbered, planner).wait()
+        filled = FILE_BYTES
+        for key, each in shards.items():
+            if turn >= len(each.boxes):
+                continue
+            view = each.view(each.boxes[turn])
+            if filled + view.nbytes > FILE_BYTES:
+                files.append({})
+                filled = 0
+            files[-1][key] = each.boxes[turn], view
+            filled += view.nbytes
+    for count, file in enumerate(files, start=1):
+        path = folder / f"{prefix}-{count:05d}.safetensors"
+        places = {key: {_OFFSETS: box.offsets} for key, (box, _) in file.items()}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", _PLACES: json.dumps(places)}
+        tensors = contiguous_tensors({key: view for key, (_, view) in file.items()})
+        require("safetensors.torch", "train").save_file(tensors, str(path), metadata=metadata)
+        with path.open("rb") as written:
+            os.fsync(written.fileno())
 
 
 def balance_writes(
@@ -221,52 +204,3 @@ def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any,
         if writer == worker:
             own.add(tuple(box))
     return own
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """torch's, for values that are not tensors. Tied ones are each written in full: the format wants copies."""
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._seen: set[int] = set()
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        storage = found.untyped_storage().data_ptr()
-        known, self._seen = storage in self._seen, self._seen | {storage}
-        return found.clone() if known else found
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """torch's, for values that are not tensors."""
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        return found
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-
-class _FileOrFolder(FileSystem):
-    """Lists a file as the only one in it."""
-
-    def ls(self, path: Any) -> list[str]:
-        return [str(path)] if Path(path).is_file() else super().ls(path)
-
-
-def _files_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorShard]) -> dict[str, int]:
-    """The number, from 1, of the file that each tensor goes to."""
-    files: dict[str, int] = {}
-    number, filled = 1, 0
-    for key, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > FILE_BYTES:
-            number, filled = number + 1, 0
-        files[key] = number
-        filled += tensor.nbytes
-    return files
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

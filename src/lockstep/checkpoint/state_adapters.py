@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.format import DamagedStateError
+from lockstep.checkpoint.sharded_io import TensorShard
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
@@ -25,9 +26,6 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.rng.state import ReplicaGenerators
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.sharded_io import TensorShard
 
 Names = list[list[str]]
 """For each parameter group of an optimizer the names of its parameters, in order."""

@@ -10,10 +10,11 @@ import typer
 
 from lockstep.cli.flags import command, flag_name
 from lockstep.errors import ConfigError
+from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
 from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
-from lockstep.plan.layout import CheckpointingName, Layout, ScheduleName
-from lockstep.plan.search import LOCKSTEP, Choices, Plan, Setting, usual_network, usual_software
+from lockstep.plan.layout import CheckpointingName, Layout
+from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PrecisionName, precision_named
@@ -82,7 +83,7 @@ class PlanCommand:
 
     def __call__(self) -> int:
         """Prints the plan."""
-        print(as_text(self.find(_shape(self.model, self.sequence)), self.top))
+        print(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top))
         return 0
 
     def find(self, shape: ModelShape) -> Plan:
@@ -119,14 +120,14 @@ class PlanCommand:
     def _choices(self) -> Choices:
         """What is fixed, and what else Lockstep can do."""
         checkpointing = self.activation_checkpointing
-        return replace(
-            LOCKSTEP,
+        usual = Choices()
+        return Choices(
             data=self.replicas,
             pipeline=self.pipeline,
             tensor=self.tensor,
             microbatch_size=self.microbatch_size,
-            schedules=LOCKSTEP.schedules if self.schedule is None else (self.schedule,),
-            activation_checkpointing=LOCKSTEP.activation_checkpointing if checkpointing is None else (checkpointing,),
+            schedules=usual.schedules if self.schedule is None else (self.schedule,),
+            activation_checkpointing=usual.activation_checkpointing if checkpointing is None else (checkpointing,),
         )
 
     def _measured(self) -> Measured:
@@ -135,14 +136,6 @@ class PlanCommand:
         from lockstep.plan.measure import measure  # imports torch
 
         return measure(per_host=self.per_host or 1)
-
-
-def _shape(model: str, sequence: int | None) -> ModelShape:
-    if model != "mlm":
-        return shape_of(model, sequence=sequence)
-    from lockstep.recipes.mlm.config import mlm  # imports torch
-
-    return shape_of(mlm(), sequence=sequence)
 
 
 # The table.
@@ -226,6 +219,4 @@ def _beside_the_call(layout: Layout) -> list[str]:
         lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {batch:,} sequences")
     if layout.activation_checkpointing == "full":
         lines.append("gradient checkpointing for every layer: module.gradient_checkpointing_enable()")
-    if layout.activation_checkpointing == "selective":
-        lines.append("attention scores are recomputed")
     return lines

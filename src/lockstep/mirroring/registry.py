@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.collectives.communicator import check_agreement
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.user import HeldHook, hold, release
+from lockstep.mirroring.gradients.parameter_hooks import refuse_hooks
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -57,7 +57,6 @@ class MirroredObjects:
         self._claims = Claims()
         self._guards: tuple[StepGuard, ...] = ()
         self._guarded = -1
-        self._held_hooks: list[HeldHook] = []
         self._adopted: list[MirroredOptimizer] = []
         self.optimizers: WeakSet[MirroredOptimizer] = WeakSet()
         self._variables: WeakValueDictionary[int, MirroredVariable] = WeakValueDictionary()  # == is elementwise
@@ -69,11 +68,8 @@ class MirroredObjects:
 
     def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
-        mirrored = self._metrics.get(id(metric))
-        if mirrored is None:
-            mirrored = mirror_metric(strategy, metric, strategy.devices, strategy.workers)
-            self._metrics[id(metric)] = mirrored
-        return mirrored
+        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric, strategy.devices, strategy.workers)
+        return self._metrics.setdefault(id(metric), found)
 
     def mirror_module(
         self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
@@ -135,12 +131,11 @@ class MirroredObjects:
     def sum_after_run(self, strategy: Strategy) -> None:
         """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
-        With several workers, which would need an exchange after every run, they stay each worker's own. Optimizers that
-        have parameters in common sum them in their steps.
+        With several workers they stay each worker's own. Optimizers with parameters in common sum them in their steps.
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
-                optimizer.note_left()
+                optimizer.gradients.note_left()
             self._warn_of_own_gradients()
             return
         if len(strategy.devices) == 1:
@@ -167,9 +162,9 @@ class MirroredObjects:
             return
         self._warned_of_own = True
         warnings.warn(
-            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; to "
-            "update weights from them, read .grad in the step, or mirror an optimizer over them and call its "
-            "sum_gradients() on every worker; freeze parameters that are not trained with requires_grad_(False)",
+            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; "
+            "read .grad in the step, or mirror an optimizer over them and call its sum_gradients() on every worker; "
+            "freeze parameters that are not trained with requires_grad_(False)",
             stacklevel=4,
         )
 
@@ -180,11 +175,6 @@ class MirroredObjects:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
                 self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
-
-    @property
-    def variables(self) -> tuple[MirroredVariable, ...]:
-        """The variables in use, in the order of making."""
-        return tuple(self._variables.values())
 
     def add_variable(self, variable: MirroredVariable) -> None:
         """Registers a variable."""
@@ -200,25 +190,16 @@ class MirroredObjects:
 
     def align(self) -> None:
         """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
-        for variable in self.variables:
+        for variable in tuple(self._variables.values()):
             variable.check_unchanged()
         for module in self.modules:
-            module.begin_run()
             if module.align():
                 self._guarded = -1
-        self._hold_hooks()
+            if module.has_others and not (module.is_part or module.shards_weights):
+                refuse_hooks(module.propagation.weights)
         for optimizer in self.optimizers:
-            optimizer.check_left()
+            optimizer.gradients.check_left()
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
-
-    def _hold_hooks(self) -> None:
-        """Defers the user's hooks on parameters until the gradients have been summed."""
-        parts = (module for module in self.modules if not (module.is_part or module.shards_weights))
-        own = [parameter for module in parts if module.has_others for parameter in module.propagation.weights]
-        self._held_hooks = hold(own, self._stepped)
-
-    def _stepped(self) -> set[int]:
-        return {id(copies[0]) for optimizer in self.optimizers for copies in optimizer.parameters}
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:
@@ -242,7 +223,6 @@ class MirroredObjects:
             yield
             failed = False
         finally:
-            release(self._held_hooks)
             with ExitStack() as stack:
                 for module in self.modules:
                     stack.callback(module.propagation.end, failed=failed)
@@ -263,12 +243,12 @@ class MirroredObjects:
         if replicas == 1:
             yield
             return
-        before = [(optimizer, optimizer.gradient_marks()) for optimizer in self.optimizers]
+        before = [(optimizer, optimizer.gradients.marks()) for optimizer in self.optimizers]
         try:
             yield
         except BaseException:
             for optimizer, marks in before:
-                optimizer.run_failed(marks)
+                optimizer.gradients.run_failed(marks)
             raise
 
     def is_first_run(self, fn: Callable[..., Any]) -> bool:
@@ -310,7 +290,7 @@ class StepGradients:
         """A replica is about to assign the ".grad" of one of its weights."""
         optimizer = self._of(parameter)
         if optimizer is not None:
-            optimizer.gradient_assigned(context, parameter, value)
+            optimizer.gradients.assigned(context, parameter, value)
 
     def _of(self, parameter: nn.Parameter) -> MirroredOptimizer | None:
         known = self._optimizers.get(id(parameter))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys, dtensor_chunks
 from lockstep.collectives.communicator import Communicator, all_gather_object
@@ -26,7 +26,7 @@ from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region, whole_region
-from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard
 
 
 class ShardedModule(nn.Module):
@@ -210,12 +210,7 @@ class ShardedModule(nn.Module):
         if own.shape != whole.shape:
             shapes = f"{tuple(whole.shape)} in the weights and {tuple(own.shape)} in the model"
             raise CheckpointError(f"{name} has shape {shapes}")
-        if name in self._orders:
-            whole = whole[..., self._orders[name]]
-        if isinstance(own, DTensor):
-            whole = whole.to(own.device, own.dtype)
-            whole = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None).to_local()
-        _local(own).copy_(whole)
+        _local(own).copy_(local_shard(whole, own, self._orders.get(name)))
 
     def _from_stages(self, described: Tensor, own: Tensor | None) -> Tensor:
         """A whole tensor that this stage or another one holds."""

@@ -277,6 +277,14 @@ def _reorder(module: nn.Module, linear: str, parts: int, degree: int) -> dict[st
     return found
 
 
+def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
+    """This worker's plain shard of ``whole``, placed as its own tensor ``like``, with columns in ``order``."""
+    whole = whole if order is None else whole[..., order]
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 def ties_of(module: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}

@@ -70,107 +70,37 @@ class VocabShard:
         return values
 
 
-def cross_entropy(
-    part: Tensor,
-    targets: Tensor,
-    vocabulary: VocabShard,
-    dim: int,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """``F.cross_entropy`` of divided logits, with the same bits on all ranks. All must call it, with the same targets.
-
-    Args:
-        part: this rank's logits, floating-point, with its range of the vocabulary along ``dim``.
-        targets: token ids, int64, with the shape of ``part`` without ``dim``.
-        vocabulary: the range of this rank.
-        dim: the dimension of the vocabulary.
-        weight: see F.cross_entropy; not together with ``label_smoothing``.
-        ignore_index: see F.cross_entropy, as for the following.
-        reduction: "none", "sum" or "mean".
-        label_smoothing: the fraction of the target that is spread over the vocabulary.
-
-    Raises:
-        IndexError: a target is not in the vocabulary.
-    """
-    counts = targets != ignore_index
-    _check(targets, counts, vocabulary.size)
-    known = torch.where(counts, targets, 0)
-    spread, picked, total = _Sums.apply(part, known, vocabulary, dim, label_smoothing > 0)  # type: ignore[no-untyped-call]
-    values: Tensor = spread - picked
-    if label_smoothing > 0:
-        values = (1 - label_smoothing) * values + label_smoothing * (spread - total / vocabulary.size)
-    weights = counts.to(values.dtype) if weight is None else torch.where(counts, weight[known], 0).to(values.dtype)
-    values = torch.where(counts, values * weights, 0)
-    if part.dtype != values.dtype and not torch.is_autocast_enabled(part.device.type):
-        values = values.to(part.dtype)
-    if reduction == "none":
-        return values
-    return values.sum() / weights.sum() if reduction == "mean" else values.sum()
-
-
-def argmax(part: Tensor, vocabulary: VocabShard, dim: int, *, keepdim: bool = False) -> Tensor:
-    """The token id with the largest logit, the first of equal ones; see ``cross_entropy``. All ranks must call it."""
-    logits = part.detach()
-    # A rank with an empty range contributes -inf, which never wins: earlier ranks win ties.
-    best, token = (logits if vocabulary.own else _lowest(logits, dim)).max(dim)
-    found = torch.stack([best.double(), (token + vocabulary.begin).double()])  # exact for every logit and token id
-    every = [torch.empty_like(found) for _ in range(vocabulary.ranks)]
-    if found.numel():
-        dist.all_gather(every, found, group=vocabulary.group)
-    largest, tokens = torch.stack(every).unbind(1)
-    chosen: Tensor = tokens.gather(0, largest.argmax(0, keepdim=True))[0].long()
-    return chosen.unsqueeze(dim) if keepdim else chosen
-
-
 class _Sums(torch.autograd.Function):
-    """Per token, after subtracting the largest logit: logsumexp, the target's logit, and the sum of all logits."""
+    """Per token, after subtracting the largest logit: logsumexp, and the target's logit."""
 
     @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, targets: Tensor, vocabulary: VocabShard, dim: int, with_total: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, part: Tensor, targets: Tensor, vocabulary: VocabShard, dim: int) -> tuple[Tensor, Tensor]:
         with torch.autocast(part.device.type, enabled=False):
             logits = part if part.dtype in (torch.float32, torch.float64) else part.float()
-            shifted = logits - _largest(logits, vocabulary, dim)
+            logits = logits if vocabulary.own else _lowest(logits, dim)
+            shifted = logits - vocabulary.reduce(logits.amax(dim, keepdim=True), dist.ReduceOp.MAX)
             place = (targets - vocabulary.begin).unsqueeze(dim)
             here = (place >= 0) & (place < vocabulary.own)
             place = torch.where(here, place, 0)
-            zero = shifted.new_zeros(())
-            picked = torch.where(here, shifted.gather(dim, place), zero) if vocabulary.own else zero.expand_as(place)
-            total = [shifted.sum(dim, keepdim=True)] if with_total else []
+            picked = torch.where(here, shifted.gather(dim, place), 0)
             powers = shifted.exp_()
-            sums = vocabulary.reduce(torch.stack([powers.sum(dim, keepdim=True), picked, *total]))
-            softmax = powers.div_(sums[0])
+            spread, picked = vocabulary.reduce(torch.stack([powers.sum(dim, keepdim=True), picked]))
+            softmax = powers.div_(spread)
         ctx.save_for_backward(softmax, place, here)
-        ctx.dim, ctx.dtype, ctx.owns_any = dim, part.dtype, vocabulary.own > 0
-        found = [sums[0].log(), *sums[1:]]
-        spread, chosen, *rest = (each.squeeze(dim) for each in found)
-        return spread, chosen, rest[0] if rest else None
+        ctx.dim, ctx.dtype, ctx.own = dim, part.dtype, vocabulary.own
+        return spread.log().squeeze(dim), picked.squeeze(dim)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, to_spread: Tensor, to_picked: Tensor, to_total: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, to_spread: Tensor, to_picked: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, place, here = ctx.saved_tensors
         gradient = softmax * to_spread.unsqueeze(ctx.dim)
-        if to_total is not None:
-            gradient += to_total.unsqueeze(ctx.dim)
-        if ctx.owns_any:
-            gradient.scatter_add_(ctx.dim, place, torch.where(here, to_picked.unsqueeze(ctx.dim), 0))
-        return gradient.to(ctx.dtype), None, None, None, None
-
-
-def _largest(logits: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
-    largest = (logits if vocabulary.own else _lowest(logits, dim)).amax(dim, keepdim=True)
-    return vocabulary.reduce(largest, dist.ReduceOp.MAX)
+        gradient.scatter_add_(ctx.dim, place, torch.where(here, to_picked.unsqueeze(ctx.dim), 0))
+        return gradient.narrow(ctx.dim, 0, ctx.own).to(ctx.dtype), None, None, None
 
 
 def _lowest(logits: Tensor, dim: int) -> Tensor:
+    """One logit a token, which no other is smaller than, in place of an empty range."""
     return logits.new_full([*logits.shape[:dim], 1, *logits.shape[dim + 1 :]], -torch.inf)
 
 
@@ -184,9 +114,6 @@ def _check(targets: Tensor, counts: Tensor, size: int) -> None:
 
 
 _may_stay_divided: ContextVar[bool] = ContextVar("lockstep_logits_may_stay_divided", default=False)
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
-_HOOKS = frozenset(["register_hook", "retain_grad"])
-_CHANGES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
 @contextmanager
@@ -202,7 +129,7 @@ def keep_logits_sharded() -> Iterator[None]:
 def vocab_parallel_logits(part: Tensor, vocabulary: VocabShard) -> Tensor:
     """The whole logits, divided or gathered, of this rank's ``part`` [.., own range]. All ranks must call it."""
     dim = part.ndim - 1
-    return _divided(part, vocabulary, dim, [0, 0]) if _may_stay_divided.get() else _gathered(part, vocabulary, dim)
+    return _divided(part, vocabulary, dim) if _may_stay_divided.get() else _gathered(part, vocabulary, dim)
 
 
 class VocabParallelLogits(Tensor):
@@ -215,23 +142,21 @@ class VocabParallelLogits(Tensor):
         part: this rank's logits.
         vocabulary: the range of this rank.
         vocab_dim: the dimension of the vocabulary.
-        counts: the number of views of one tensor and the number of their uses; all views share the list.
         known_whole: the gathered logits, once they have been gathered.
     """
 
     part: Tensor
     vocabulary: VocabShard
     vocab_dim: int
-    counts: list[int]
     known_whole: Tensor | None
 
     @staticmethod
-    def over(part: Tensor, vocabulary: VocabShard, dim: int, counts: list[int]) -> VocabParallelLogits:
+    def over(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
         """Makes a tensor with the whole shape and no memory of its own."""
         sizes = [*part.shape[:dim], vocabulary.size, *part.shape[dim + 1 :]]
         made: VocabParallelLogits
         made = compat.make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
-        made.part, made.vocabulary, made.vocab_dim, made.counts, made.known_whole = part, vocabulary, dim, counts, None
+        made.part, made.vocabulary, made.vocab_dim, made.known_whole = part, vocabulary, dim, None
         return made
 
     @property
@@ -251,13 +176,6 @@ class VocabParallelLogits(Tensor):
             return self.known_whole.detach()
         return self.vocabulary.gather(self.part, self.vocab_dim)
 
-    def with_part(self, part: Tensor, dim: int, *, view: bool) -> VocabParallelLogits:
-        """Logits of the same range with another part, which may be a view of this one."""
-        if not view:
-            return _divided(part, self.vocabulary, dim, [0, 0])
-        self.counts[0] += 1
-        return _divided(part, self.vocabulary, dim, self.counts)
-
     def detach_logits(self) -> VocabParallelLogits:
         """``detach_``, which a pipeline calls after a microbatch."""
         self.part = self.part.detach()
@@ -275,15 +193,14 @@ class VocabParallelLogits(Tensor):
         if func in _ABOUT_THE_SHAPE:
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **given)
-        on_parts = _ON_PARTS.get(func)
-        if on_parts is not None and args and isinstance(args[0], VocabParallelLogits) and args[0].divided:
-            result = on_parts(func, *args, **given)
-            if result is not NotImplemented:
-                args[0].counts[1] += func not in _LEAVES_NO_TRACE and result is not args[0]
-                return result
-        if func is Tensor.detach_:
-            return args[0].detach_logits()
-        _refuse_late_changes(getattr(func, "__name__", ""), args)
+        if args and isinstance(args[0], VocabParallelLogits):
+            if func in _ON_PARTS and args[0].divided:
+                result = _ON_PARTS[func](func, *args, **given)
+                if result is not NotImplemented:
+                    return result
+            if func is Tensor.detach_:
+                return args[0].detach_logits()
+            _refuse_changes(getattr(func, "__name__", ""))
         return func(*gather_logits(args), **gather_logits(given))
 
     @classmethod
@@ -291,11 +208,8 @@ class VocabParallelLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Operators below autograd, such as those in a user's torch.autograd.Function."""
-        if func is torch.ops.aten.detach.default:
-            logits = args[0]
-            if not logits.divided:
-                return logits.values()
-            return VocabParallelLogits.over(logits.part.detach(), logits.vocabulary, logits.vocab_dim, [0, 0])
+        if func is torch.ops.aten.detach.default and args[0].divided:
+            return VocabParallelLogits.over(args[0].part.detach(), args[0].vocabulary, args[0].vocab_dim)
         if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
             raise UsageError(_NO_CHANGE)
         args, given = compat.tree_map(
@@ -313,7 +227,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, vocabulary: VocabShard, dim: int, gathered: bool) -> Tensor:
         ctx.vocabulary, ctx.dim = vocabulary, dim
-        return vocabulary.gather(part, dim) if gathered else VocabParallelLogits.over(part, vocabulary, dim, [0, 0])
+        return vocabulary.gather(part, dim) if gathered else VocabParallelLogits.over(part, vocabulary, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -325,9 +239,9 @@ def _gathered(part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
     return whole
 
 
-def _divided(part: Tensor, vocabulary: VocabShard, dim: int, counts: list[int]) -> VocabParallelLogits:
+def _divided(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
     made: VocabParallelLogits = _Whole.apply(part, vocabulary, dim, False)  # type: ignore[no-untyped-call]
-    made.part, made.counts = part, counts  # the part with its autograd history, which a Function's forward does not see
+    made.part = part  # with its autograd history, which a Function's forward does not see
     return made
 
 
@@ -342,22 +256,20 @@ def gather_logits(values: Any) -> Any:
 
 
 _NO_CHANGE = (
-    "logits that are divided among workers were changed in place through a view of them; clone() the logits before "
-    "changing them"
+    "logits that are divided among workers were changed in place, or got a hook, which what is computed on parts would "
+    "not see; call clone() on the logits first, which gathers them"
 )
-_NO_HOOK = (
-    "{} was called on logits that are divided among workers after they had been used, where it would not see their "
-    "gradient; call it right after the forward pass"
+_CHANGES = frozenset(
+    [
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")),
+        *("__setitem__", "register_hook", "retain_grad"),
+    ]
 )
 
 
-def _refuse_late_changes(name: str, args: tuple[Any, ...]) -> None:
-    """Refuses changes and hooks that would not affect what has been computed on parts."""
-    views, uses = args[0].counts if args and isinstance(args[0], VocabParallelLogits) else (0, 0)
-    if views and (name in _CHANGES or (name.endswith("_") and not name.endswith("__"))):
+def _refuse_changes(name: str) -> None:
+    if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
         raise UsageError(_NO_CHANGE)
-    if uses and name in _HOOKS:
-        raise UsageError(_NO_HOOK.format(name))
 
 
 # Functions that run on parts. Each takes torch's function and its arguments, and may return NotImplemented.
@@ -365,13 +277,13 @@ def _refuse_late_changes(name: str, args: tuple[Any, ...]) -> None:
 
 def _cast(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     part = func(logits.part, *args, **kwargs)
-    return logits if part is logits.part else logits.with_part(part, logits.vocab_dim, view=False)
+    return logits if part is logits.part else _divided(part, logits.vocabulary, logits.vocab_dim)
 
 
 def _permuted(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")  # its sizes identify its dimensions
     dim = list(func(numbered, *args, **kwargs).shape).index(logits.vocab_dim + 1)
-    return logits.with_part(func(logits.part, *args, **kwargs), dim, view=True)
+    return _divided(func(logits.part, *args, **kwargs), logits.vocabulary, dim)
 
 
 def _reshaped(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
@@ -383,7 +295,7 @@ def _reshaped(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any)
     if not shape or shape[-1] != size or size == 1:
         return NotImplemented
     part = logits.part.reshape(*shape[:-1], logits.vocabulary.own)
-    return logits.with_part(part, part.ndim - 1, view=True)
+    return _divided(part, logits.vocabulary, part.ndim - 1)
 
 
 def _indexed(func: Any, logits: VocabParallelLogits, index: Any) -> Any:
@@ -398,7 +310,7 @@ def _indexed(func: Any, logits: VocabParallelLogits, index: Any) -> Any:
     if (used >= logits.ndim or behind) and not whole_vocabulary:
         return NotImplemented
     part = func(logits.part, index)
-    return logits.with_part(part, part.ndim - 1, view=True)
+    return _divided(part, logits.vocabulary, part.ndim - 1)
 
 
 def _is_index(each: Any) -> bool:
@@ -414,9 +326,19 @@ def _dims_of(each: Any) -> int:
 
 
 def _argmax(func: Any, logits: VocabParallelLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The token id with the largest logit, the first of equal ones."""
     if dim is None or dim % logits.ndim != logits.vocab_dim:
         return NotImplemented
-    return argmax(logits.part, logits.vocabulary, logits.vocab_dim, keepdim=keepdim)
+    dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part.detach()
+    # A rank with an empty range contributes -inf, which never wins: earlier ranks win ties.
+    best, token = (part if vocabulary.own else _lowest(part, dim)).max(dim)
+    found = torch.stack([best.double(), (token + vocabulary.begin).double()])  # exact for every logit and token id
+    every = [torch.empty_like(found) for _ in range(vocabulary.ranks)]
+    if found.numel():
+        dist.all_gather(every, found, group=vocabulary.group)
+    largest, tokens = torch.stack(every).unbind(1)
+    chosen: Tensor = tokens.gather(0, largest.argmax(0, keepdim=True))[0].long()
+    return chosen.unsqueeze(dim) if keepdim else chosen
 
 
 def _cross_entropy(
@@ -430,16 +352,24 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    classes = 1 if logits.ndim > 1 else 0
-    shape = [*logits.shape[:classes], *logits.shape[classes + 1 :]]
+    """With the same bits on all ranks. All must call it, with the same targets."""
+    dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part
+    shape = [*logits.shape[:dim], *logits.shape[dim + 1 :]]
     plain = type(target) is Tensor and target.dtype == torch.long and list(target.shape) == shape
-    usual = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
-    if logits.vocab_dim != classes or not plain or not usual or (weight is not None and label_smoothing > 0):
+    usual = size_average is None and reduce is None and reduction in ("none", "sum", "mean") and not label_smoothing
+    if dim != (1 if logits.ndim > 1 else 0) or not plain or not usual:
         return NotImplemented
-    return cross_entropy(
-        logits.part, target, logits.vocabulary, classes,
-        weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-    )  # fmt: skip
+    counts = target != ignore_index
+    _check(target, counts, vocabulary.size)
+    known = torch.where(counts, target, 0)
+    spread, picked = _Sums.apply(part, known, vocabulary, dim)  # type: ignore[no-untyped-call]
+    weights = counts.to(spread.dtype) if weight is None else torch.where(counts, weight[known], 0).to(spread.dtype)
+    values = torch.where(counts, (spread - picked) * weights, 0)
+    if part.dtype != values.dtype and not torch.is_autocast_enabled(part.device.type):
+        values = values.to(part.dtype)
+    if reduction == "none":
+        return values
+    return values.sum() / weights.sum() if reduction == "mean" else values.sum()
 
 
 def _hooked(func: Any, logits: VocabParallelLogits, hook: Any) -> Any:
@@ -459,15 +389,13 @@ _ABOUT_THE_SHAPE = frozenset(
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     ]
 )
-_LEAVES_NO_TRACE = frozenset([Tensor.argmax, torch.argmax, Tensor.detach, torch.detach, Tensor.register_hook])
-"""Functions that record nothing for autograd."""
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _indexed,
     Tensor.register_hook: _hooked,
     **dict.fromkeys([Tensor.argmax, torch.argmax], _argmax),
     **dict.fromkeys([Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to], _cast),
-    **dict.fromkeys([Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.contiguous], _cast),
+    **dict.fromkeys([Tensor.detach, torch.detach, Tensor.contiguous], _cast),
     **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.movedim], _permuted),
     **dict.fromkeys([Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten], _reshaped),
     **dict.fromkeys([Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze], _reshaped),

@@ -7,39 +7,6 @@ search    all layouts, ranked: begin reading at ``plan``
 measure   this machine's figures instead of published ones; the only module that computes with tensors
 """
 
-from lockstep.plan.cost import Prediction, predict
-from lockstep.plan.hardware import DEVICE_KINDS, LINKS, DeviceKind, Link, Network, device_kind, parse_link
-from lockstep.plan.layout import Layout
-from lockstep.plan.memory import Memory, estimate_memory
-from lockstep.plan.search import LOCKSTEP, Choices, Infeasible, Plan, Setting, plan, search
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, SavedActivations, shape_of
-from lockstep.plan.software import Constants, Precision, Software
+from lockstep.plan.search import Choices, Plan, plan
 
-__all__ = [
-    "DEVICE_KINDS",
-    "KNOWN_SHAPES",
-    "LINKS",
-    "LOCKSTEP",
-    "Choices",
-    "Constants",
-    "DeviceKind",
-    "Infeasible",
-    "Layout",
-    "Link",
-    "Memory",
-    "ModelShape",
-    "Network",
-    "Plan",
-    "Precision",
-    "Prediction",
-    "SavedActivations",
-    "Setting",
-    "Software",
-    "device_kind",
-    "estimate_memory",
-    "parse_link",
-    "plan",
-    "predict",
-    "search",
-    "shape_of",
-]
+__all__ = ["Choices", "Plan", "plan"]

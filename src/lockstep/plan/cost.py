@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lockstep.plan.hardware import DeviceKind, Network, group, ring_seconds, send_seconds
+from lockstep.plan.hardware import DeviceKind, Network, ring_seconds, send_seconds
 from lockstep.plan.layout import Layout, PipelineWorker, pipeline_workers
 from lockstep.plan.memory import Memory, estimate_memory, worker_parameters
 from lockstep.plan.shapes import ModelShape
@@ -22,7 +22,7 @@ _LAYER_OPERATIONS = 16
 # Bytes that cross-entropy moves per logit, forward and backward: cast to float32, maximum, exponent, sum, division,
 # gradient.
 _LOSS_BYTES = 40
-# The backward pass's part of a stage's computation: two of three, or three of four with recomputation.
+# The backward pass's part of a stage's computation: two of three.
 _BACKWARD = 2 / 3
 
 
@@ -39,7 +39,7 @@ class Prediction:
     data_s: float  # the part of the gradient exchange that does not overlap with a backward pass
     update_s: float  # the optimizer
     model_flops: float  # operations of the step that the model itself needs, over all devices
-    hardware_flops: float  # the same with recomputation, as Narayanan et al. count.
+    hardware_flops: float  # the same with recomputation, as Narayanan et al. count
 
     @property
     def step_s(self) -> float:
@@ -61,9 +61,6 @@ class Prediction:
         return self.model_flops / self.step_s / self.layout.devices / 1e12
 
 
-# The work of one microbatch on one device.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Seconds of one device for one microbatch."""
@@ -71,7 +68,6 @@ class Work:
     forward: float = 0.0  # the forward pass
     backward: float = 0.0  # the backward pass without recomputation
     weights: float = 0.0  # the part of ``backward`` that computes weight gradients
-    scores: float = 0.0  # the part of ``forward`` that selective checkpointing recomputes
 
 
 class _Rates:
@@ -115,7 +111,6 @@ def _layer_work(
         forward=max(linear + scores + elementwise, launch),
         backward=max(2 * linear + scores_backward + constants.backward_passes * elementwise, 2 * launch),
         weights=linear,
-        scores=scores,
     )
 
 
@@ -194,6 +189,11 @@ class Passes:
     forward: float  # forward passes
     inputs: float  # the part of the backward passes that computes input gradients
     weights: float  # the part that computes weight gradients
+    tensor: float = 0.0  # the part of all passes that exchanges between tensor ranks
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
 
 
 def bubble_seconds(layout: Layout, others: Passes) -> float:
@@ -223,20 +223,29 @@ def bubble_seconds(layout: Layout, others: Passes) -> float:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WorkerTime:
-    """Seconds of a worker for one microbatch: its passes, and how much of them is computation and exchange."""
-
-    passes: Passes
-    compute: float
-    tensor: float
-
-
 def predict(
     shape: ModelShape, layout: Layout, *, device: DeviceKind, network: Network, software: Software
 ) -> Prediction:
     """Predicts the step of ``layout``, whether or not it fits in memory."""
-    return _StepCost(shape, layout, device, network, software).predict()
+    cost, microbatches = _StepCost(shape, layout, device, network, software), layout.microbatches
+    workers = pipeline_workers(shape, layout)
+    slowest = max(map(cost.passes, workers), key=lambda passes: passes.total)
+    compute = microbatches * (slowest.total - slowest.tensor)
+    sends = cost.sends()
+    parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
+    model_flops, hardware_flops = cost.flops()
+    return Prediction(
+        layout=layout,
+        memory=estimate_memory(shape, layout, software),
+        compute_s=compute,
+        tensor_s=microbatches * slowest.tensor,
+        pipeline_s=microbatches * sends,
+        bubble_s=cost.bubble(workers[0], slowest, sends) if layout.pipeline > 1 else 0.0,
+        data_s=cost.gradient_exchange(parameters, compute / microbatches),
+        update_s=_update_seconds(parameters, layout, device, software),
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+    )
 
 
 class _StepCost:
@@ -246,58 +255,34 @@ class _StepCost:
         self, shape: ModelShape, layout: Layout, device: DeviceKind, network: Network, software: Software
     ) -> None:
         self.shape, self.layout, self.device, self.network, self.software = shape, layout, device, network, software
-        self.link, self.start = software.constants.link, software.constants.start_us * 1e-6
         self.hidden_bytes = shape.sequence * layout.microbatch_size * shape.hidden * software.precision.activation
 
-    def predict(self) -> Prediction:
-        layout, microbatches = self.layout, self.layout.microbatches
-        workers = pipeline_workers(self.shape, layout, balanced=self.software.balanced_stages)
-        slowest = max((self.worker(worker) for worker in workers), key=lambda time: time.compute + time.tensor)
-        sends = self.sends()
-        parameters = max(worker_parameters(self.shape, layout, worker) for worker in workers)
-        model_flops, hardware_flops = self.flops()
-        return Prediction(
-            layout=layout,
-            memory=estimate_memory(self.shape, layout, self.software),
-            compute_s=microbatches * slowest.compute,
-            tensor_s=microbatches * slowest.tensor,
-            pipeline_s=microbatches * sends,
-            bubble_s=self.bubble(workers[0], slowest.passes, sends) if layout.pipeline > 1 else 0.0,
-            data_s=self.gradient_exchange(parameters, slowest.compute),
-            update_s=_update_seconds(parameters, layout, self.device, self.software),
-            model_flops=model_flops,
-            hardware_flops=hardware_flops,
-        )
+    def ring(self, bytes: float, size: int, stride: int) -> float:
+        """A reduce-scatter or an all-gather."""
+        constants = self.software.constants
+        return ring_seconds(bytes, size, stride, self.network, constants.link, constants.start_us * 1e-6)
 
-    def worker(self, worker: PipelineWorker) -> _WorkerTime:
+    def passes(self, worker: PipelineWorker) -> Passes:
         """A worker's layers, its embedding and head, and adding its gradients to those of earlier microbatches."""
         shape, layout, device, software = self.shape, self.layout, self.device, self.software
         layer = layer_work(shape, layout, device, software)
         full = layout.activation_checkpointing == "full"
-        recomputed = {"none": 0.0, "selective": layer.scores, "full": layer.forward}[layout.activation_checkpointing]
         # One all-reduce of a microbatch's activations between tensor ranks, or a gather and a scatter.
-        ranks = group(layout.tensor, 1, self.network.per_host)
-        exchange = 2 * ring_seconds(self.hidden_bytes, ranks, self.network, self.link, self.start)
-        overlapped = layer.weights if software.overlap_tensor else 0.0
-        forward_exchange = 2 * exchange
-        backward_exchange = 2 * exchange * full + max(0.0, 2 * exchange - overlapped)
-        inputs = layer.backward - layer.weights + recomputed
+        exchange = 2 * self.ring(self.hidden_bytes, layout.tensor, 1)
         embedding, head = Work(), Work()
         if worker.embedding:
             embedding = _embedding_work(shape, layout.microbatch_size, device, software)
         if worker.head:
             head = _head_work(shape, layout.microbatch_size, layout.tensor, device, software)
-        accumulate = accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software)
         n, weights = worker.layers, embedding.weights + head.weights
-        ends_forward, ends_backward = embedding.forward + head.forward, embedding.backward + head.backward
-        return _WorkerTime(
-            passes=Passes(
-                forward=n * (layer.forward + forward_exchange) + ends_forward + exchange * worker.embedding,
-                inputs=n * (inputs + backward_exchange) + ends_backward - weights + exchange * worker.head,
-                weights=n * layer.weights + weights + accumulate,
-            ),
-            compute=n * (layer.forward + inputs + layer.weights) + ends_forward + ends_backward + accumulate,
-            tensor=n * (forward_exchange + backward_exchange) + exchange * (worker.embedding + worker.head),
+        inputs = layer.backward - layer.weights + layer.forward * full + 2 * exchange * (1 + full)
+        return Passes(
+            forward=n * (layer.forward + 2 * exchange) + embedding.forward + head.forward + exchange * worker.embedding,
+            inputs=n * inputs + embedding.backward + head.backward - weights + exchange * worker.head,
+            weights=n * layer.weights
+            + weights
+            + accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software),
+            tensor=exchange * (n * (4 + 2 * full) + worker.embedding + worker.head),
         )
 
     def sends(self) -> float:
@@ -307,16 +292,16 @@ class _StepCost:
             return 0.0
         split = self.software.split_sends or layout.sequence_parallel
         bytes = self.hidden_bytes / (layout.tensor if split else 1)
-        once = send_seconds(bytes, layout.devices <= network.per_host, network, self.link)
+        link = self.software.constants.link
+        once = send_seconds(bytes, layout.devices <= network.per_host, network, link)
         if split and not layout.sequence_parallel:
-            ranks = group(layout.tensor, 1, network.per_host)
-            once += ring_seconds(self.hidden_bytes, ranks, network, self.link, 0.0)
+            once += ring_seconds(self.hidden_bytes, layout.tensor, 1, network, link, 0.0)
         return 2 * layout.stages_per_worker * once
 
     def bubble(self, first: PipelineWorker, slowest: Passes, sends: float) -> float:
         """What the slowest worker waits, and the sends on the way of one microbatch."""
         others = self.layout.pipeline - 1
-        everything = self.worker(replace(first, layers=self.shape.layers, head=True)).passes
+        everything = self.passes(replace(first, layers=self.shape.layers, head=True))
         mean = Passes(
             forward=(everything.forward - slowest.forward) / others,
             inputs=(everything.inputs - slowest.inputs) / others,
@@ -331,12 +316,10 @@ class _StepCost:
         gathered twice per microbatch, but with zero-bubble schedules once per step.
         """
         layout, precision = self.layout, self.software.precision
-        copies = group(layout.data, layout.tensor, self.network.per_host)
-        scatter = ring_seconds(parameters * precision.gradient, copies, self.network, self.link, self.start)
-        gather = ring_seconds(parameters * precision.weight, copies, self.network, self.link, self.start)
-        during, after, overlapped = 2 * scatter, 0.0, _BACKWARD * compute
-        if layout.shard_optimizer:
-            during, after = (2 if self.software.zero1_allreduce else 1) * scatter, gather
+        scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
+        gather = self.ring(parameters * precision.weight, layout.data, layout.tensor)
+        # Gradients are all-reduced for a sharded optimizer too.
+        during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
         if layout.shard_parameters and layout.splits_backward:
             during = scatter + gather
         elif layout.shard_parameters:
@@ -354,5 +337,4 @@ class _StepCost:
         layers = tokens * shape.layers * (2 * shape.layer_matrices + scores)
         head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
         model = 3 * (layers + head)
-        recomputed = {"none": 0.0, "selective": tokens * shape.layers * scores, "full": layers}
-        return model, model + recomputed[layout.activation_checkpointing]
+        return model, model + layers * (layout.activation_checkpointing == "full")

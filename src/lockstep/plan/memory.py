@@ -57,13 +57,11 @@ class Memory:
 
 def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     """The memory of the fullest device."""
-    workers = pipeline_workers(shape, layout, balanced=software.balanced_stages)
-    return max((worker_memory(shape, layout, software, worker) for worker in workers), key=lambda memory: memory.total)
-
-
-def worker_memory(shape: ModelShape, layout: Layout, software: Software, worker: PipelineWorker) -> Memory:
-    """The memory of one pipeline worker."""
-    return _WorkerMemory(shape, layout, software, worker).estimate()
+    workers = pipeline_workers(shape, layout)
+    return max(
+        (WorkerMemory(shape, layout, software, worker).estimate() for worker in workers),
+        key=lambda memory: memory.total,
+    )
 
 
 def worker_parameters(shape: ModelShape, layout: Layout, worker: PipelineWorker) -> float:
@@ -79,22 +77,15 @@ def worker_parameters(shape: ModelShape, layout: Layout, worker: PipelineWorker)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """Bytes that one layer saves of one microbatch on one device."""
+    """Bytes of one layer for one microbatch on one device."""
 
-    replicated: float  # what every tensor rank saves, or its part along the sequence
-    split: float  # what tensor ranks divide
-    scores: float  # attention's scores, softmax and dropout; 0 with fused attention
+    saved: float  # what it saves without activation checkpointing
     input: float  # the layer's input
     results: float  # gradients of the products' results, which exist until the weight gradients are computed
 
-    @property
-    def all(self) -> float:
-        """Everything that is saved without activation checkpointing."""
-        return self.replicated + self.split + self.scores
-
 
 def layer_activations(shape: ModelShape, layout: Layout, software: Software) -> LayerActivations:
-    """What a layer saves without activation checkpointing (Korthikanti et al., equations 1, 2 and 4)."""
+    """What a layer saves (Korthikanti et al., equations 1, 2 and 4)."""
     sequence_ranks = layout.tensor if layout.sequence_parallel else 1
     return _layer_activations(shape, layout.microbatch_size, layout.tensor, sequence_ranks, software)
 
@@ -106,25 +97,23 @@ def _layer_activations(
     precision, saved = software.precision, shape.saved
     value = precision.activation
     tokens = shape.sequence * sequences
-    # Without autocast the products that take a norm's output share it: one for attention, one for feed-forward.
+    # Without autocast the products that take a norm's output share it: one for attention, one for feed-forward. With
+    # sequence parallelism, the input is gathered for its product and saved so, as DTensor does.
     inputs = (saved.projections if precision.cast else 2) * value
-    norms = saved.norms * precision.residual + saved.masks
-    inputs_bytes = inputs if software.saves_gathered_inputs else inputs / sequence_ranks
+    norms = (saved.norms * precision.residual + saved.masks) / sequence_ranks
     inner = 2 * shape.hidden + 2 * shape.kv_width + saved.inner * shape.feed_forward
     # Softmax and dropout save a value each, and a mask of one byte.
     scores = 0.0 if software.fused_attention else shape.heads * shape.sequence * tokens * (2 * value + 1)
     divided = shape.hidden + 2 * shape.kv_width + (2 if shape.gated else 1) * shape.feed_forward
     return LayerActivations(
-        replicated=tokens * shape.hidden * (norms / sequence_ranks + inputs_bytes),
-        split=tokens * value * inner / tensor,
-        scores=scores / tensor,
+        saved=tokens * shape.hidden * (norms + inputs) + (tokens * value * inner + scores) / tensor,
         input=tokens * shape.hidden * precision.residual / sequence_ranks,
         results=tokens * (value * divided / tensor + 4 * precision.residual * shape.hidden / sequence_ranks),
     )
 
 
-class _WorkerMemory:
-    """The terms of one worker's memory, in bytes."""
+class WorkerMemory:
+    """The terms of one pipeline worker's memory, in bytes."""
 
     def __init__(self, shape: ModelShape, layout: Layout, software: Software, worker: PipelineWorker) -> None:
         self.shape, self.layout, self.software, self.worker = shape, layout, software, worker
@@ -140,12 +129,9 @@ class _WorkerMemory:
         self.logits = shape.sequence * layout.microbatch_size * shape.predicted * shape.vocabulary / layout.tensor
         # With split backward passes, weights and gradients stay unsharded from the first microbatch to the last.
         self.unsharded_all_step = layout.shard_parameters and layout.splits_backward
+        full = layout.activation_checkpointing == "full"
         # What a layer saves, and what exists for a moment where it is recomputed.
-        self.saved, self.recomputed = {
-            "full": (self.layer.input, self.layer.all),
-            "selective": (self.layer.replicated + self.layer.split, self.layer.scores),
-            "none": (self.layer.all, 0.0),
-        }[layout.activation_checkpointing]
+        self.saved, self.recomputed = (self.layer.input, self.layer.saved) if full else (self.layer.saved, 0.0)
 
     def estimate(self) -> Memory:
         shards = self.layout.data if self.layout.shard_optimizer or self.layout.shard_parameters else 1

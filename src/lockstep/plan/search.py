@@ -11,17 +11,10 @@ from functools import cached_property
 from itertools import product
 
 from lockstep.errors import ConfigError
+from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName
 from lockstep.plan.cost import Prediction, predict
 from lockstep.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
-from lockstep.plan.layout import (
-    CHECKPOINTING,
-    SCHEDULES,
-    CheckpointingName,
-    Layout,
-    ScheduleName,
-    check_choice,
-    why_indivisible,
-)
+from lockstep.plan.layout import CHECKPOINTING, CheckpointingName, Layout, why_indivisible
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import Model, ModelShape, at_least_1, divisors, one_of, shape_of
 from lockstep.plan.software import Software, precision_named
@@ -34,24 +27,12 @@ _MORE_DEVICES = (2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a search may choose. A degree that is given is fixed.
+    """What a search may choose; by default all that ``ls.ParallelStrategy`` can do. A given degree is fixed."""
 
-    Args:
-        data: number of copies of the model.
-        pipeline: number of workers that divide the layers.
-        tensor: number of devices that divide each layer.
-        microbatch_size: sequences in a microbatch.
-        schedules: pipeline schedules to try.
-        activation_checkpointing: kinds of activation checkpointing to try.
-        shard_optimizer: whether to try a sharded optimizer, an unsharded one, or both.
-        shard_parameters: likewise for sharded weights, gradients and state.
-        sequence_parallel: likewise for sequence parallelism.
-    """
-
-    data: int | None = None
-    pipeline: int | None = None
-    tensor: int | None = None
-    microbatch_size: int | None = None
+    data: int | None = None  # number of copies of the model
+    pipeline: int | None = None  # number of workers that divide the layers
+    tensor: int | None = None  # number of devices that divide each layer
+    microbatch_size: int | None = None  # sequences in a microbatch
     schedules: tuple[ScheduleName, ...] = SCHEDULES
     activation_checkpointing: tuple[CheckpointingName, ...] = CHECKPOINTING
     shard_optimizer: tuple[bool, ...] = (False, True)
@@ -59,10 +40,6 @@ class Choices:
     sequence_parallel: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
-        for schedule in self.schedules:
-            check_choice("schedule", schedule, SCHEDULES)
-        for checkpointing in self.activation_checkpointing:
-            check_choice("activation_checkpointing", checkpointing, CHECKPOINTING)
         at_least_1(self, "data", "pipeline", "tensor", "microbatch_size")
 
     @property
@@ -71,8 +48,7 @@ class Choices:
         return {name: value for name in ("data", "pipeline", "tensor") if (value := getattr(self, name)) is not None}
 
 
-LOCKSTEP = Choices()
-"""What ``ls.ParallelStrategy`` can do; a test compares them."""
+_ALL = Choices()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +79,7 @@ class Setting:
 
     def why_indivisible(self, data: int, pipeline: int, tensor: int) -> str | None:
         """Why three degrees do not divide the model and the batch; None if they do."""
-        even = not self.software.balanced_stages
-        return why_indivisible(
-            self.shape, data=data, pipeline=pipeline, tensor=tensor, batch=self.batch, even_stages=even
-        )
+        return why_indivisible(self.shape, data=data, pipeline=pipeline, tensor=tensor, batch=self.batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +94,12 @@ class Infeasible:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of a search.
+    """The result of a search."""
 
-    Args:
-        setting: the input.
-        ranked: every layout that fits, fastest first.
-        infeasible: degrees without a layout that fits.
-        tried: number of layouts that were tried.
-    """
-
-    setting: Setting
-    ranked: tuple[Prediction, ...]
-    infeasible: tuple[Infeasible, ...]
-    tried: int
+    setting: Setting  # what was asked
+    ranked: tuple[Prediction, ...]  # every layout that fits, fastest first
+    infeasible: tuple[Infeasible, ...]  # degrees without a layout that fits
+    tried: int  # number of layouts that were tried
 
     @property
     def best(self) -> Prediction:
@@ -162,7 +128,7 @@ def plan(
     batch: int,
     network: Network | None = None,
     software: Software | None = None,
-    choices: Choices = LOCKSTEP,
+    choices: Choices = _ALL,
 ) -> Plan:
     """Ranks the layouts for training ``model`` on ``devices`` devices by predicted step time. No device is needed.
 
@@ -209,7 +175,7 @@ def usual_software(device: DeviceKind) -> Software:
     return Software(precision=precision_named("fp32" if device.name == "cpu" else half))
 
 
-def search(setting: Setting, choices: Choices = LOCKSTEP) -> Plan:
+def search(setting: Setting, choices: Choices = _ALL) -> Plan:
     """Ranks all layouts by predicted step time: thousands in less than a second.
 
     Raises:
@@ -259,9 +225,6 @@ def _degrees(devices: int, choices: Choices) -> list[tuple[int, int, int]]:
 
 def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Layout]:
     """Every layout of three degrees that divide the model."""
-    # Fused attention has no scores to recompute.
-    fused = setting.software.fused_attention
-    checkpointing = [kind for kind in choices.activation_checkpointing if not (fused and kind == "selective")]
     # The copies divide the optimizer state alone, or weights and all.
     shards = [
         (optimizer, parameters)
@@ -270,8 +233,8 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
     ] or [(False, False)]
     sequences = [value for value in choices.sequence_parallel if tensor > 1 or not value] or [False]
     for microbatch_size, microbatches in _microbatches(setting.batch // data, pipeline, choices):
-        for schedule, stages in _schedules(setting, pipeline, microbatches, choices):
-            for kind, (optimizer, parameters), sequence in product(checkpointing, shards, sequences):
+        for schedule, stages in _schedules(setting.shape.layers, pipeline, microbatches, choices):
+            for kind, (optimizer, parameters), sequence in product(choices.activation_checkpointing, shards, sequences):
                 # A split backward pass would recompute the layer again for each weight gradient.
                 if kind == "full" and schedule in ("zero_bubble", "zero_bubble_v"):
                     continue
@@ -297,16 +260,13 @@ def _microbatches(shard: int, pipeline: int, choices: Choices) -> list[tuple[int
     return [(n, shard // n) for n in sizes if shard % n == 0 and shard // n >= pipeline]
 
 
-def _schedules(
-    setting: Setting, pipeline: int, microbatches: int, choices: Choices
-) -> Iterator[tuple[ScheduleName, int]]:
+def _schedules(layers: int, pipeline: int, microbatches: int, choices: Choices) -> Iterator[tuple[ScheduleName, int]]:
     """(schedule, stages per worker)."""
     if pipeline == 1:
         yield "1f1b", 1
         return
-    layers = setting.shape.layers
     several = [n for n in divisors(layers // pipeline) if n > 1]
-    two = [2] if layers >= 2 * pipeline and (setting.software.balanced_stages or 2 in several) else []
+    two = [2] if layers >= 2 * pipeline else []
     stages = {
         # Interleaving takes microbatches in groups of as many as there are workers; torch's zero-bubble in equal ones.
         "interleaved": several if microbatches % pipeline == 0 else [],
@@ -342,15 +302,8 @@ def _nothing_fits(setting: Setting, choices: Choices, infeasible: list[Infeasibl
 
 
 def _what_would_fit(setting: Setting, choices: Choices) -> str:
-    """Other degrees if some were fixed, or else more devices."""
     if choices.degrees:
-        try:
-            other = search(setting, replace(choices, data=None, pipeline=None, tensor=None)).best.layout
-        except ConfigError:
-            return "nor does any other; take more devices, or devices with more memory"
-        kind = other.activation_checkpointing
-        checkpointing = "" if kind == "none" else f", activation_checkpointing={kind!r}"
-        return f"data={other.data}, pipeline={other.pipeline}, tensor={other.tensor}{checkpointing} does"
+        return f"leave out {' or '.join(f'{name}={value}' for name, value in choices.degrees.items())}"
     for times in _MORE_DEVICES:
         larger = replace(setting, devices=setting.devices * times)
         for degrees in _degrees(larger.devices, choices):

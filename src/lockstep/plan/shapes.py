@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lockstep.errors import ConfigError
 
@@ -32,41 +32,25 @@ class ModelShape:
 
     GPT-2, BERT and Llama are such stacks; the fields after ``sequence`` tell them apart.
 
-    Args:
-        name: name in tables and messages.
-        layers: number of transformer layers.
-        hidden: hidden size.
-        heads: number of attention heads; divides ``hidden``.
-        feed_forward: size of the feed-forward layer; ``4 * hidden`` by default.
-        vocabulary: number of tokens in the vocabulary.
-        sequence: tokens per sequence.
-        kv_heads: number of key and value heads (grouped queries); ``heads`` by default.
-        gated: the feed-forward part has three matrices (SwiGLU) instead of two.
-        biases: matrices have a bias and norms a shift, as in GPT-2 and BERT but not in Llama.
-        tied: the head uses the embedding's weight.
-        embedding_rows: rows of learned position and segment embeddings; ``sequence`` by default, 0 with rotary
-            positions.
-        predicted: fraction of the tokens that the head predicts; below 1 in masked language models.
-        saved: what a layer saves for its backward pass.
-
     Example:
         >>> ModelShape(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024).parameters
         124439808
     """
 
-    name: str = "model"
+    name: str = "model"  # in tables and messages
     layers: int
     hidden: int
-    heads: int
-    feed_forward: int = 0
+    heads: int  # of attention; divides ``hidden``
+    feed_forward: int = 0  # size of the feed-forward layer; ``4 * hidden`` by default
     vocabulary: int
-    sequence: int
-    kv_heads: int = 0
-    gated: bool = False
-    biases: bool = True
-    tied: bool = True
+    sequence: int  # tokens per sequence
+    kv_heads: int = 0  # key and value heads (grouped queries); ``heads`` by default
+    gated: bool = False  # the feed-forward part has three matrices (SwiGLU) instead of two
+    biases: bool = True  # matrices have a bias and norms a shift, as in GPT-2 and BERT but not in Llama
+    tied: bool = True  # the head uses the embedding's weight
+    # rows of learned position and segment embeddings; ``sequence`` by default, 0 with rotary positions
     embedding_rows: int = -1
-    predicted: float = 1.0
+    predicted: float = 1.0  # fraction of the tokens that the head predicts; below 1 in masked language models
     saved: SavedActivations = field(default_factory=SavedActivations)
 
     def __post_init__(self) -> None:
@@ -80,8 +64,6 @@ class ModelShape:
             size = getattr(self, whole)
             if size % part:
                 raise ConfigError(f"{name}={part} does not divide {whole}={size}; choose {one_of(divisors(size))}")
-        if not 0 < self.predicted <= 1:
-            raise ConfigError(f"predicted={self.predicted} was given, expected a share above 0 and at most 1")
 
     @property
     def head_width(self) -> int:
@@ -164,6 +146,7 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
         _bert(name="bert-tiny", layers=2, hidden=128, heads=2),
+        _bert(name="mlm", layers=2, hidden=128, heads=2, predicted=96 / 512),  # the recipe's; a test compares them
         _bert(name="bert-base", layers=12, hidden=768, heads=12),
         _bert(name="bert-large", layers=24, hidden=1024, heads=16),
         _gpt2(name="gpt2", layers=12, hidden=768, heads=12),
@@ -205,42 +188,16 @@ def known_shape(name: str) -> ModelShape:
     return KNOWN_SHAPES[short]
 
 
-class RecipeConfig(Protocol):
-    """The sizes in a recipe's config, such as ``MlmConfig``."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def feed_forward(self) -> int: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def max_masked(self) -> int: ...
-
-
-@runtime_checkable
-class TransformersConfig(Protocol):
-    """The part of transformers' ``PretrainedConfig`` that is used."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-Model = ModelShape | RecipeConfig | TransformersConfig | Mapping[str, Any] | Path | str
+Model = ModelShape | Mapping[str, Any] | Path | str
 
 
 def shape_of(model: Model, *, sequence: int | None = None) -> ModelShape:
     """The sizes of ``model``. Nothing is downloaded.
 
     Args:
-        model: a ModelShape; the config of the recipe mlm; a transformers config, or its dictionary; a folder with a
-            config.json, or that file; sizes as "layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024"; or the
-            name of a well-known model.
+        model: a ModelShape; the dictionary of a transformers config; a folder with a config.json, or that file; sizes
+            as "layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024"; or the name of a well-known model or of
+            the recipe mlm.
         sequence: tokens per sequence; by default the longest that the model takes.
 
     Raises:
@@ -248,39 +205,22 @@ def shape_of(model: Model, *, sequence: int | None = None) -> ModelShape:
     """
     if isinstance(model, ModelShape):
         shape = model
-    elif isinstance(model, str | Path):
-        shape = _from_sizes(str(model)) if "=" in str(model) else _from_path_or_name(str(model))
     elif isinstance(model, Mapping):
         shape = _from_settings(model)
-    elif isinstance(model, TransformersConfig):
-        shape = _from_settings(model.to_dict())
     else:
-        shape = ModelShape(
-            name="mlm",
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            feed_forward=model.feed_forward,
-            vocabulary=model.vocabulary,
-            sequence=model.sequence_length,
-            embedding_rows=model.sequence_length + 2,
-            predicted=min(1.0, model.max_masked / model.sequence_length),
-            saved=BERT_SAVED,
-        )
+        shape = _from_sizes(str(model)) if "=" in str(model) else _from_path_or_name(str(model))
     return shape if sequence is None else shape.with_sequence(sequence)
 
 
 def _from_path_or_name(name: str) -> ModelShape:
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir():
-            raise ConfigError(f"the folder {name!r} holds no config.json; expected a model saved by transformers")
+    if not path.exists():
         return known_shape(name)
     try:
         settings = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(file)!r} cannot be read as the config of a model ({error}); save it again") from error
+        raise ConfigError(f"{str(file)!r} cannot be read as the config of a model: {error}; save it again") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{str(file)!r} is not a JSON object, expected the config.json of a transformers model")
     return _from_settings({"_name_or_path": path.name, **settings})
@@ -329,21 +269,11 @@ def _from_gpt2(settings: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-def _common(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "layers": settings["num_hidden_layers"],
-        "hidden": settings["hidden_size"],
-        "heads": settings["num_attention_heads"],
-        "feed_forward": settings["intermediate_size"],
-        "vocabulary": settings["vocab_size"],
-    }
-
-
 def _from_bert(settings: Mapping[str, Any], name: str) -> ModelShape:
     positions = settings["max_position_embeddings"]
-    return ModelShape(
-        **_common(settings, name),
+    return _from_common(
+        settings,
+        name,
         sequence=positions - positions % 8,  # RoBERTa keeps two positions for padding
         embedding_rows=positions + settings.get("type_vocab_size", 2),
         predicted=0.15,
@@ -352,8 +282,9 @@ def _from_bert(settings: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _from_llama(settings: Mapping[str, Any], name: str) -> ModelShape:
-    return ModelShape(
-        **_common(settings, name),
+    return _from_common(
+        settings,
+        name,
         kv_heads=settings.get("num_key_value_heads") or 0,
         sequence=settings["max_position_embeddings"],
         embedding_rows=0,
@@ -364,11 +295,20 @@ def _from_llama(settings: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
+def _from_common(settings: Mapping[str, Any], name: str, **own: Any) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=settings["num_hidden_layers"],
+        hidden=settings["hidden_size"],
+        heads=settings["num_attention_heads"],
+        feed_forward=settings["intermediate_size"],
+        vocabulary=settings["vocab_size"],
+        **own,
+    )
+
+
 _FAMILIES: Mapping[str, Callable[[Mapping[str, Any], str], ModelShape]] = {
+    **dict.fromkeys(("bert", "roberta"), _from_bert),
     "gpt2": _from_gpt2,
-    "bert": _from_bert,
-    "roberta": _from_bert,
-    "llama": _from_llama,
-    "mistral": _from_llama,
-    "qwen2": _from_llama,
+    **dict.fromkeys(("llama", "mistral", "qwen2"), _from_llama),
 }

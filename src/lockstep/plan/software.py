@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.errors import ConfigError
@@ -57,52 +57,32 @@ class Constants:
     They are measured on such devices, not fitted to the results that predictions are compared with.
     """
 
-    # fraction of the peak rate during a matrix product. Moving the operands is counted separately, so small and narrow
-    # products come out slower. Large half-precision products reach 250 of 312 TFLOP/s on an A100.
+    # of the peak rate, in large half-precision products: 250 of 312 TFLOP/s on an A100. Moving the operands is counted
+    # separately, so small and narrow products come out slower.
     matmul: float = 0.80
-    memory: float = 0.80  # fraction of the memory bandwidth that operations bound by memory reach
-    # fraction of ``memory`` that a layer's norms, activations and dropout reach. A GPU is bound by memory, a CPU by
-    # their arithmetic and by dropout's random numbers, which --measure times.
+    memory: float = 0.80  # of the memory bandwidth
+    # of ``memory``, in a layer's norms, activations and dropout. A GPU is bound by memory, a CPU by their arithmetic
+    # and by dropout's random numbers, which --measure times.
     passes: float = 1.0
-    # fraction of a link's bandwidth that collectives reach: 232 of 300 GB/s on eight A100 (NVIDIA/nccl-tests, issue
-    # 175)
-    link: float = 0.78
+    link: float = 0.78  # of a link, in collectives: 232 of 300 GB/s on eight A100 (NVIDIA/nccl-tests, issue 175)
     launch_us: float = 6.0  # time of an operation that is too small to keep the device busy, in microseconds
     start_us: float = 8.4  # start-up time of a collective in microseconds (NCCL, src/graph/tuning.cc, ring, simple)
     backward_passes: float = 1.5  # memory traffic of the backward pass relative to the forward pass
-    # fraction of the gradient exchange that no backward pass overlaps: nothing follows the last bucket
-    unhidden: float = 0.1
-    # fraction of the memory that tensors can use. The rest holds the context, communication buffers and fragments.
+    unhidden: float = 0.1  # of the gradient exchange; no backward pass overlaps the last bucket
+    # of the memory, for tensors. The rest holds the context, communication buffers and fragments.
     usable_memory: float = 0.92
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in ("matmul", "memory", "passes", "link", "usable_memory") and not 0 < value <= 1:
-                raise ConfigError(f"{entry.name}={value} was given, expected a share above 0 and at most 1")
-            if value < 0:
-                raise ConfigError(f"{entry.name}={value} was given, expected at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """How the training program works. The defaults describe Lockstep."""
 
-    precision: Precision = field(default_factory=lambda: PRECISIONS["bf16"])  # number formats
+    precision: Precision = field(default_factory=lambda: PRECISIONS["bf16"])
     fused_attention: bool = True  # attention scores stay on the chip (``scaled_dot_product_attention``)
     overlap_data: bool = True  # the gradient exchange overlaps with the last microbatch's backward pass
-    # exchanges between tensor ranks in the backward pass overlap with the weight gradients
-    overlap_tensor: bool = False
-    # with a sharded optimizer, gradients are still all-reduced instead of reduce-scattered
-    zero1_allreduce: bool = True
     # each tensor rank sends its part to the next stage, where the parts are gathered inside the host
     split_sends: bool = False
-    # stages are as equal in cost as whole layers allow, the head included, instead of having equally many layers
-    balanced_stages: bool = True
-    # with sequence parallelism, the gathered input of a product is saved for its backward pass, as DTensor does;
-    # Megatron-LM gathers it again
-    saves_gathered_inputs: bool = True
-    static_buffers: bool = True  # each stage has permanent receive buffers for every microbatch, as torch's stages have
     # the head's gradient exists twice while it is computed, as in Lockstep's matrix products on AMD CPUs with AVX-512
     transposed_head_gradient: bool = False
-    constants: Constants = field(default_factory=Constants)  # fractions of published figures that are reached
+    static_buffers: bool = True  # each stage has permanent receive buffers for every microbatch, as torch's stages have
+    constants: Constants = field(default_factory=Constants)

@@ -39,6 +39,12 @@ def at_least(name: str, value: int, least: int) -> None:
         raise ConfigError(f"{name}={value} was given, expected at least {least}")
 
 
+def at_least_each(config: Any, least: int, *names: str) -> None:
+    """Checks that each of these fields is ``least`` or more."""
+    for name in names:
+        at_least(name, getattr(config, name), least)
+
+
 def divides(name: str, value: int, of: str, total: int) -> None:
     """Checks that ``value`` divides ``total``; the message lists what does."""
     if total % value:

@@ -12,8 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
+from lockstep.replicas.threads import CallerState, ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -247,17 +246,6 @@ class ReplicaRunner:
         """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""
         return tuple(gpu.memory() for gpu in self._on_gpus)
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """A block whose runs leave no trace in the replicas' random numbers and in the peak of their memory."""
-        drawn, peaks = self.generators.states(), [gpu.account.peak for gpu in self._on_gpus]
-        try:
-            yield
-        finally:
-            self.generators.set_states(drawn)
-            for gpu, peak in zip(self._on_gpus, peaks, strict=True):
-                gpu.account.peak = peak
-
     def abort(self, cause: BaseException) -> None:
         """Ends the run in progress, if there is one, with ``cause``. From any thread."""
         if self._current is not None:
@@ -304,14 +292,12 @@ class _Run:
         self.results: list[Any] = [None] * len(names)
         self._names, self._caller = names, caller
         self._contexts = [copy_context() for _ in names]
-        self._profiles = [Profile.of_caller() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """The job of a replica's thread. It never raises; ``leave`` takes the error."""
         replica, caller = context.local_replica, self._caller
-        profile = self._profiles[replica]
         own = context.device.torch_device
 
         def in_slot() -> Any:
@@ -321,7 +307,6 @@ class _Run:
                 with (
                     caller.default_device(own),
                     caller.applied(),
-                    nullcontext() if profile is None else profile.shown(),
                     random,
                     in_context(context),
                     caller.modes_applied(),

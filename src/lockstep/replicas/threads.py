@@ -4,14 +4,13 @@ Each thread keeps its share of the cores: torch has a number of intra-op threads
 process's value at a thread's first parallel operation, so that operation is made to happen first.
 
 ``with torch.no_grad(): strategy.run(step)`` must work although the step runs in other threads. So ``CallerState``
-carries the grad mode, inference mode, autocast, modes and hooks into them, ``Profile`` the profiler, and the runner
-context variables.
+carries the grad mode, inference mode, autocast, modes and hooks into them, and the runner context variables. torch's
+profiler sees them if it is told to profile all threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import queue
 import sys
@@ -21,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,93 +30,12 @@ from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
-_SYMBOLS = {
-    "current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv"),
-    "set_current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E"),
-    "callbacks": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
-    "set_callbacks": ("libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"),
-}
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
-
-
-class _SharedPtr(ctypes.Structure):
-    """A ``std::shared_ptr``; torch's functions take it over, and leave an empty one."""
-
-    _fields_ = (("pointer", ctypes.c_void_p), ("counts", ctypes.c_void_p))
-
-
-class _NoCallbacks(ctypes.Structure):
-    """A new thread's ``at::RecordFunctionTLS``: an empty ``std::vector``, and recording allowed."""
-
-    _fields_ = (("vector", ctypes.c_void_p * 3), ("enabled", ctypes.c_bool))
-
-
-class Profile:
-    """The profiler state of the thread that made this, for one other thread that works for it while it waits."""
-
-    def __init__(self, library: dict[str, Any]) -> None:
-        self._library = library
-        self._callbacks = library["callbacks"]()
-        self._held = _SharedPtr()
-        library["current"](ctypes.byref(self._held))
-
-    @classmethod
-    def of_caller(cls) -> Profile | None:
-        """The calling thread's; None where it is not profiled, or, with a warning, where torch cannot hand it on."""
-        if not compat.is_profiled():
-            return None
-        library = _library()
-        if library is None:
-            warnings.warn(
-                f"torch.profiler sees nothing of the replicas with torch {torch.__version__}; profile with "
-                "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)",
-                stacklevel=2,
-            )
-            return None
-        return cls(library)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """In the other thread: a block that the profile records, on that thread's own track."""
-        if compat.is_profiled():  # by a profiler of the replica's own, or one of all threads
-            yield
-            return
-        before = _SharedPtr()
-        self._library["current"](ctypes.byref(before))
-        self._library["set_current"](ctypes.byref(self._held))
-        self._library["set_callbacks"](self._callbacks)
-        try:
-            yield
-        finally:
-            self._library["set_callbacks"](ctypes.byref(_NoCallbacks(enabled=True)))
-            self._library["set_current"](ctypes.byref(before))
-
-
-def name_track(name: str) -> None:
-    """Names the calling thread for profilers and debuggers; Linux keeps the first 15 letters."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_SET_NAME, name.encode("ascii"), 0, 0, 0)
-
-
-@functools.cache
-def _library() -> dict[str, Any] | None:
-    """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        found = {name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _SYMBOLS.items()}
-    except (OSError, AttributeError):
-        return None
-    pointer = ctypes.POINTER(_SharedPtr)
-    found["current"].argtypes, found["current"].restype = [pointer], None
-    found["set_current"].argtypes, found["set_current"].restype = [pointer], None
-    found["callbacks"].argtypes, found["callbacks"].restype = [], ctypes.c_void_p
-    found["set_callbacks"].argtypes, found["set_callbacks"].restype = [ctypes.c_void_p], None
-    return found
 
 
 @dataclass(frozen=True)
 class CallerState:
-    """A snapshot of the calling thread's state, but for its context variables and profile.
+    """A snapshot of the calling thread's state, but for its context variables.
 
     The modes, the outermost first, and the hooks are the caller's own objects, and not made for threads: replicas that
     have them run one at a time, each until it meets the others or has ended (``one_at_a_time``).
@@ -132,6 +49,7 @@ class CallerState:
     saved: tuple[Callable[..., Any], Callable[..., Any]] | None
     no_saved: str | None
     device: torch.device | None
+    profiled: bool
 
     @classmethod
     def capture(cls) -> CallerState:
@@ -149,11 +67,18 @@ class CallerState:
             saved=compat.saved_tensors_hooks(False),
             no_saved=compat.saved_tensors_hooks_disabled(),
             device=devices[0].device if devices else None,
+            profiled=compat.is_profiled(),
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """A block with the grad mode, inference mode and autocast."""
+        if self.profiled and not compat.is_profiled():
+            warnings.warn(
+                "torch.profiler sees nothing of the replicas, which are other threads; profile with "
+                "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)",
+                stacklevel=2,
+            )
         with ExitStack() as stack:
             stack.enter_context(_no_shared_casts())
             if self.inference:
@@ -313,7 +238,8 @@ class _Settled(BaseException): ...
 
 
 def _work(inbox: queue.SimpleQueue[Job | None], cores: int, ready: threading.Event, number: int) -> None:
-    name_track(f"replica {number}")
+    if sys.platform.startswith("linux"):  # names the thread's track in a profile
+        ctypes.CDLL(None).prctl(_SET_NAME, f"replica {number}".encode("ascii"), 0, 0, 0)
     torch.get_num_threads()  # the thread's first parallel operation, which would undo the next line if it came later
     torch.set_num_threads(cores)
     ready.set()

@@ -172,7 +172,7 @@ def make_setup(
     stepped = _make_scheduler(scheduler, made)
     _check_loss(made, module, config.loss)
     mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
-    mirrored.sums_after_runs = False
+    mirrored.gradients.sums_after_runs = False
     _check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
     return replace(setup, optimizer=mirrored, scheduler=stepped)
 

@@ -174,7 +174,7 @@ class Trainer(transformers.Trainer):
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
         renewed = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
-        renewed.sums_after_runs = False
+        renewed.gradients.sums_after_runs = False
         return renewed
 
     def _get_dataloader(self, *args: Any, **named: Any) -> Any:

@@ -6,8 +6,8 @@
 
 All workers send buckets in the order of the plan. In ``no_sync`` a backward pass sends nothing, and the next one sends
 the accumulated gradients. A gradient that changes after its bucket was sent (a second backward pass without
-``no_sync``, clipping by hand) is noticed at the step, which then sends all buckets again; after that, buckets are sent
-at the step until a step without such a change. Frozen parameters are not sent; every step checks which ones are frozen.
+``no_sync``, clipping by hand) is noticed at the step, which then sends all buckets again. Frozen parameters are not
+sent; every step checks which ones are frozen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
@@ -31,8 +31,8 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, joined_norm, views_of
-from lockstep.mirroring.gradients.user import EngineHook
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, spread, views_of
+from lockstep.mirroring.gradients.parameter_hooks import EngineHook
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 
@@ -121,7 +121,6 @@ class BucketExchange(GradientExchange):
         self._travel_as = travel_as
         self._marks = marks
         self.keeps_sums = workers.is_chief
-        self._overlaps = True
         self._warned = False
         self._held: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -137,10 +136,9 @@ class BucketExchange(GradientExchange):
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
         outdated = _trained(self._parameters) != self._trained
-        too_soon = changed or self._again or any(map(_is_changed, self._noted))
-        gathered = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated, too_soon])
+        gathered = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated])
         totals, counts, *flags = zip(*gathered, strict=True)
-        changed, outdated, too_soon = map(any, flags)
+        changed, outdated = map(any, flags)
         if changed and not self._warned:
             self._warned = True
             _LOG.warning(
@@ -148,7 +146,6 @@ class BucketExchange(GradientExchange):
                 "where several backward passes add up, run all but the last in `with mirrored.no_sync():`, and clip "
                 "what the optimizer's sum_gradients() leaves"
             )
-        self._overlaps = not too_soon
         self._finish(changed=changed, outdated=outdated)
         return sum(totals), sum(counts)
 
@@ -179,9 +176,6 @@ class BucketExchange(GradientExchange):
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         pass
 
-    def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return joined_norm(norms)
-
     def _finish(self, *, changed: bool, outdated: bool) -> None:
         """Sends the rest, or all again, waits for all buckets, and writes the sums to the leaders' ".grad"."""
         buckets = self._all_arrived()
@@ -191,16 +185,12 @@ class BucketExchange(GradientExchange):
             self._begin_cycle()
             buckets = self._all_arrived()
         self._begin_cycle()
-        first, *others = self._leaders
-        for index, total in (sums for bucket in buckets for sums in bucket.sums()):
-            copies = self._parameters[index]
+        sent = [(self._parameters[index], total) for bucket in buckets for index, total in bucket.sums()]
+        for copies, total in sent:
             for copy in copies:
                 copy.grad = None
-            if total is None:
-                continue
-            copies[first].grad = total
-            for leader in others:
-                copies[leader].grad = total.to(copies[leader].device, copy=True)
+            copies[self._leaders[0]].grad = total
+        spread([copies for copies, _ in sent], self._leaders)
 
     def _all_arrived(self) -> list[_Bucket]:
         while len(self._in_flight) < len(self._plan):
@@ -214,8 +204,6 @@ class BucketExchange(GradientExchange):
             sum(parameter in self._hooked for parameter in members) * len(self._parameters[0]) for members in self._plan
         ]
         self._seen: set[tuple[int, int]] = set()
-        self._noted: list[_Taken] = []
-        self._again = False
         self._in_flight: list[_Bucket] = []
         self._starting = False
 
@@ -248,14 +236,9 @@ class BucketExchange(GradientExchange):
             if self._held[replica] > 0:
                 return
             if (replica, index) in self._seen:
-                self._again = True
                 return
             self._seen.add((replica, index))
             self._missing[bucket] -= 1
-            if not self._overlaps:  # all are sent at the update, which sees by these whether they changed before
-                with DisableTorchFunction():
-                    self._noted.append(_taken(self._parameters[index][replica]))
-                return
             if self._starting or not self._next_is_full():
                 return
             self._starting = True

@@ -1,6 +1,6 @@
 """How the gradients of one optimizer are summed over all replicas; within one process, always in replica order.
 
-    within a storage group, slice by slice      between groups, once, by copies or over NCCL
+    within a storage group, slice by slice      between groups, once
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
 Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
@@ -10,17 +10,15 @@ the leader's ``.grad``; the other members' gradients become None. A parameter wi
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
-from lockstep._torch_compat import foreach_add_, foreach_copy_, foreach_div_, nccl_sums_in_process
+from lockstep._torch_compat import foreach_add_, foreach_div_
 from lockstep.collectives.communicator import Communicator
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
@@ -31,11 +29,6 @@ Number = float | torch.Tensor
 """A number that the host knows, or a tensor of one element that a device may still compute."""
 Settings = Callable[[], Sequence[str]]
 """Returns an optimizer's settings: a line for its kind, and one for each group of parameters."""
-AllReduce = Callable[[list[torch.Tensor]], None]
-"""Given a flat tensor on each GPU: leaves the sum of all in each, behind what is queued on the current streams."""
-BUCKET_BYTES = 25 * 2**20
-_NCCL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LOG = logging.getLogger("lockstep")
 
 
 class GradientExchange(ABC):
@@ -62,9 +55,10 @@ class GradientExchange(ABC):
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         """Leaves the sums of a slice of the parameters in the leaders' ".grad". Every replica must call it."""
 
-    @abstractmethod
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The norm of all summed gradients of the model, given each parameter's; called once, while replicas wait."""
+        in_order = [norms[index] for index in sorted(norms)]
+        return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
 
     def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which no backward pass of these local replicas sends gradients to other workers."""
@@ -80,20 +74,22 @@ class LocalExchange(GradientExchange):
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
-        devices = [parameters[0][leader].device for leader in self._leaders] if parameters else []
-        over_nccl = choose_sum(devices, nccl=nccl_sums_in_process) == "nccl"
-        self._sum_between = NcclSums() if over_nccl else sum_by_copies
 
     def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
         return total, count
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        _sum_within_group([self._parameters[index] for index in mine], self._groups[context.local_replica])
+        own = [self._parameters[index] for index in mine]
+        leader, *others = self._groups[context.local_replica]
+        for other in others:
+            add_gradients(own, leader, other)
         if len(self._leaders) > 1:
-            context.meet("gradient exchange", None, lambda _: self._sum_between(self._parameters, self._leaders))
+            context.meet("gradient exchange", None, lambda _: self._sum_between_groups())
 
-    def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return joined_norm(norms)
+    def _sum_between_groups(self) -> None:
+        for leader in self._leaders[1:]:
+            add_gradients(self._parameters, self._leaders[0], leader)
+        spread(self._parameters, self._leaders)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -155,159 +151,6 @@ class PartExchange(GradientExchange):
         return self.between_replicas.held(replicas)
 
 
-def choose_sum(devices: Sequence[torch.device], *, nccl: bool) -> Literal["nccl", "copies"]:
-    """How gradients are summed between storages, given the device of each one's leader.
-
-    Example:
-        >>> choose_sum([torch.device("cuda", 0), torch.device("cuda", 1)], nccl=True)
-        'nccl'
-    """
-    different = len(set(devices)) == len(devices) > 1 and all(device.type == "cuda" for device in devices)
-    return "nccl" if different and nccl else "copies"
-
-
-def sum_by_copies(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Gives every leader the sum of the leaders' gradients, added on the first one's device. Called once.
-
-    In the gradients' own memory if possible, so that no share of a GPU is charged with another's gradients.
-    """
-    in_place: list[Copies] = []
-    others: list[Copies] = []
-    for copies in parameters:
-        (in_place if _are_own(copies, leaders) else others).append(copies)
-    if in_place:
-        totals, *rest = [gradients_of(in_place, leader) for leader in leaders]
-        for gradients in rest:
-            foreach_add_(totals, [each.to(total.device) for each, total in zip(gradients, totals, strict=True)])
-        for gradients in rest:
-            foreach_copy_(gradients, totals)
-    for copies in others:
-        _sum_into_new(copies, leaders)
-
-
-def _are_own(copies: Copies, leaders: Sequence[int]) -> bool:
-    """Whether every leader has a dense gradient in memory of its own, laid out as the weights are."""
-    gradients = [copies[leader].grad for leader in leaders]
-    addresses = {
-        gradient.data_ptr()
-        for gradient, leader in zip(gradients, leaders, strict=True)
-        if gradient is not None and not gradient.is_sparse and _has_layout_of(gradient, copies[leader])
-    }
-    return len(addresses) == len(gradients) and 0 not in addresses
-
-
-def _has_layout_of(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether the elements lie in the same order; the stride of a dimension of one element says nothing."""
-    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    return all(length == 1 or own == theirs for length, own, theirs in strides)
-
-
-def _sum_into_new(copies: Copies, leaders: Sequence[int]) -> None:
-    first, *others = leaders
-    gradients = [copies[leader].grad for leader in leaders]
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return
-    home = copies[first]
-    total = present[0].to(home.device, copy=gradients[0] is None)
-    for gradient in present[1:]:
-        total = total + gradient.to(home.device)
-    home.grad = total
-    for leader in others:
-        copies[leader].grad = total.to(copies[leader].device, copy=True)
-
-
-class NcclSums:
-    """Sums over NCCL, in flat tensors of at most ``bucket_bytes``, except for one gradient that is larger."""
-
-    def __init__(self, all_reduce: AllReduce | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._all_reduce = all_reduce or _all_reduce_over_nccl
-        self._bucket_bytes = bucket_bytes
-        self._works: bool | None = None
-
-    def __call__(self, parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-        """Gives every leader the sums of all leaders' gradients. Called once, while all replicas wait."""
-        dense: list[Copies] = []
-        others: list[Copies] = []
-        for copies in parameters:
-            gradients = [copies[leader].grad for leader in leaders]
-            if any(gradient is not None for gradient in gradients):
-                (dense if all(map(_can_use_nccl, gradients)) else others).append(copies)
-        if dense and not self._connects([dense[0][leader].device for leader in leaders]):
-            dense, others = [], [*dense, *others]
-        firsts = [copies[leaders[0]] for copies in dense]
-        sizes = [first.numel() * first.element_size() for first in firsts]
-        for run in plan_runs(sizes, [str(first.dtype) for first in firsts], self._bucket_bytes):
-            self._sum([dense[number] for number in run], leaders)
-        sum_by_copies(others, leaders)
-
-    def _sum(self, parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-        own = [[copies[leader] for copies in parameters] for leader in leaders]
-        flats = [_flat(each) for each in own]
-        self._all_reduce(flats)
-        for each, flat in zip(own, flats, strict=True):
-            for parameter, view in zip(each, views_of(flat, each), strict=True):
-                parameter.grad = view
-
-    def _connects(self, devices: Sequence[torch.device]) -> bool:
-        """Whether NCCL can connect the GPUs: tried once, on a number each, before any gradient depends on it."""
-        if self._works is None:
-            try:
-                self._all_reduce([torch.zeros(1, device=device) for device in devices])
-                self._works = True
-            except RuntimeError as error:
-                names = ", ".join(map(str, devices))
-                _LOG.warning("NCCL cannot join %s (%s); their gradients are added by copies", names, error)
-                self._works = False
-        return self._works
-
-
-def _all_reduce_over_nccl(flats: list[torch.Tensor]) -> None:
-    """``AllReduce`` over NCCL, from one thread, on the stream that this queues on at each GPU."""
-    from torch.cuda import nccl
-
-    nccl.all_reduce(flats)  # type: ignore[no-untyped-call]  # streams=None is the calling thread's current ones
-
-
-def _can_use_nccl(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or (gradient.layout is torch.strided and gradient.dtype in _NCCL_DTYPES)
-
-
-def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The gradients of one storage in one flat tensor; zeros for those that are None."""
-    home = parameters[0]
-    flat = torch.empty(sum(each.numel() for each in parameters), dtype=home.dtype, device=home.device)
-    pairs = [(view, each.grad) for view, each in zip(views_of(flat, parameters), parameters, strict=True)]
-    present = [(view, gradient) for view, gradient in pairs if gradient is not None]
-    if present:
-        foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-    for view, gradient in pairs:
-        if gradient is None:
-            view.zero_()
-    return flat
-
-
-def plan_runs(sizes: Sequence[int], kinds: Sequence[str], most_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Which gradients share a flat tensor between the devices of one process, where nothing is computed meanwhile.
-
-    A gradient larger than ``most_bytes`` is alone. The runs of a kind, which is a dtype, are together.
-
-    Example:
-        >>> plan_runs([4, 4, 4, 9], ["a", "b", "a", "a"], 8)
-        ((0, 2), (3,), (1,))
-    """
-    runs: list[list[int]] = []
-    for kind in dict.fromkeys(kinds):
-        left = -1
-        for number in (number for number, own in enumerate(kinds) if own == kind):
-            if sizes[number] > left:
-                runs.append([])
-                left = most_bytes
-            runs[-1].append(number)
-            left -= sizes[number]
-    return tuple(map(tuple, runs))
-
-
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive parts of ``flat``, contiguous, in the shapes and memory formats of the parameters."""
     numbers = [parameter.numel() for parameter in parameters]
@@ -326,33 +169,36 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return layout is not None and parameter.is_contiguous(memory_format=layout)
 
 
-def _sum_within_group(parameters: Sequence[Copies], members: Sequence[int]) -> None:
-    """Sums the gradients of the group's members into its first member's ``.grad``, parameter by parameter."""
-    leader, *others = members
-    for other in others:
-        totals: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
-        for copies in parameters:
-            gradient = copies[other].grad
-            if gradient is None:
-                continue
-            total = copies[leader].grad
-            if total is None:
-                copies[leader].grad = gradient
-            elif gradient.is_sparse or total.is_sparse:
-                copies[leader].grad = total + gradient
-            else:
-                totals.append(total)
-                added.append(gradient)
-            copies[other].grad = None
-        if totals:
-            foreach_add_(totals, added)
+def add_gradients(parameters: Sequence[Copies], into: int, other: int) -> None:
+    """Adds the gradients of replica ``other`` to those of ``into``, on the latter's device; the former become None."""
+    totals: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    for copies in parameters:
+        gradient = copies[other].grad
+        if gradient is None:
+            continue
+        total, copies[other].grad = copies[into].grad, None
+        gradient = gradient.to(copies[into].device)
+        if total is None:
+            copies[into].grad = gradient
+        elif gradient.is_sparse or total.is_sparse or gradient is total:
+            copies[into].grad = (
+                gradient + total if total.is_sparse else total + gradient
+            )  # torch adds no sparse + dense
+        else:
+            totals.append(total)
+            added.append(gradient)
+    if totals:
+        foreach_add_(totals, added)
 
 
-def joined_norm(norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The norm of several tensors together, given each one's norm by the number of its parameter."""
-    in_order = [norms[index] for index in sorted(norms)]
-    return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.zeros(())
+def spread(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
+    """Gives all leaders copies of the first one's gradients. Called once, while the replicas wait."""
+    first, *others = leaders
+    for copies in parameters if others else ():
+        gradient = copies[first].grad
+        for leader in others:
+            copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
 
 
 def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
-from lockstep.mirroring.gradients.user import GivenSums, forget
+from lockstep.mirroring.gradients.state import GradientState, Stage
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
@@ -47,8 +47,8 @@ class MirroredOptimizer(Optimizer):
 
     Attributes:
         plain: the user's own optimizer.
-        sums_after_runs: whether gradients that a run leaves are summed after it, so that a program outside replicas
-            sees those of one device. ``Model`` calls ``update`` itself and does not need it.
+        gradients: where the gradients are. Its ``sums_after_runs`` says whether those that a run leaves are summed
+            after it, so that a program outside replicas sees those of one device. ``Model`` does not need it.
     """
 
     _step_supports_amp_scaling = False  # a scaler unscales; the plain optimizer may do that by itself
@@ -69,13 +69,6 @@ class MirroredOptimizer(Optimizer):
         self._groups = groups
         self._find_copies = find_copies
         self._make_exchange = make_exchange
-        self._holds_sums = False
-        self.sums_after_runs = True
-        self._summed_after_run = False
-        self._held: set[object] = set()
-        self._was_held = False
-        self._lost = False
-        self._left: list[tuple[int, int]] | None = None
         self._parameters: list[Copies] = []
         self._prepare()
 
@@ -122,21 +115,20 @@ class MirroredOptimizer(Optimizer):
         context = own_context(self._owner, "optimizer")
         if context is None:
             return self._step_outside(closure)
-        self._check_whole()
+        gradients = self.gradients
+        gradients.check_not_lost()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         replica = context.local_replica
-        given = self._given.given_to(replica)
-        self._given.take_back(replica, all_but_first=given)
-        if given or self._holds_sums:
+        given = gradients.given[replica]
+        gradients.take_back(replica, all_but_first=given)
+        if given or gradients.stage is Stage.SUMMED:
             self._update.apply(context)
-            self._holds_sums = self._summed_after_run = False
-            return loss
-        # The counts add up to 1: what the replicas back-propagated are parts of one loss, summed and not averaged.
-        self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-        self._summed_after_run = False
+        else:  # the counts add up to 1: the replicas back-propagated parts of one loss, summed and not averaged
+            self._update.run(context, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
+        gradients.stage = Stage.OWN
         return loss
 
     def sum_gradients(self) -> None:
@@ -168,24 +160,20 @@ class MirroredOptimizer(Optimizer):
         if context is None:
             self._owner.run(self.sum_gradients)
             return
-        self._check_whole()
-        self._given.take_back(context.local_replica)
+        self.gradients.check_not_lost()
+        self.gradients.take_back(context.local_replica)
         self._update.sum(context)
-        self._holds_sums = True
+        self.gradients.stage = Stage.SUMMED
 
     def give_sums(self, context: ReplicaContext) -> None:
         """Gives the calling replica the sums, for a step that reads them. Every replica must call it."""
         replica = context.local_replica
-        if not self._given.given_to(replica):
-            self._check_whole()
+        if not self.gradients.given[replica]:
+            self.gradients.check_not_lost()
             with DisableTorchFunction():
-                self._given.take_back(replica)
+                self.gradients.take_back(replica)
                 self._update.sum(context)
-                self._given.give(context)
-
-    def gradient_assigned(self, context: ReplicaContext, parameter: nn.Parameter, value: Any) -> None:
-        """Notes that the step assigns ".grad" of a parameter of the calling replica."""
-        self._given.assigned(context.local_replica, parameter, value)
+                self.gradients.give(context)
 
     @property
     def parameters(self) -> Sequence[Copies]:
@@ -228,8 +216,8 @@ class MirroredOptimizer(Optimizer):
                 of the result is a tensor, which the reader must check.
         """
         own_context(self._owner, "optimizer")
-        self._check_whole()
-        self._given.take_back(context.local_replica)
+        self.gradients.check_not_lost()
+        self.gradients.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
         self.zero_grad()
         return result
@@ -250,45 +238,16 @@ class MirroredOptimizer(Optimizer):
         if not any(id(parameter) in own for parameter in module.parameters()):
             yield
             return
-        block = object()
-        self._held.add(block)
-        self._was_held = True
-        try:
-            with self._update.held(replicas):
-                yield
-        finally:
-            self._held.discard(block)
+        with self.gradients.unsynced(), self._update.held(replicas):
+            yield
 
     def sum_after_run(self) -> None:
         """After a run of the only worker: sums the gradients, so that the user's module has those of one device."""
-        held, self._was_held = self._was_held, bool(self._held)
-        replicas = range(len(self._owner.devices))
-        if held or self._sums_elsewhere() or all(map(self._given.given_to, replicas)):
-            return
-        if any(copy.grad is not None for copies in self._parameters for copy in copies[1:]):
-            for replica in replicas:  # one that had no backward pass since may still have sums of before
-                self._given.take_back(replica)
+        if self.gradients.wants_sum_after_run():
+            for replica in range(len(self._owner.devices)):  # one without a backward pass since may have earlier sums
+                self.gradients.take_back(replica)
             self._run_in_replicas(self._update.sum)
-            self._summed_after_run = True
-
-    def note_left(self) -> None:
-        """After a run with several workers: notes which gradients this worker's replicas have."""
-        self._left = None if self._sums_elsewhere() or self._given.given_to(0) else self.gradient_marks()
-
-    def _sums_elsewhere(self) -> bool:
-        return not self.sums_after_runs or self._holds_sums or self._lost
-
-    def check_left(self) -> None:
-        """Before the next run: raises UsageError if the gradients of the last one were changed and not cleared."""
-        left, self._left = self._left, None
-        if left is None or self.gradient_marks() in (left, None):
-            return
-        gradients = [each.grad for copies in self._parameters for each in copies if each.grad is not None]
-        if any(bool(each.count_nonzero()) for each in gradients):
-            raise UsageError(
-                "gradients were changed outside replicas after a run, where they are this worker's own; call "
-                "optimizer.sum_gradients() on every worker before they are read or changed, or optimizer.zero_grad()"
-            )
+            self.gradients.stage = Stage.KEPT
 
     def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
         return self._owner.run(_in_replica, (half, *args))
@@ -296,38 +255,7 @@ class MirroredOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current replica; outside replicas, of all."""
         context = get_replica_context()
-        with DisableTorchFunction():  # otherwise the replica's function mode sees every access to ".grad"
-            for copies in self._parameters:
-                for parameter in copies if context is None else [copies[context.local_replica]]:
-                    if set_to_none or parameter.grad is None:
-                        parameter.grad = None
-                    else:  # in place, as torch's does
-                        if parameter.grad.grad_fn is not None:
-                            parameter.grad.detach_()
-                        else:
-                            parameter.grad.requires_grad_(False)
-                        parameter.grad.zero_()
-        for replica in range(len(self._owner.devices)) if context is None else (context.local_replica,):
-            self._given.forget(replica)
-        self._holds_sums = self._summed_after_run = False
-        self._lost = False
-        if context is None or context.local_replica == 0:
-            with DisableTorchFunction():
-                forget(self._parameters)
-
-    def gradient_marks(self) -> list[tuple[int, int]] | None:
-        """Marks that differ after a run that has changed gradients; None if there are no gradients."""
-        summed = self._holds_sums or self._summed_after_run
-        if not summed and all(copies[-1].grad is None for copies in self._parameters):
-            return None
-        gradients = [parameter.grad for copies in self._parameters for parameter in copies]
-        return [(id(each), each._version) for each in gradients if each is not None]
-
-    def run_failed(self, before: list[tuple[int, int]] | None) -> None:
-        """After a failed run: clears the gradients that replicas have added since ``gradient_marks`` was ``before``."""
-        if before is None or self.gradient_marks() != before:
-            self.zero_grad()
-            self._lost = before is not None
+        self.gradients.clear(None if context is None else context.local_replica, set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state. With ZeRO-1 it is gathered, and all workers must call it."""
@@ -399,7 +327,10 @@ class MirroredOptimizer(Optimizer):
                 )
         self._parameters = [mirrored[id(parameter)] for parameter in parameters]
         exchange = self._make_exchange(self._parameters, self._groups)
-        self._given = GivenSums(self._parameters, keeps_sums=exchange.keeps_sums)
+        former: GradientState | None = self.__dict__.get("gradients")
+        self.gradients = GradientState(self._parameters, keeps_sums=exchange.keeps_sums)
+        if former is not None:
+            self.gradients.stage, self.gradients.sums_after_runs = former.stage, former.sums_after_runs
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
         self._update = LockstepUpdate(self.plain, self._parameters, self._groups, exchange, on_gpus=on_gpus)
 
@@ -409,13 +340,13 @@ class MirroredOptimizer(Optimizer):
                 "step(closure) evaluates the closure in every replica; call it inside the function that strategy.run "
                 "runs, or call step() outside without a closure"
             )
-        self._check_whole()
-        replicas = range(len(self._owner.devices))
-        if self._parameters and all(map(self._given.given_to, replicas)):
-            self._holds_sums = True
-            for replica in replicas:
-                self._given.take_back(replica, all_but_first=True)
-        if not self._holds_sums:
+        gradients = self.gradients
+        gradients.check_not_lost()
+        if self._parameters and all(gradients.given):
+            gradients.stage = Stage.SUMMED
+            for replica in range(len(self._owner.devices)):
+                gradients.take_back(replica, all_but_first=True)
+        if gradients.stage is not Stage.SUMMED:
             self.sum_gradients()
         elif any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
             raise UsageError(
@@ -423,14 +354,7 @@ class MirroredOptimizer(Optimizer):
                 "before the next backward pass"
             )
         self._run_in_replicas(self._update.apply)
-        self._holds_sums = False
-
-    def _check_whole(self) -> None:
-        if self._lost:
-            raise UsageError(
-                "a run failed while gradients of several runs were being added up, and they are lost; call "
-                "optimizer.zero_grad() and begin the accumulation again"
-            )
+        gradients.stage = Stage.OWN
 
 
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:

@@ -1,8 +1,7 @@
 """One update of all replicas.
 
     replica r:  [barrier: totals, NaN check] -> sum a slice -> [barrier: between storages] -> divide
-                -> [barrier: user's hooks] -> [barrier: norm; clip] -> update a slice
-                -> [barrier: end; with ZeRO-1, all workers get all weights]
+                -> [barrier: norm; clip] -> update a slice -> [barrier: end; with ZeRO-1, all workers get all weights]
 
 Gradients are summed, never averaged; the count divides them once, if one is given. ``sum`` and ``apply`` are the two
 halves, for a program that looks at the sums in between, outside replicas. On GPUs the host reads nothing: totals,
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_norm
-from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of
-from lockstep.mirroring.gradients.user import hooked, run_hooks
+from lockstep._torch_compat import DisableTorchFunction
+from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of, spread
+from lockstep.mirroring.optim.clipping import gradient_norms, scale_to_norm
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
 from lockstep.mirroring.optim.nonfinite import Skips, check_finite
@@ -148,7 +147,6 @@ class LockstepUpdate:
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
         self._logged_waiting = False
-        self._hooked: list[Copies] = []
         sizes = [copies[0].numel() for copies in parameters]
         self._slices: dict[int, tuple[int, ...]] = {}
         for group in groups:
@@ -196,11 +194,7 @@ class LockstepUpdate:
                 observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
             context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0, self._settings))
             self._exchange.run(context, self._slices[replica])
-            context.meet("end of the sum of gradients", None, self._end_sum)
-
-    def _end_sum(self, _: list[None]) -> None:
-        run_hooks(hooked(self._parameters), self._leaders[:1])
-        self._clear(self._leaders[1:])
+            context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
 
     def clip(self, context: ReplicaContext, clip_norm: float) -> Tensor:
         """Between the halves: clips the sums in replica 0's copies; returns their norm before. All must call it."""
@@ -209,7 +203,7 @@ class LockstepUpdate:
         with DisableTorchFunction():
             norm: Tensor = context.meet("gradient norm", self._norms(mine, first), self._global_norm)
             if math.isfinite(clip_norm):
-                _clip(self._gradients(mine, first), norm, clip_norm)
+                scale_to_norm(self._gradients(mine, first), norm, clip_norm)
         return norm
 
     def apply(self, context: ReplicaContext) -> None:
@@ -226,12 +220,7 @@ class LockstepUpdate:
                 observer.update_ended(context, [copies[replica] for copies in self._parameters])
 
     def _copy_to_leaders(self, _: list[None]) -> None:
-        """Gives all leaders the first one's gradients as they are now."""
-        first, *others = self._leaders
-        for copies in self._parameters:
-            gradient = copies[first].grad
-            for leader in others:
-                copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
+        spread(self._parameters, self._leaders)  # the first one's, as they are now
         self.optimizers.align()
 
     def _run(
@@ -253,13 +242,10 @@ class LockstepUpdate:
             return result
         gradients = self._gradients(mine, leader)
         divide(gradients, _divisor(result.count))
-        if self._hooked:
-            context.meet("hooks on parameters", None, lambda _: run_hooks(self._hooked, self._leaders))
-            gradients = self._gradients(mine, leader)
         norm = None
         if clip_norm is not None:
             norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
-            _clip(gradients, norm, clip_norm)
+            scale_to_norm(gradients, norm, clip_norm)
         if self.optimizers.divisible:
             chosen = [self._parameters[index][leader] for index in mine]
             self.optimizers.step_slice(leader, chosen, on_device(result.skipped))
@@ -278,7 +264,6 @@ class LockstepUpdate:
         if not isinstance(total, Tensor):
             check_finite(total)
         self.optimizers.align()
-        self._hooked = hooked(self._parameters)
         return StepResult(total, count, skipped=self.skips.of(total, count))
 
     def _decides_on_device(self) -> bool:
@@ -316,9 +301,7 @@ class LockstepUpdate:
         """The norm of each gradient by parameter number; of replica 0's group alone."""
         if leader != self._leaders[0]:
             return {}
-        with_gradient = [index for index in indices if self._parameters[index][leader].grad is not None]
-        gradients = self._gradients(with_gradient, leader)
-        return dict(zip(with_gradient, foreach_norm(gradients) if gradients else (), strict=True))
+        return gradient_norms(self._parameters, indices, leader)
 
     def _global_norm(self, parts: list[dict[int, Tensor]]) -> Tensor:
         return self._exchange.norm({index: norm for part in parts for index, norm in part.items()})
@@ -332,12 +315,11 @@ class LockstepUpdate:
             divide(gradients_of(self._parameters, leader), _divisor(opened.count))
         scaler.scale(torch.ones((), device=self._parameters[0][0].device))  # makes its state on first use
         scaler.unscale_(everything)
-        run_hooks(self._hooked, self._leaders)
         norm = None
         if clip_norm is not None:
             norm = self._global_norm([self._norms(range(len(self._parameters)), self._leaders[0])])
             for leader in self._leaders:
-                _clip(gradients_of(self._parameters, leader), norm, clip_norm)
+                scale_to_norm(gradients_of(self._parameters, leader), norm, clip_norm)
         scaler.step(everything)
         self.optimizers.finish()
         scaler.update()
@@ -348,10 +330,3 @@ class LockstepUpdate:
 def _reported(norm: Tensor | None, skip: bool | Tensor) -> Number | None:
     """The norm of the result: a number, or a tensor if the host waits for nothing else either."""
     return norm if norm is None or isinstance(skip, Tensor) else float(norm)
-
-
-def _clip(gradients: Sequence[Tensor], norm: Tensor, clip_norm: float) -> None:
-    """Scales gradients in place, as torch.nn.utils.clip_grad_norm_ does (Pascanu et al. 2013)."""
-    if gradients:
-        coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-        foreach_mul_(list(gradients), coefficient.to(gradients[0].device))

@@ -34,15 +34,8 @@ DEFAULT_GENERATOR_LOCK = threading.Lock()
 _Tensor = torch.Tensor
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
     [
-        *(
-            torch.rand,
-            torch.randn,
-            torch.randint,
-            torch.randperm,
-            torch.rand_like,
-            torch.randn_like,
-            torch.randint_like,
-        ),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
         *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.binomial, standard_gamma),
         *(sample_dirichlet, _Tensor.bernoulli, _Tensor.multinomial, _Tensor.bernoulli_, _Tensor.cauchy_),
         *(_Tensor.exponential_, _Tensor.geometric_, _Tensor.log_normal_, _Tensor.normal_, _Tensor.random_),
@@ -62,6 +55,7 @@ _DRAWS_INSIDE: frozenset[Any] = _RECURRENT | frozenset(
         *(torch.rrelu, torch.rrelu_, torch.dropout, torch.dropout_, torch.native_dropout),
         *(torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_),
         *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
         *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
         *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
         *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),

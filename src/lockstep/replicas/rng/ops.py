@@ -1,4 +1,4 @@
-"""torch's functions that draw random numbers but take no generator, written again with one.
+"""The two functions of torch's that hot loops draw with and that take no generator, written again with one.
 
 Each takes the generator, then the arguments of the function that it replaces, and has that function's meaning, scaling
 and gradients (see torch.nn.functional). Tensors are on the CPU.
@@ -6,7 +6,6 @@ and gradients (see torch.nn.functional). Tensors are on the CPU.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -17,66 +16,19 @@ import torch.nn.functional as F
 
 from lockstep._torch_compat import safe_softmax
 
-# Klambauer et al. 2017, "Self-Normalizing Neural Networks": the value that alpha dropout sets units to.
-_SELU_SATURATION = -1.7580993408473766
 
-
-def _dropout(function: Any, *, batched_ndim: int | None = None, alpha: bool = False) -> Callable[..., torch.Tensor]:
-    """One of torch's dropout functions with a generator.
-
-    Args:
-        function: torch's.
-        batched_ndim: drops whole channels of inputs [N, C, ...] of at least so many dimensions, and [C, ...] below;
-            None drops single elements.
-        alpha: sets elements to SELU's negative saturation, keeping mean and variance, instead of to zero.
-    """
-    default = inspect.signature(function).parameters["training"].default
-    drop = _alpha if alpha else _zero
-
-    def dropout(
-        generator: torch.Generator, input: torch.Tensor, p: float = 0.5, training: bool = default, inplace: bool = False
-    ) -> torch.Tensor:
-        if not training or not 0 < p <= 1:
-            untouched: torch.Tensor = function(input, p, training, inplace)
-            return untouched
-        if batched_ndim is None:
-            noise = torch.empty_like(input)
-        else:
-            kept = 2 if input.ndim >= batched_ndim else 1
-            noise = input.new_empty(input.shape[:kept] + (1,) * (input.ndim - kept))
-        result = drop(input, noise, p, generator)
-        return input.copy_(result) if inplace else result
-
-    return dropout
+def dropout(
+    generator: torch.Generator, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Zeroes single elements."""
+    if not training or not 0 < p <= 1:
+        return F.dropout(input, p, training, inplace)
+    result = _zero(input, torch.empty_like(input), p, generator)
+    return input.copy_(result) if inplace else result
 
 
 def _zero(input: torch.Tensor, noise: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     return input * (noise.zero_() if p >= 1 else noise.bernoulli_(1 - p, generator=generator).div_(1 - p))
-
-
-def _alpha(input: torch.Tensor, noise: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
-    if p >= 1:
-        return input * 0
-    kept = noise.bernoulli_(1 - p, generator=generator)
-    scale = 1 / math.sqrt((1 - p) * (1 + p * _SELU_SATURATION**2))
-    shift = scale * _SELU_SATURATION
-    return input * (kept * scale) + ((1 - kept) * shift + p * -shift)
-
-
-def rrelu(
-    generator: torch.Generator,
-    input: torch.Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> torch.Tensor:
-    """Leaky ReLU with a slope drawn uniformly from [lower, upper) for each negative element."""
-    if not training:
-        return F.rrelu(input, lower, upper, training, inplace)
-    slopes = torch.empty_like(input).uniform_(lower, upper, generator=generator)
-    result = torch.where(input >= 0, input, input * slopes)
-    return input.copy_(result) if inplace else result
 
 
 def attention(
@@ -109,15 +61,6 @@ def attention(
 
 
 REWRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
-    {
-        F.dropout: _dropout(F.dropout),
-        F.dropout1d: _dropout(F.dropout1d, batched_ndim=3),
-        F.dropout2d: _dropout(F.dropout2d, batched_ndim=0),
-        F.dropout3d: _dropout(F.dropout3d, batched_ndim=5),
-        F.alpha_dropout: _dropout(F.alpha_dropout, alpha=True),
-        F.feature_alpha_dropout: _dropout(F.feature_alpha_dropout, batched_ndim=0, alpha=True),
-        F.rrelu: rrelu,
-        F.scaled_dot_product_attention: attention,
-    }
+    {F.dropout: dropout, F.scaled_dot_product_attention: attention}
 )
 """torch's functions, and what replaces each."""
