@@ -4,9 +4,8 @@
               thread                                             its caller
 
 The thread ends with its iterator: when the iterator is exhausted, closed or garbage-collected, and when either side
-fails. The consumer reads the first items itself, so that what a source draws to begin with (a DataLoader's sampler
-draws its seed then) is drawn in program order. The thread begins after the first item that draws from none of the
-generators that must be drawn from in program order. ``source_random`` takes care of what is drawn later.
+fails. The consumer reads the first item itself, so that what a source draws to begin with (a DataLoader's sampler draws
+its seed then) is drawn in program order. ``source_random`` takes care of what is drawn later.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -36,9 +34,6 @@ _END_LIMIT_S = 5.0
 DEFAULT_DEPTH = 2
 """The number of batches read ahead by default, of data that may be read ahead."""
 
-SKIPPED: Any = object()
-"""Stands for an item that the source has given and nobody wants."""
-
 
 class ClosableIterator(Protocol[T_co]):
     """An iterator that ``close()`` ends early."""
@@ -50,18 +45,6 @@ class ClosableIterator(Protocol[T_co]):
     def close(self) -> None: ...
 
 
-def check_skip(skip: int) -> None:
-    """Raises a ConfigError if ``skip`` is not a number of batches."""
-    if type(skip) is not int or skip < 0:
-        raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
-
-
-def skip_first(skip: int, source: Iterator[T]) -> Iterator[T]:
-    """Yields the items of ``source``, with ``SKIPPED`` in place of each of the first ``skip`` items."""
-    check_skip(skip)
-    return chain((SKIPPED for _ in islice(source, skip)), source) if skip else source
-
-
 def checked_depth(depth: Any) -> int:
     """Returns ``depth``, or raises a ConfigError if it is not a number of batches."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
@@ -69,44 +52,24 @@ def checked_depth(depth: Any) -> int:
     return depth
 
 
-def read_ahead(
-    source: Iterator[T],
-    depth: int,
-    *,
-    begun: Callable[[], object] | None = None,
-    others: Callable[[], object] | None = None,
-    skip: int = 0,
-) -> ClosableIterator[T]:
+def read_ahead(source: Iterator[T], depth: int, random: SourceRandom | None = None) -> ClosableIterator[T]:
     """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for.
 
     Args:
-        source: read by one thread at a time. Its errors are raised to the consumer, with their traceback. ``SKIPPED``
-            items are left out.
+        source: read by one thread at a time. Its errors are raised to the consumer, with their traceback.
         depth: the number of items to read ahead; 0 starts no thread.
-        begun: called once in the consumer's thread, when the source no longer draws from torch's default generator as
-            it was at the beginning: after the skipped items, or after the first item.
-        others: returns the states of the generators that must be drawn from in program order. As long as each item
-            changes them, items are read when they are asked for.
-        skip: the number of ``SKIPPED`` items that the source gives first, if it gives any.
+        random: what the source draws from, from the first item on; None is torch's default generator at that item, and
+            a copy of it for the items after that.
     """
-    return _PrefetchIterator(source, checked_depth(depth), begun or _nothing, others or _nothing, skip)
-
-
-def _nothing() -> None:
-    """The default of ``begun`` and ``others``."""
+    return _PrefetchIterator(source, checked_depth(depth), random)
 
 
 class _PrefetchIterator(Generic[T]):
-    def __init__(
-        self, source: Iterator[T], depth: int, begun: Callable[[], object], others: Callable[[], object], skip: int
-    ) -> None:
+    def __init__(self, source: Iterator[T], depth: int, random: SourceRandom | None) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth
-        self._begun = begun
-        self._others = others
-        self._skip = skip
         self._queue: _Queue[T] = _Queue(depth)
-        self._random: SourceRandom | None = None
+        self._random = random
         self._end: Callable[[], object] = self._queue.close
 
     def __iter__(self) -> Iterator[T]:
@@ -137,36 +100,24 @@ class _PrefetchIterator(Generic[T]):
         return item
 
     def _read_here(self, source: Iterator[T]) -> T:
-        while True:
-            before = self._others() if self._depth else None
-            try:
-                item = next(source)
-            except StopIteration:
-                self._report_begun()
-                raise
-            self._skip -= item is SKIPPED
-            if self._depth and self._others() == before:
-                return self._start_thread(source, item)
-            if item is not SKIPPED or self._skip == 0:
-                self._report_begun()
-            if item is not SKIPPED:
-                return item
+        if not self._depth:
+            return next(source)
+        if self._random is not None:
+            self._start_thread(source, self._random)
+            return self._take()
+        item = next(source)
+        self._start_thread(source, SourceRandom())
+        return item
 
-    def _report_begun(self) -> None:
-        begun, self._begun = self._begun, _nothing
-        begun()
-
-    def _start_thread(self, source: Iterator[T], item: T) -> T:
-        self._source, self._random = None, SourceRandom()
-        self._report_begun()
-        self._random.begun()
+    def _start_thread(self, source: Iterator[T], random: SourceRandom) -> None:
+        self._source, self._random = None, random
+        random.begun()
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
-        arguments = (_fill, source, self._queue, self._random)
+        arguments = (_fill, source, self._queue, random)
         thread = threading.Thread(target=context.run, args=arguments, name="lockstep-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
-        return self._take() if item is SKIPPED else item
 
 
 class _Read(NamedTuple, Generic[T]):
@@ -246,8 +197,7 @@ def _fill(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
             before = random.state()
             for item in source:
                 after = random.state()
-                if item is not SKIPPED:
-                    queue.put(_Read(item, before, after))
+                queue.put(_Read(item, before, after))
                 del item  # while the next one is made, this one is the consumer's alone
                 before = after
                 if not queue.wanted:

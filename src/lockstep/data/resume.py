@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from lockstep.data.source_random import all_generators, default_state, numpy_state, set_default_state
 from lockstep.errors import DataError
 
-_DEFAULT = "torch"
+DEFAULT = "torch"
+"""The key of torch's default generator, which belongs to the caller."""
 RandomState = dict[str, Tensor]
 """The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
 
@@ -30,7 +30,7 @@ STARTED = "started"
 def random_state(dataset: Any) -> RandomState:
     """Returns the current states of all generators that ``dataset`` may draw from."""
     _, values, spare = random.getstate()
-    state = {_DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
+    state = {DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
     found = numpy_state()
     if found and found["bit_generator"] == "MT19937":
         state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
@@ -52,8 +52,8 @@ def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
         )
     for index, generator in enumerate(generators):
         generator.set_state(state[f"data {index}"])
-    if _DEFAULT in state:
-        set_default_state(state[_DEFAULT])
+    if DEFAULT in state:
+        set_default_state(state[DEFAULT])
     version, _, _ = random.getstate()
     spare = state["python normal"].item()
     random.setstate((version, tuple(state["python"].tolist()), None if math.isnan(spare) else spare))
@@ -66,19 +66,7 @@ def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
 
 def without_default(state: Mapping[str, Tensor]) -> RandomState:
     """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
-    return {name: value for name, value in state.items() if name != _DEFAULT}
-
-
-def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
-    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
-
-    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
-    """
-    if random is None:
-        return None
-    callers = default_state()
-    set_random_state(dataset, random)
-    return partial(set_default_state, callers) if _DEFAULT in random else None
+    return {name: value for name, value in state.items() if name != DEFAULT}
 
 
 def _spare_normal(value: float | None) -> Tensor:

@@ -103,13 +103,12 @@ def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None
     return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
     """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
 
-    ``cut`` returns the wanted rows, given the number of rows of the batch; ``loaded`` is the number of rows that were
-    loaded for it, if known.
+    ``cut`` returns the wanted rows, given the number of rows of the batch.
     """
-    tensors = map_leaves(_as_tensor, layout.marked(batch, rows=loaded))
+    tensors = map_leaves(_as_tensor, layout.marked(batch))
     rows = cut(_rows(tensors))
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:

@@ -6,22 +6,16 @@ default generator follows with each item that the consumer takes:
 
     default generator  --copy-->  the source's generator  --item taken-->  default generator, if nobody else has drawn
 
-Only a loop that draws too gets other numbers, and a warning. Therefore a source that draws is read ahead only on
-request, and one that draws from Python's, NumPy's or its own generators never is: those cannot be copied so.
+Only a loop that draws too gets other numbers, and a warning. Therefore a source that may draw is read ahead only on
+request. Python's, NumPy's and its own generators cannot be copied so: they may come further than a loop that is left.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,11 +24,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK, ReplicaRng
 from lockstep.replicas.rng.state import own_generator
-
-_NOT_THE_USERS = ("builtins", "torch", "numpy", "datasets", "transformers", "accelerate", "lockstep")
-"""Packages whose code is not searched: what it draws from is an argument or an attribute."""
-_MOST_LOOKED_AT = 500
-_MOST_OF_A_LIST = 32
 
 
 def default_state() -> Tensor:
@@ -111,88 +100,6 @@ def borrowed_default(generator: torch.Generator) -> Iterator[None]:
 def _equal(state: Tensor, other: Tensor) -> bool:
     """Compares as bytes: an operator of torch would look like a program that waits for a device."""
     return state.numpy().tobytes() == other.numpy().tobytes()
-
-
-# ---- the generators that a source draws from
-
-
-def watched_generators(dataset: Any, *, default: bool) -> Callable[[], list[Any]]:
-    """Returns a function that returns the states of the generators that must be drawn from in program order.
-
-    They are Python's, NumPy's, and those that a dataset, a DataLoader and its samplers reach through their attributes
-    and their code, such as a transform's or a global of the program. A reading thread has no copy of them. ``default``
-    adds torch's default generator, so that the loop may draw from it too.
-    """
-    # Loading processes have their own copies; only the samplers draw in this process.
-    in_processes = isinstance(dataset, DataLoader) and dataset.num_workers > 0
-    held = list(_reachable([dataset.sampler, dataset.batch_sampler, dataset.generator] if in_processes else [dataset]))
-
-    def states() -> list[Any]:
-        own = default_state().view(torch.int64).tolist() if default else None
-        return [own, random.getstate(), pickle.dumps(numpy_state()), *map(_state, held)]
-
-    return states
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().view(torch.int64).tolist()
-    return generator.getstate() if isinstance(generator, random.Random) else pickle.dumps(generator)
-
-
-def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """The generators that the roots reach through attributes, lists, and the names in their methods and functions."""
-    numpy = sys.modules.get("numpy")
-    kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-    due, seen = deque(roots), dict[int, Any]()
-    while due and len(seen) < _MOST_LOOKED_AT:
-        node = due.popleft()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if isinstance(node, kinds):
-            yield node
-        else:
-            due.extend(_reached(node))
-
-
-def _reached(node: Any) -> list[Any]:
-    if isinstance(node, (list, tuple)):
-        return list(node[:_MOST_OF_A_LIST])
-    if isinstance(node, dict):
-        return list(islice(node.values(), _MOST_OF_A_LIST))
-    if isinstance(node, MethodType):
-        return [node.__self__, node.__func__]
-    if isinstance(node, partial):
-        return [node.func, node.args, node.keywords]
-    if isinstance(node, FunctionType):
-        return [*_named(node), *(node.__defaults__ or ())]
-    if isinstance(node, (type, ModuleType, Tensor)):
-        return []
-    own: dict[str, Any] = {}
-    with suppress(AttributeError):
-        own = object.__getattribute__(node, "__dict__")  # not the answer of a proxy
-    classes = [base for base in type(node).__mro__ if base.__module__.split(".")[0] not in _NOT_THE_USERS]
-    methods = [each for base in classes for each in vars(base).values() if isinstance(each, FunctionType)]
-    return [*own.values(), *methods]
-
-
-def _named(function: FunctionType) -> Iterator[Any]:
-    """What a user's function finds in its closure, and by name in its globals."""
-    if function.__module__ is None or function.__module__.split(".")[0] in _NOT_THE_USERS:
-        return
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes.extend(each for each in code.co_consts if isinstance(each, CodeType))
-        for name in code.co_names:
-            if not isinstance(found := function.__globals__.get(name), ModuleType):
-                yield found
-            elif found.__name__.split(".")[0] not in _NOT_THE_USERS:
-                yield from (vars(found)[each] for each in code.co_names if each in vars(found))
 
 
 # ---- the states to resume from
