@@ -58,7 +58,7 @@ class Run:
     nodes: Annotated[int | None, typer.Option(metavar="N")] = None
     gpus_per_worker: Annotated[int | None, typer.Option(metavar="N")] = None
     max_restarts: int = 0
-    output: Literal["chief", "all", "none"] = "chief"
+    output: Literal["chief", "all"] = "chief"
     log_dir: Annotated[Path, typer.Option(metavar="DIR")] = Path("lockstep-logs")
     job: Annotated[str | None, typer.Option(metavar="NAME")] = None
     stop_s: float = 30.0

@@ -24,7 +24,7 @@ from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.failures import WorkerFailure, read_stacks
 from lockstep.launch.guards import remove_empty_compiler_folder, restore_signal_handlers, silence_torch_launcher
-from lockstep.launch.output import OutputForwarder, StatusCallback, make_sink
+from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
 from lockstep.launch.worker import (
     MODULE,
@@ -237,7 +237,7 @@ class FunctionJob(Job):
             self.log_dir.mkdir(parents=True, exist_ok=True)
         multiprocessing.get_context(_START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
         rendezvous = Hosts().meet(lambda line: None)
-        with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=make_sink("chief"))) as forwarder:
+        with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=ChiefOutput())) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
             poll_s, on_restart = _FUNCTION_POLL_S, lambda failure, restarts: None
             return self.start(run_function, (call,), rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
@@ -322,7 +322,7 @@ class ProgramJob(Job):
     program: Program
     hosts: Hosts  # the hosts of the job, and how their launchers meet
     logs: Path  # the folder in which each run makes one of its own
-    output: Literal["chief", "all", "none"] = "chief"  # whose output is shown
+    output: Literal["chief", "all"] = "chief"  # whose output is shown
 
     def run(self, on_status: StatusCallback) -> Outcome:
         """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
@@ -343,7 +343,8 @@ class ProgramJob(Job):
                 done = f"{restarts} of {self.max_restarts}"
                 on_status(f"worker {failure.worker} {failure.what}; starting all again ({done})")
 
-        with closing(OutputForwarder(folder, logs=folder, sink=make_sink(self.output))) as forwarder:
+        sink = AllOutput() if self.output == "all" else ChiefOutput()
+        with closing(OutputForwarder(folder, logs=folder, sink=sink)) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
             command, poll_s = self.program.command(folder), _PROGRAM_POLL_S
             try:
@@ -359,7 +360,7 @@ class ProgramJob(Job):
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
-        shown = self.output == "all" or (self.output == "chief" and failure.worker == 0)
+        shown = self.output == "all" or failure.worker == 0
         return Outcome(
             exit_code=failure.shell_code,
             line=f"worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}",
