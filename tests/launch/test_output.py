@@ -15,7 +15,9 @@ from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
     """Lets workers say something through their pipes, one after the other."""
-    with closing(OutputForwarder(tmp_path, logs=None, sink=AllOutput() if output == "all" else ChiefOutput())) as forwarder:
+    with closing(
+        OutputForwarder(tmp_path, logs=None, sink=AllOutput() if output == "all" else ChiefOutput())
+    ) as forwarder:
         pipes_of = {worker: forwarder.open(worker, 0, named=False) for worker in {each[0] for each in said}}
         for worker, stream, data in said:
             with Path(pipes_of[worker][stream]).open("wb", buffering=0) as pipe:
