@@ -22,7 +22,7 @@ from lockstep.collectives.per_replica import select
 from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.sharding import per_replica_batch, split_batch
+from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError, DataError
 
 
@@ -319,7 +319,7 @@ def test_fit_takes_lists_of_two_alike_as_inputs_and_targets(make_strategy):
     torch.testing.assert_close(trained.state_dict(), dict(alone.state_dict()), rtol=1e-9, atol=1e-12)
 
 
-def test_per_replica_batches_keep_their_lists(make_strategy):
+def test_split_batches_keep_their_lists(make_strategy):
     strategy = make_strategy(2)
     batches = [(images(2), ["a", "b"], torch.ones(2)), (images(1), ["c"], torch.ones(1))]
     (batch,) = strategy.distribute_datasets_from_function(lambda _: batches)
@@ -353,7 +353,7 @@ def test_a_list_of_arrays_is_one_of_rows_too():
 )
 def test_a_mistake_is_no_list_of_rows(batch: Any):
     with pytest.raises(DataError):
-        per_replica_batch(batch, 2)
+        split_batch(batch, 2)
 
 
 def shards_of(

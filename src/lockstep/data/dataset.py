@@ -25,9 +25,16 @@ from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
-from lockstep.data.resume import DEFAULT, STARTED, RandomState, random_state, set_random_state
+from lockstep.data.resume import (
+    DEFAULT,
+    STARTED,
+    RandomState,
+    default_state,
+    random_state,
+    set_default_state,
+    set_random_state,
+)
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
-from lockstep.data.source_random import SourceRandom, default_state, set_default_state
 from lockstep.data.sources import loads_by_index, may_read_ahead
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync
@@ -115,7 +122,7 @@ class DistributedIterable:
         """
         if type(skip) is not int or skip < 0:
             raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
-        transfer, callers, source_random = Transfer(self._devices), default_state(), None
+        transfer, callers = Transfer(self._devices), default_state()
         if random is not None:
             if STARTED in random:
                 self._reader.start()
@@ -127,9 +134,8 @@ class DistributedIterable:
         if random is not None and DEFAULT in random:
             if not skip:  # a sampler draws its seed with the first batch
                 batches = chain(list(islice(batches, 1)), batches)
-            source_random = SourceRandom()
             set_default_state(callers)
-        ahead = read_ahead(batches, self._prefetch, source_random)
+        ahead = read_ahead(batches, self._prefetch)
         return transfer.received(self._sync.wrap(ahead, self._reader.left_out))
 
     def random_state(self) -> RandomState:
@@ -170,8 +176,8 @@ class DistributedDataset(DistributedIterable):
         prefetch: the number of batches to read ahead in a thread. 0 reads each batch in the caller's thread when it is
             asked for. None is 2 for a DataLoader with worker processes and for data in memory, such as a list, a
             TensorDataset or a Hugging Face dataset, and 0 for what may draw random numbers or look at the state of the
-            training: generators, iterables, datasets and samplers of your own. Data that is read ahead on request and
-            draws from other generators than torch's default one may leave them further than a loop that is left early.
+            training: generators, iterables, datasets and samplers of your own. Data that is read ahead must not draw
+            from torch's default generator, and may leave others further than a loop that is left early.
         lists: what a list or tuple in a batch is: one item a row ("rows"), or structure whose tensors all have all
             rows ("columns"). "auto" tells them apart by their lengths and refuses what could be both. A DataLoader
             with torch's collation gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"

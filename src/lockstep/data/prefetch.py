@@ -5,7 +5,8 @@
 
 The thread ends with its iterator: when the iterator is exhausted, closed or garbage-collected, and when either side
 fails. The consumer reads the first item itself, so that what a source draws to begin with (a DataLoader's sampler draws
-its seed then) is drawn in program order. ``source_random`` takes care of what is drawn later.
+its seed then) is drawn in program order. A source that draws from torch's default generator later is refused: what the
+loop draws would come in between.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+import torch
 
 from lockstep.collectives.replica_barrier import SIGNALS_SEEN_EVERY_S
-from lockstep.data.source_random import SourceRandom
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.replicas.rng.mode import ReplicaRng
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -52,24 +53,19 @@ def checked_depth(depth: Any) -> int:
     return depth
 
 
-def read_ahead(source: Iterator[T], depth: int, random: SourceRandom | None = None) -> ClosableIterator[T]:
-    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for.
+def read_ahead(source: Iterator[T], depth: int) -> ClosableIterator[T]:
+    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for; 0: none.
 
-    Args:
-        source: read by one thread at a time. Its errors are raised to the consumer, with their traceback.
-        depth: the number of items to read ahead; 0 starts no thread.
-        random: what the source draws from, from the first item on; None is torch's default generator at that item, and
-            a copy of it for the items after that.
+    The source is read by one thread at a time. Its errors are raised to the consumer, with their traceback.
     """
-    return _PrefetchIterator(source, checked_depth(depth), random)
+    return _PrefetchIterator(source, checked_depth(depth))
 
 
 class _PrefetchIterator(Generic[T]):
-    def __init__(self, source: Iterator[T], depth: int, random: SourceRandom | None) -> None:
+    def __init__(self, source: Iterator[T], depth: int) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth
         self._queue: _Queue[T] = _Queue(depth)
-        self._random = random
         self._end: Callable[[], object] = self._queue.close
 
     def __iter__(self) -> Iterator[T]:
@@ -77,72 +73,42 @@ class _PrefetchIterator(Generic[T]):
 
     def __next__(self) -> T:
         try:
-            return self._take() if self._source is None else self._read_here(self._source)
-        except StopIteration:
-            random, last = self._random, self._queue.last
-            self.close()
-            if random is not None and last is not None:
-                random.follow(*last)
-            raise
+            if self._source is None:
+                return self._queue.take()
+            source, item = self._source, next(self._source)
+            if self._depth:
+                self._start_thread(source)
+            return item
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends the thread. No items come after it."""
-        self._source = self._random = None
+        self._source = None
         self._end()
 
-    def _take(self) -> T:
-        item, before, after = self._queue.take()
-        if self._random is not None:
-            self._random.follow(before, after)
-        return item
-
-    def _read_here(self, source: Iterator[T]) -> T:
-        if not self._depth:
-            return next(source)
-        if self._random is not None:
-            self._start_thread(source, self._random)
-            return self._take()
-        item = next(source)
-        self._start_thread(source, SourceRandom())
-        return item
-
-    def _start_thread(self, source: Iterator[T], random: SourceRandom) -> None:
-        self._source, self._random = None, random
-        random.begun()
+    def _start_thread(self, source: Iterator[T]) -> None:
+        self._source = None
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
-        arguments = (_fill, source, self._queue, random)
+        arguments = (_fill, source, self._queue)
         thread = threading.Thread(target=context.run, args=arguments, name="lockstep-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
 
 
-class _Read(NamedTuple, Generic[T]):
-    """An item, and the state of the source's copy of torch's default generator before and after it."""
-
-    item: T
-    before: Tensor
-    after: Tensor
-
-
 class _Queue(Generic[T]):
-    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
-
-    ``last`` has the states of the copy of the default generator before and after the source found that it had ended.
-    """
+    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call."""
 
     def __init__(self, depth: int) -> None:
         self._depth, self._process = depth, os.getpid()
-        self._items: deque[_Read[T]] = deque()
-        self.last: tuple[Tensor, Tensor] | None = None
+        self._items: deque[T] = deque()
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: _Read[T]) -> None:
+    def put(self, item: T) -> None:
         """Adds an item, then waits until there is space for another one or no more is wanted."""
         with self._changed:
             if not self._ended:
@@ -162,7 +128,7 @@ class _Queue(Generic[T]):
             self._error, self._ended = error, True
             self._changed.notify_all()
 
-    def take(self) -> _Read[T]:
+    def take(self) -> T:
         """Returns the next item. The reading thread, which always finishes, ends the wait.
 
         Raises UsageError if this process was forked after the reading began, and has no reading thread.
@@ -190,19 +156,22 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
 
-def _fill(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
+def _fill(source: Iterator[T], queue: _Queue[T]) -> None:
     error: BaseException | None = None
+    generator = torch.Generator()
+    untouched = generator.get_state().numpy().tobytes()
     try:
-        with random.mode():
-            before = random.state()
+        with ReplicaRng(generator):  # whatever the source draws from torch's default generator, it draws from this one
             for item in source:
-                after = random.state()
-                queue.put(_Read(item, before, after))
+                if generator.get_state().numpy().tobytes() != untouched:
+                    raise DataError(
+                        "data that is read ahead draws from torch's default generator, which is the loop's; distribute "
+                        "it with prefetch=0, load it in processes (num_workers), or give it a torch.Generator"
+                    )
+                queue.put(item)
                 del item  # while the next one is made, this one is the consumer's alone
-                before = after
                 if not queue.wanted:
                     return
-            queue.last = (before, random.state())
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised
     finally:

@@ -14,7 +14,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
+from lockstep.data.resume import all_generators, borrowed_default, sampling_generators
 from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, shard_sizes
-from lockstep.data.source_random import all_generators, borrowed_default, sampling_generators
 from lockstep.data.sources import batches_in, persists, rebuilt_loader, started
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.replicas.rng.state import replica_generator
@@ -147,10 +146,11 @@ class IndexShardedReader(Reader):
 
     def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
         super().__init__(loader, layout)
-        self._loader = loader
+        self._loader, self._workers = loader, workers
         self._generator = torch.Generator()  # what loading the rows draws from
-        self._sampler = _ShardSampler(loader, workers, self._generator)
-        self._own: DataLoader[Any] | None = None
+        self._sampler = _ShardSampler(self._begin_sampler)
+        self._own: DataLoader[Any] | None = None  # with processes
+        self._seed_due = True
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -162,23 +162,46 @@ class IndexShardedReader(Reader):
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
         # Persistent processes keep the seed that they were started with.
-        self._sampler.seed_due = self._own is None or not self._loader.persistent_workers
-        if self._own is None:
-            self._own = rebuilt_loader(self._loader, self._sampler, self._generator)
-        loaded = self._load(iter(self._own), self._sampler.latest)
+        self._seed_due = self._own is None or not self._loader.persistent_workers
+        loaded = self._load_in_processes() if self._loader.num_workers else self._load(self._begin_sampler())
         _leave_out(loaded, skip)
         return self._shards(loaded, to_devices)
 
-    def _load(self, batches: Iterator[Any], indices: _ShardIndices) -> Iterator[tuple[Any, _Shard]]:
-        in_processes = self._loader.num_workers > 0
-        while in_processes or indices.prepare():
-            drawing: AbstractContextManager[None] = nullcontext() if in_processes else borrowed_default(self._generator)
-            try:
-                with drawing:
-                    batch = next(batches)
-            except StopIteration:
-                return
-            yield batch, indices.loaded()
+    def _begin_sampler(self) -> Iterator[tuple[list[Any], _Shard]]:
+        sampler: Any = self._loader.batch_sampler
+        batches = iter(sampler)
+        if self._seed_due:  # as a DataLoader does as it begins, and with processes a second time
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
+            self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
+            self._seed_due = False
+        return (self._own_rows(list(batch)) for batch in batches)
+
+    def _own_rows(self, indices: list[Any]) -> tuple[list[Any], _Shard]:
+        rows = local_rows(len(indices), self._workers)
+        own = indices[rows.start : rows.stop]
+        # An empty shard still has the structure of the others, which only loading a row can show.
+        return own or indices[:1], _Shard(len(own), rows.sizes, index_digest(indices))
+
+    def _load(self, shards: Iterator[tuple[list[Any], _Shard]]) -> Iterator[tuple[Any, _Shard]]:
+        dataset: Any = self._loader.dataset
+        for indices, shard in shards:
+            with borrowed_default(self._generator):
+                at_once = hasattr(dataset, "__getitems__") and dataset.__getitems__
+                rows = at_once(indices) if at_once else [dataset[index] for index in indices]
+                batch = self._loader.collate_fn(rows)
+                del rows
+            yield batch, shard
+            del batch  # while the next one is made
+
+    def _load_in_processes(self) -> Iterator[tuple[Any, _Shard]]:
+        if self._own is None:
+            self._own = rebuilt_loader(self._loader, self._sampler, self._generator)
+        batches = iter(self._own)  # which begins the sampler
+        return self._with_shards(batches, self._sampler.drawn)
+
+    def _with_shards(self, batches: Iterator[Any], drawn: deque[_Shard]) -> Iterator[tuple[Any, _Shard]]:
+        for batch in batches:
+            yield batch, drawn.popleft()
             del batch  # while the next one is made
 
     def _shards(self, loaded: Iterator[tuple[Any, _Shard]], to_devices: ToDevices) -> Iterator[CheckedBatch]:
@@ -203,61 +226,20 @@ class _Shard(NamedTuple):
 
 
 class _ShardSampler:
-    """The batch sampler of this worker's rows. ``latest`` is the iteration that was begun last.
+    """The batch sampler of a DataLoader with processes. ``drawn`` has the shards of the batches under way."""
 
-    If ``seed_due``, the next iteration begins with the seed that a DataLoader draws then.
-    """
-
-    def __init__(self, loader: DataLoader[Any], workers: Communicator, generator: torch.Generator) -> None:
-        self._loader = loader
-        self._batch_sampler: Any = loader.batch_sampler
-        self._workers = workers
-        self._generator = generator
-        self.seed_due = False
+    def __init__(self, begin: Callable[[], Iterator[tuple[list[Any], _Shard]]]) -> None:
+        self._begin = begin
+        self.drawn = deque[_Shard]()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # With processes a DataLoader calls this twice as it begins; the seed is drawn after the first time.
-        batches = iter(self._batch_sampler)
-        if self.seed_due:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
-            self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
-            self.seed_due = False
-        self.latest = _ShardIndices(batches, self._workers)
-        return self.latest
+        self.drawn = deque[_Shard]()
+        return self._draw(self._begin(), self.drawn)
 
-
-class _ShardIndices:
-    """The indices of this worker's rows, batch after batch, read in the order in which the batches are loaded."""
-
-    def __init__(self, batches: Iterator[Sequence[Any]], workers: Communicator) -> None:
-        self._batches, self._workers = batches, workers
-        self._prepared: deque[list[Any]] = deque()
-        self._shards: deque[_Shard] = deque()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self
-
-    def __next__(self) -> list[Any]:
-        if not self._prepared and not self.prepare():
-            raise StopIteration
-        return self._prepared.popleft()
-
-    def prepare(self) -> bool:
-        """Draws the next batch's indices before they are asked for. Returns False if there is no next batch."""
-        batch = next(self._batches, None)
-        if batch is None:
-            return False
-        indices = list(batch)
-        rows = local_rows(len(indices), self._workers)
-        own = indices[rows.start : rows.stop]
-        self._shards.append(_Shard(len(own), rows.sizes, index_digest(indices)))
-        # An empty shard still has the structure of the others, which only loading a row can show.
-        self._prepared.append(own or indices[:1])
-        return True
-
-    def loaded(self) -> _Shard:
-        """Returns the shard that the batch loaded last belongs to."""
-        return self._shards.popleft()
+    def _draw(self, begun: Iterator[tuple[list[Any], _Shard]], drawn: deque[_Shard]) -> Iterator[list[Any]]:
+        for indices, shard in begun:
+            drawn.append(shard)
+            yield indices
 
 
 def index_digest(indices: Sequence[Any]) -> int:

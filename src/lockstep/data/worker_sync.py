@@ -22,8 +22,8 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
 from lockstep.data.readers import CheckedBatch
+from lockstep.data.resume import default_state, set_default_state
 from lockstep.data.sharding import with_no_rows
-from lockstep.data.source_random import default_state, set_default_state
 from lockstep.data.sources import batches_in
 from lockstep.data.structure import map_leaves
 from lockstep.errors import ClusterError, DataError
