@@ -121,11 +121,11 @@ class _Source:
 class OutputForwarder:
     """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended.
 
-    Named pipes are made in ``folder``, log files in ``logs``; None keeps none. ``sink`` shows the output.
+    Log files are made in ``logs``; None keeps none. ``sink`` shows the output.
     """
 
-    def __init__(self, folder: Path, *, logs: Path | None, sink: ChiefOutput | AllOutput) -> None:
-        self._folder, self._logs, self._sink = folder, logs, sink
+    def __init__(self, *, logs: Path | None, sink: ChiefOutput | AllOutput) -> None:
+        self._logs, self._sink = logs, sink
         self._incomplete_logs: set[BinaryIO] = set()
         self._sources: dict[int, _Source] = {}  # by reading end
         self._writing_ends: list[int] = []  # held open, so that no pipe is at its end while it is read
@@ -135,19 +135,16 @@ class OutputForwarder:
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
         self._thread.start()
 
-    def open(self, worker: int, attempt: int, *, named: bool) -> dict[Stream, str]:
-        """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing.
-
-        ``named``: the worker opens them by their paths; otherwise this process opens them and hands them over.
-        """
-        files = WorkerPaths(self._folder, worker, attempt)
+    def open(self, worker: int, attempt: int) -> dict[Stream, str]:
+        """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing."""
         log = None
         if self._logs is not None:
             log = WorkerPaths(self._logs, worker, attempt).log.open("ab", buffering=0)
             self._files.append(log)
         paths: dict[Stream, str] = {}
         for stream in STREAMS:
-            reading, writing, paths[stream] = _named_pipe(files.file(stream)) if named else _pipe()
+            reading, writing = os.pipe()
+            paths[stream] = f"/proc/{os.getpid()}/fd/{writing}"  # for any process of this user
             os.set_blocking(reading, False)
             with self._lock:
                 self._writing_ends.append(writing)
@@ -210,15 +207,3 @@ class OutputForwarder:
             if log not in self._incomplete_logs:
                 self._incomplete_logs.add(log)
                 complain(f"the log {log.name} lacks some of what its worker printed ({error}); the workers go on")
-
-
-def _pipe() -> tuple[int, int, str]:
-    reading, writing = os.pipe()
-    return reading, writing, f"/dev/fd/{writing}"
-
-
-def _named_pipe(path: Path) -> tuple[int, int, str]:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path, 0o600)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    return reading, os.open(path, os.O_WRONLY), str(path)

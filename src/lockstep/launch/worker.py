@@ -29,6 +29,8 @@ from lockstep.parent_death import die_with
 
 GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 """The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
+OUTPUT_VARIABLE = "LOCKSTEP_OUTPUT"
+"""The environment variable with the paths of the pipes for a function's standard output and error."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class FunctionCall:
     # the launcher's environment; the process that a worker was forked from may have an older one
     environment: Mapping[str, str]
     resource_variables: frozenset[str]  # the names of the variables for a worker's cores and GPUs
-    folder: Path  # where workers write down how they failed, and where their pipes are
+    folder: Path  # where workers write down how they failed
     deadline: float | None = None  # when their time is up, on the clock of ``time.monotonic``; None for no limit
 
 
@@ -102,9 +104,9 @@ def run_function(call: FunctionCall) -> bytes | None:
     # What the function starts is started as in any program: a DataLoader's processes took 6 s in place of 0.3 when they
     # were started in the way that this one was, because they import torch anew.
     multiprocessing.set_start_method(None, force=True)
+    _redirect_output(os.environ[OUTPUT_VARIABLE].split())
     _take_environment(call)
     paths = _paths(call.folder)
-    _redirect_output(paths)
     try:
         fn, args, kwargs = deserialize(call.payload)
         with dump_stacks_near(call.deadline, paths.stacks):
@@ -196,10 +198,10 @@ def _take_environment(call: FunctionCall) -> None:
         torch.set_num_threads(int(threads))  # OpenMP is loaded and no longer reads its variable
 
 
-def _redirect_output(paths: WorkerPaths) -> None:
+def _redirect_output(pipes: list[str]) -> None:
     """Sends standard output and error into this worker's pipes, also what is written without Python's streams."""
-    for descriptor, stream in ((1, "out"), (2, "err")):
-        pipe = os.open(paths.file(stream), os.O_WRONLY)
+    for descriptor, path in enumerate(pipes, start=1):
+        pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, descriptor)
         os.close(pipe)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process
