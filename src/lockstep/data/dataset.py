@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -63,16 +63,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_input_pipelines < 1 or self.num_replicas_in_sync < 1:
-            raise ConfigError(
-                f"num_input_pipelines={self.num_input_pipelines} and num_replicas_in_sync={self.num_replicas_in_sync}: "
-                "give at least 1 of each"
-            )
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise ConfigError(
-                f"input_pipeline_id={self.input_pipeline_id} is none of {self.num_input_pipelines} pipelines; "
-                f"choose 0 to {self.num_input_pipelines - 1}"
-            )
+        if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync > 0):
+            raise ConfigError(f"{self} is impossible; give at least 1 replica, and an id below num_input_pipelines")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the number of rows of one replica's batch.
@@ -157,8 +149,8 @@ class DistributedIterable:
         if isinstance(dataset, DataLoader):
             parts += [dataset.sampler, dataset.batch_sampler, dataset.dataset]
         for part in {id(part): part for part in parts}.values():
-            if isinstance(part, _ShufflesByEpoch):
-                part.set_epoch(epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
 
 
 class DistributedDataset(DistributedIterable):
@@ -226,15 +218,12 @@ class DistributedDataset(DistributedIterable):
 class PerReplicaDataset(DistributedIterable):
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
-    If the source ends in the middle of a round, the remaining replicas get an empty batch. So do all replicas of a
-    worker whose source has ended while another worker's goes on.
+    Replicas for which none is left get an empty batch until the last worker's source has ended.
 
     Args:
         fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches for it.
         devices: logical devices of the local replicas, in replica order.
-        workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
-        prefetch: the number of rounds to read ahead; None and 0 as in ``DistributedDataset``.
-        lists: as in ``DistributedDataset``.
+        workers, prefetch, lists: as in ``DistributedDataset``; ``prefetch`` counts rounds.
     """
 
     def __init__(
@@ -268,11 +257,6 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
 
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
     return WorkerSync() if workers.is_single else OwnDataSync(workers, reader.length)
-
-
-@runtime_checkable
-class _ShufflesByEpoch(Protocol):
-    def set_epoch(self, epoch: int, /) -> None: ...
 
 
 def _checked(dataset: Any) -> Any:
