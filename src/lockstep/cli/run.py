@@ -123,9 +123,6 @@ def _report(outcome: Outcome) -> int:
     """Prints which worker failed, and how; returns the exit code."""
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.last_output:
-        last_output = outcome.last_output.rstrip("\n")
-        complain(f"the last output of worker {outcome.worker}:\n{last_output}")
-    if outcome.line is not None:
-        complain(f"error: {outcome.line}")
+    for line in outcome.lines:
+        complain(line)
     return outcome.exit_code

@@ -58,12 +58,8 @@ class WorkerSetup(LogsSpecs):
 
     torch's agent asks for the logs of the workers just before it starts them, at every attempt. This is the only place
     where it lets a caller add environment variables for one worker; torch's own class does that here too.
-
-    Args:
-        forwarder: reads the workers' output.
-        resources: environment variables of each worker of this host for its cores and GPUs.
-        folder: the folder of the run.
-        opened_by_agent: whether torch's agent opens the pipes; otherwise the workers do.
+    ``resources`` are those variables for cores and GPUs; ``opened_by_agent``: torch's agent opens the pipes, not the
+    workers themselves.
     """
 
     def __init__(

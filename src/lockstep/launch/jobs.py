@@ -252,9 +252,7 @@ class Outcome:
 
     exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
     interrupted: bool = False  # whether Ctrl-C ended them
-    line: str | None = None  # which worker failed first, and where its log is; None if none did
-    last_output: str = ""  # that worker's traceback or its last lines of output; empty if it has been shown already
-    worker: int = 0  # that worker's rank
+    lines: tuple[str, ...] = ()  # the last output of the worker that failed first, if not shown yet; how it failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,13 +295,14 @@ class ProgramJob(Job):
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
+        line = f"error: worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}"
         shown = self.output == "all" or failure.worker == 0
-        return Outcome(
-            exit_code=failure.shell_code,
-            line=f"worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}",
-            last_output="" if shown else _last_output(failure, log),
-            worker=failure.worker,
-        )
+        if not shown and (last_output := _last_output(failure, log).rstrip("\n")):
+            return Outcome(
+                exit_code=failure.shell_code,
+                lines=(f"the last output of worker {failure.worker}:\n{last_output}", line),
+            )
+        return Outcome(exit_code=failure.shell_code, lines=(line,))
 
 
 def _describe(resources: Resources) -> str:

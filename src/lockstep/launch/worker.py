@@ -33,35 +33,18 @@ OUTPUT_VARIABLE = "LOCKSTEP_OUTPUT"
 """The environment variable with the paths of the pipes for a function's standard output and error."""
 
 
-@dataclass(frozen=True)
 class WorkerPaths:
-    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts.
 
-    folder: Path
-    worker: int  # the worker's rank among the workers of all hosts
-    attempt: int  # how often the workers had been restarted
+    ``failure`` is the ``FailureRecord`` that the worker writes, ``error`` its pickled exception, ``stacks`` what its
+    threads were doing when its time was up.
+    """
 
-    @property
-    def log(self) -> Path:
-        return self.file("log")
-
-    @property
-    def failure(self) -> Path:
-        """The ``FailureRecord`` that the worker writes."""
-        return self.file("failure.json")
-
-    @property
-    def error(self) -> Path:
-        return self.file("failure.pickle")
-
-    @property
-    def stacks(self) -> Path:
-        """What the worker's threads were doing when its time was up."""
-        return self.file("stacks.txt")
-
-    def file(self, suffix: str) -> Path:
-        stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
-        return self.folder / f"{stem}.{suffix}"
+    def __init__(self, folder: Path, worker: int, attempt: int) -> None:
+        self.worker = worker
+        stem = f"worker-{worker}" if attempt == 0 else f"worker-{worker}.attempt-{attempt}"
+        self.log, self.failure = folder / f"{stem}.log", folder / f"{stem}.failure.json"
+        self.error, self.stacks = folder / f"{stem}.failure.pickle", folder / f"{stem}.stacks.txt"
 
 
 def semaphore_prefix(folder: Path) -> str:
@@ -111,7 +94,13 @@ def run_function(call: FunctionCall) -> bytes | None:
         fn, args, kwargs = deserialize(call.payload)
         with dump_stacks_near(call.deadline, paths.stacks):
             result = fn(*args, **kwargs)
-        return _serialize_result(result) if paths.worker == 0 else None
+        if paths.worker != 0:
+            return None
+        try:
+            return serialize(result)
+        except Exception as error:
+            error.add_note("the chief's result could not be sent to the launcher; return something that can be pickled")
+            raise
     except BaseException as error:  # noqa: BLE001 - whatever the function raises; the launcher raises it again
         FailureRecord.of(error, hide=(__file__,)).write(paths.failure)
         try:
@@ -154,17 +143,12 @@ def main() -> None:
 
 
 class _ExitHandler:
-    """What a worker does last, after all exit handlers of the program.
+    """What a worker does last, after all exit handlers of the program: it destroys torch's process groups.
 
-    It destroys torch's process groups if the program has left that to the end of the process, as most do. A thread of
-    gloo that still holds a tensor when the interpreter ends aborts the process: 8 of 50 processes that had just summed
-    a tensor ended with SIGABRT though their work was done, and none of 40 that had destroyed their groups.
-
+    A thread of gloo that still holds a tensor when the interpreter ends aborts the process: 8 of 50 processes that had
+    just summed a tensor ended with SIGABRT though their work was done, and none of 40 that had destroyed their groups.
     Destroying a group waits for its operations in flight. After a failure the others may never take part in those, so
     the process only gets a time limit.
-
-    Attributes:
-        failed: whether the program failed.
     """
 
     def __init__(self) -> None:
@@ -206,14 +190,6 @@ def _redirect_output(pipes: list[str]) -> None:
         os.close(pipe)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _serialize_result(result: object) -> bytes:
-    try:
-        return serialize(result)
-    except Exception as error:
-        error.add_note("the chief's result could not be sent to the launcher; return something that can be pickled")
-        raise
 
 
 def serialize_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
