@@ -49,7 +49,7 @@ WRITES_FILES = (
     "checkpoint/",
     "collectives/communicator.py",  # torch.save into memory: bytes for other workers
     "report.py",
-    "scaling/report.py",  # savefig writes the SVG to memory
+    "scaling/plots.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
     "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
     "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import here
 from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
@@ -26,12 +27,6 @@ def three() -> Iterator[ls.MirroredStrategy]:
         closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
     ):
         yield strategy
-
-
-def here() -> ls.ReplicaContext:
-    context = ls.get_replica_context()
-    assert context is not None
-    return context
 
 
 def test_results_of_collectives_may_be_kept_and_dropped_at_any_time(three: ls.MirroredStrategy):
