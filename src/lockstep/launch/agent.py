@@ -26,7 +26,7 @@ from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
 from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
 from lockstep.launch.rendezvous import Rendezvous
-from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, WorkerPaths
+from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
 START_METHOD = "forkserver"
@@ -86,9 +86,11 @@ class WorkerSetup(LogsSpecs):
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt)
             outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
-            variables.update({**self._resources[local], GUARD_VARIABLE: self._guard.path})
+            variables.update(self._resources[local])
             if not self._opened_by_agent:
+                variables[OWN_VARIABLE] = " ".join(variables)
                 variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
+            variables[GUARD_VARIABLE] = self._guard.path
         return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
 
     def kill_all(self) -> None:

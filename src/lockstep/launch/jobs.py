@@ -159,7 +159,6 @@ class FunctionJob(Job):
             call = FunctionCall(
                 payload=serialize_call(fn, args, kwargs),
                 environment=dict(os.environ),
-                resource_variables=frozenset(resources[0]),
                 folder=Path(name),
                 deadline=None if self.limits.timeout_s is None else time.monotonic() + self.limits.timeout_s,
             )

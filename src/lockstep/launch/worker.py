@@ -31,6 +31,8 @@ GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 """The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
 OUTPUT_VARIABLE = "LOCKSTEP_OUTPUT"
 """The environment variable with the paths of the pipes for a function's standard output and error."""
+OWN_VARIABLE = "LOCKSTEP_OWN_VARIABLES"
+"""The environment variable with the names of those that the launcher sets for each worker."""
 
 
 class WorkerPaths:
@@ -55,14 +57,6 @@ def semaphore_prefix(folder: Path) -> str:
 MODULE, SCRIPT = "module", "script"
 _EXIT_LIMIT_S = 3.0  # for the interpreter after a program has failed; torch's groups wait for half an hour
 _HIDDEN = (__file__, runpy.__file__ or "", "<frozen runpy>")
-# What torch's agent sets for every worker.
-_AGENT_VARIABLES = frozenset(
-    {
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
-        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +66,6 @@ class FunctionCall:
     payload: bytes  # the serialized function, arguments and keyword arguments
     # the launcher's environment; the process that a worker was forked from may have an older one
     environment: Mapping[str, str]
-    resource_variables: frozenset[str]  # the names of the variables for a worker's cores and GPUs
     folder: Path  # where workers write down how they failed
     deadline: float | None = None  # when their time is up, on the clock of ``time.monotonic``; None for no limit
 
@@ -171,8 +164,7 @@ def _paths(folder: Path) -> WorkerPaths:
 
 def _take_environment(call: FunctionCall) -> None:
     """Takes the launcher's environment, with the variables of this worker that the agent has set."""
-    own = _AGENT_VARIABLES | call.resource_variables
-    given = {name: value for name, value in os.environ.items() if name in own}
+    given = {name: os.environ[name] for name in os.environ[OWN_VARIABLE].split()}
     os.environ.clear()
     os.environ.update({**call.environment, **given})
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
