@@ -54,12 +54,7 @@ class BatchLayout:
     """
 
     def __init__(
-        self,
-        lists: Lists = "auto",
-        *,
-        items: bool = False,
-        records_are_rows: bool = False,
-        keeps_tuples: bool = True,
+        self, lists: Lists = "auto", *, items: bool = False, records_are_rows: bool = False, keeps_tuples: bool = True
     ) -> None:
         if lists not in get_args(Lists):
             raise ConfigError(f'lists={lists!r} is unknown; choose "auto", "rows" or "columns"')
