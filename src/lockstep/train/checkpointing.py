@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.sharded_state import sharded_module_of
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
-from lockstep.checkpoint.weights import check_fit, read_weights, stream_weights, write_weights
+from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.collectives.communicator import Communicator, run_on_chief
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
@@ -31,7 +31,6 @@ from lockstep.train.logs import EpochTiming, History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.sharded_io import TensorReader
     from lockstep.train.model import Model
 
 
@@ -142,88 +141,41 @@ class TrainingState(StateAdapter):
         data.load_state_dict(saved.worker)
 
 
-def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the weights of a sharded model, one tensor after another; no worker keeps the whole model."""
-    from lockstep.checkpoint.sharded_state import sharded_module_of
-
-    part = sharded_module_of(module)
-    module.exchange_buffers()
-    averages = dict(module.named_buffers())
-    described, stream = part.described(), part.stream()
-    averaged = ((name, averages.get(name, tensor)) for name, tensor in stream)
-    failed: CheckpointError | None = None
-    if workers.is_chief:
-        try:
-            stream_weights(path, described, averaged)
-        except CheckpointError as error:
-            failed = error
-    for _ in stream:  # the other workers, and a chief that could not write, take part to the end
-        pass
-
-    def report() -> None:
-        if failed is not None:
-            raise failed
-
-    run_on_chief(workers, "save the weights", report)
-
-
-def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of a sharded model: the chief reads one tensor after another; each worker takes its shard."""
-    from lockstep.checkpoint.sharded_io import TensorShard
-    from lockstep.checkpoint.sharded_state import sharded_module_of
-
-    part = sharded_module_of(module)
-    described = part.described()
-    stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for name, like in described.items():
-        tensor = torch.empty_like(like, device="cpu")
-        shard = {name: TensorShard(tensor)}
-        run_on_chief(workers, "load the weights", lambda shard=shard: stored.read(shard))  # type: ignore[misc]
-        workers.broadcast("loaded weights", [tensor])
-        part.take(name, tensor)
-
-
-def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
-    from safetensors import SafetensorError
-
-    from lockstep.checkpoint.sharded_io import TensorReader
-
-    if not path.is_file():
-        raise CheckpointError(f"there is no weights file {path}; give the path of a file written by save_weights")
-    try:
-        stored = TensorReader(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read the weights in {path}: {error}; give a safetensors file written by save_weights"
-        ) from error
-    check_fit(stored.tensors, described, path)
-    return stored
-
-
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
-    if module.is_part:
-        _save_sharded(module, workers, path)
-        return
+    """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes.
+
+    The chief gathers a model that is divided among workers in its host memory, one tensor after another.
+    """
     module.exchange_buffers()
-    state = module.state_dict()
+    state: dict[str, Tensor] = {} if module.is_part else module.state_dict()
+    if module.is_part:
+        averages = dict(module.named_buffers())
+        for name, tensor in sharded_module_of(module).stream():
+            if workers.is_chief:
+                state[name] = averages.get(name, tensor).cpu()
     run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies if everything fits. Every worker must call it; the chief reads."""
-    if module.is_part:
-        _load_sharded(module, workers, path)
-        return
-    state: dict[str, Tensor] = module.module.state_dict()
+    part = sharded_module_of(module) if module.is_part else None
+    state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
 
     def read() -> dict[str, Tensor]:
         weights = read_weights(path)
         check_fit(weights, state, path)
         return weights
 
-    # Loading gives the chief's weights to the other workers, which pass their own.
-    module.load_state_dict(run_on_chief(workers, "load the weights", read) or state)
+    weights = run_on_chief(workers, "load the weights", read)
+    if part is None:  # loading gives the chief's weights to the other workers, which pass their own
+        module.load_state_dict(weights or state)
+        return
+    for name, like in state.items():
+        tensor = torch.empty_like(like, device="cpu")
+        if weights is not None:
+            tensor.copy_(weights[name])
+        workers.broadcast("loaded weights", [tensor])
+        part.take(name, tensor)
 
 
 def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:

@@ -9,9 +9,8 @@ Everything that is not overridden here is transformers' own code, which sees one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,6 @@ class Trainer(transformers.Trainer):
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
-
-    Example:
-        >>> import lockstep as ls
-        >>> from lockstep.integrations.transformers import Trainer
-        >>> Trainer.__mro__[1].__module__
-        'transformers.trainer'
     """
 
     def __init__(
@@ -83,7 +76,8 @@ class Trainer(transformers.Trainer):
         """As in transformers; the loss is weighed by its shard's share before backward."""
         super().create_accelerator_and_postprocess()
         self._one_process.keep()
-        self.accelerator.backward = partial(_backward, self.accelerator.backward)
+        backward = self.accelerator.backward
+        self.accelerator.backward = lambda loss, **named: backward(sharding.weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """As in transformers, which sets the seed for it; so the replicas' random states are seeded again too."""
@@ -284,8 +278,3 @@ class Trainer(transformers.Trainer):
         if context is None:
             raise UsageError("a part of a step was called outside a replica; call training_step or prediction_step")
         return context
-
-
-def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:
-    """Accelerate's backward pass, of the weighed loss."""
-    plain(sharding.weighted(loss), **named)
