@@ -28,7 +28,7 @@ class LabelledBatch(NamedTuple):
 
 
 def unpack_labelled(item: Any) -> LabelledBatch:
-    """Splits an item of fit's or evaluate's data; raises a DataError if it is not a pair or triple."""
+    """Splits an item of fit's or evaluate's data, or raises a DataError."""
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "

@@ -113,13 +113,6 @@ class ReductionTracer(TorchFunctionMode):
             self._note_sum(result, "", args[0])
         return result
 
-    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A product of two vectors is a sum."""
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not result.dim():
-            self._sums.put(result, "")
-        return result
-
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
         self._sums.put(result, of)
         if isinstance(values, Tensor) and not values.numel():
@@ -322,6 +315,4 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], ReductionTracer._read),
     **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], ReductionTracer._choice),
     **dict.fromkeys([torch.index_select, Tensor.index_select], ReductionTracer._choice),
-    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], ReductionTracer._product),
-    Tensor.__matmul__: ReductionTracer._product,
 }

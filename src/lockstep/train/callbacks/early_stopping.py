@@ -51,10 +51,7 @@ class EarlyStopping(Callback):
         if patience < 0:
             raise ConfigError(f"EarlyStopping(patience={patience!r}) is no number of epochs; give 0 or more")
         self._watch = Monitor(monitor, mode=mode, owner="EarlyStopping", min_delta=min_delta)
-        self.monitor = monitor
-        self.patience = patience
-        self.verbose = verbose
-        self.baseline = baseline
+        self.monitor, self.patience, self.verbose, self.baseline = monitor, patience, verbose, baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
         self._reset()
