@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,27 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A position in a training.
+    """A position in a training."""
 
-    Args:
-        epoch: the current or next epoch, counted from 0.
-        batch: how many of its global batches are done.
-        step: how many global batches are done over all epochs.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
+    epoch: int = 0  # the current or next one, counted from 0
+    batch: int = 0  # how many global batches of the epoch are done
+    step: int = 0  # how many global batches are done over all epochs
 
 
 class TrainingState(StateAdapter):
     """What a Model's checkpoints hold beside weights, optimizer and scheduler.
 
-    Args:
-        model: the model that is trained.
-
-    Attributes:
-        run: an identifier of this training, restored with its checkpoints.
+    ``run`` is an identifier of this training, restored with its checkpoints.
     """
 
     def __init__(self, model: Model) -> None:
@@ -68,7 +58,7 @@ class TrainingState(StateAdapter):
     @property
     def _model(self) -> Model:
         if (model := self._weak_model()) is None:
-            raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
+            raise UsageError("the Model of this checkpoint no longer exists; keep a reference to it")
         return model
 
     @property
@@ -107,10 +97,7 @@ class TrainingState(StateAdapter):
             return AdapterState(shared=shared)
         loop, data, callbacks = self._fit
         if loop.pending:
-            raise UsageError(
-                f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
-                "cannot hold; save after the update"
-            )
+            raise UsageError("a checkpoint cannot hold the gradients of an accumulation cycle; save after the update")
         loop.loss.settle()  # nobody can go on after a loss that is NaN
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
@@ -122,14 +109,12 @@ class TrainingState(StateAdapter):
     def load(self, saved: SavedState) -> None:
         """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
-        self.run = shared["run"]
-        self._position = Position(**shared["position"])
-        history = shared["history"]
-        self._model.history = History(**{**history, "timing": [EpochTiming(**each) for each in history["timing"]]})
+        self.run, self._position, history = shared["run"], Position(**shared["position"]), shared["history"]
+        self._model.history = History(**history | {"timing": [EpochTiming(**each) for each in history["timing"]]})
         if self._fit is None:
             return
         loop, data, callbacks = self._fit
-        loop.epoch, loop.batch, loop.step = self._position.epoch, self._position.batch, self._position.step
+        loop.epoch, loop.batch, loop.step = astuple(self._position)
         self._model.stop_training = shared["stopped"]
         if "loss" not in shared:  # saved outside fit
             return

@@ -50,8 +50,8 @@ class Precision:
     def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
         """The factor for the loss before backward; None without a scaler. Every replica must call it.
 
-        The first call sums ``count``, this replica's count of the step, over the replicas. The factor is the scaler's
-        own float32 tensor of one element, on replica 0's device. An update may still be changing it.
+        The first call sums ``count``, this replica's count of the step. The factor is the scaler's own tensor, which an
+        update may still be changing.
         """
         if self.name != "fp16":
             return None
@@ -76,8 +76,7 @@ class Precision:
     def _begin(self, context: ReplicaContext, counts: Any) -> None:
         """Makes the scaler, if none was loaded, and its tensors, which its first use creates.
 
-        Its scale is for sums. Torch's default suits means, and sums are larger by the count: without the division the
-        first steps would overflow and be skipped, halving the scale each time.
+        Torch's default scale suits means. Sums are larger by the count: the first steps would overflow and be skipped.
         """
         if self.scaler is None:
             count = max(float(context.strategy.reduce("sum", counts)), 1.0)
@@ -120,22 +119,13 @@ class CompileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
-    """What all replicas share in a pass.
-
-    Args:
-        strategy: runs the steps.
-        module: the mirrored module.
-        config: the settings of ``compile``.
-        precision: the mixed precision on the strategy's devices.
-        optimizer: the mirrored optimizer; None if nothing is trained.
-        scheduler: the learning-rate scheduler, stepped once per update outside the replicas.
-    """
+    """What all replicas share in a pass. The scheduler is stepped once per update, outside the replicas."""
 
     strategy: Strategy
     module: MirroredModule
     config: CompileConfig
     precision: Precision
-    optimizer: MirroredOptimizer | None = None
+    optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
 
 
@@ -186,8 +176,8 @@ def _make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimize
         )
     if not isinstance(made, LRScheduler):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
-            "or a function of the optimizer that makes one"
+            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, or a function of it that "
+            "makes one"
         )
     # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
     if made.optimizer.param_groups is not optimizer.param_groups:
@@ -213,9 +203,8 @@ def _check_trained(
     owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
     kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
     raise UsageError(
-        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
-        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
-        "compile a function of them that makes one"
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of another {kind}; "
+        "make a new optimizer from this module's parameters, or give compile a function of them that makes one"
     )
 
 

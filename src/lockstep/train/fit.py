@@ -25,7 +25,7 @@ from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle, train_step
+from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, train_step, update_weights
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -226,7 +226,7 @@ class TrainLoop:
     def _finish_cycle(self) -> None:
         """Updates with the gradients of an accumulation cycle that the end of the epoch cut short."""
         with naming_step(self.epoch, self.batch):
-            results = self._strategy.run(finish_cycle, (self._setup, self._states))
+            results = self._strategy.run(update_weights, (self._setup, self._states))
         self._count((), self._strategy.local_results(results)[0])
         self.pending = 0
 

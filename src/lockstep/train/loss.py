@@ -312,13 +312,11 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
 
     All replicas call one object, so it would count once for each of them.
     """
-    if replicas == 1 or isinstance(loss, MirroredModule):
-        yield
-        return
-    before = {name: (value, state_of(value)) for name, value in _kept_by(loss)}
+    shared = replicas > 1 and not isinstance(loss, MirroredModule)
+    before = _states_kept_by(loss) if shared else {}
     yield
-    now = dict(_kept_by(loss))
-    changed = [name for name, (_, state) in before.items() if name in now and state_of(now[name]) != state]
+    now = _states_kept_by(loss) if shared else {}
+    changed = [name for name, (_, state) in before.items() if name in now and now[name][1] != state]
     if changed:
         warnings.warn(
             f"the loss {_name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} "
@@ -328,12 +326,10 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
         )
 
 
-def _kept_by(loss: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of what the function has captured, or of the numbers and buffers of a module and its children."""
-    yield from captured_by(loss)
-    if isinstance(loss, nn.Module):
-        for path, part in loss.named_modules():
-            kept = {**vars(part), **part._buffers}
-            for name, value in kept.items():
-                if type(value) in (int, float) or (name in part._buffers and value is not None):
-                    yield f"{path}.{name}" if path else name, value if type(value) in (int, float) else id(value)
+def _states_kept_by(loss: Any) -> dict[str, tuple[Any, Any]]:
+    """What the function has captured, or the numbers and buffers of a module, by name, with their states."""
+    kept = dict(captured_by(loss))
+    for path, part in loss.named_modules() if isinstance(loss, nn.Module) else ():
+        numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+        kept |= {f"{path}.{name}".lstrip("."): value for name, value in {**numbers, **part._buffers}.items()}
+    return {name: (value, state_of(value)) for name, value in kept.items()}

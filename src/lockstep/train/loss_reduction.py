@@ -6,8 +6,7 @@
                            -> anything else                a scalar: the mean over the rows
 
 The mean over a shard is not enough: shards are added up by their counts, which differ with ignored labels, class
-weights and masks. torch's losses are found wherever they are called: given to compile directly, in a module or
-subclass, in a ``functools.partial``, or in a function. Nothing here knows of replicas.
+weights and masks. torch's losses are found wherever they are called. Nothing here knows of replicas.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class ReductionTracer(TorchFunctionMode):
     """A block that calls a loss function once. Then ``pair_of`` and ``sum_of`` say how its result was computed.
 
     In the block torch's mean losses are computed as their sum divided by their count, with the same results.
-
-    Attributes:
-        label_means: the means over labels that were computed.
+    ``label_means`` are the means over labels that were computed.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,8 @@
 """What the workers of a job agree on while transformers' loop runs in each of them, and the replicas' random states.
 
-    before       the arguments, and that all see the checkpoint to resume from
-    each step    what callbacks ask for: one worker that wants to stop, save, evaluate or log is enough
-    checkpoint   rng_state.pth: transformers' own random states of the process
-                 lockstep_rng_state.pth: the replicas', from which dropout is drawn
-
-A resumed training equals one that was not interrupted, bit for bit. On another number of replicas, or without the file,
-the random states are derived from seed and step.
+They compare arguments and the checkpoint to resume from; in each step one worker that wants to stop, save, evaluate or
+log is enough. The replicas' random states are in ``lockstep_rng_state.pth``, beside transformers' own.
+On another number of replicas, or without the file, they are derived from seed and step.
 """
 
 from __future__ import annotations

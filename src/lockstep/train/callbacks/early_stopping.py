@@ -27,10 +27,7 @@ class EarlyStopping(Callback):
         restore_best_weights: load the weights of the best epoch at the end of training; kept in memory, on the CPU.
         start_from_epoch: epochs before this one are ignored.
 
-    Attributes:
-        best: the best value so far; None before the first.
-        stopped_epoch: the epoch after which training was stopped; 0 if it was not.
-        best_epoch: the epoch with the best value.
+    ``best`` is the best value so far, ``best_epoch`` its epoch, ``stopped_epoch`` the one after which training stopped.
 
     Example:
         >>> callback = EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True)
