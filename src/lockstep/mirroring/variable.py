@@ -1,8 +1,7 @@
 """Variables with one value for each replica, with the aggregation and synchronization of ``tf.Variable``.
 
 "on_write" variables are reduced when a replica writes, so that all values stay equal (unless aggregation is "none").
-"on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas. Both
-can be used wherever a tensor can: with operators, torch's functions, and ``reduce`` and similar methods.
+"on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Synchronization = Literal["on_write", "on_read"]
 
 
 class MirroredVariable(TensorLike):
-    """One tensor for each replica. Made by ``strategy.variable``.
+    """One tensor for each replica. Made by ``strategy.variable``; usable wherever a tensor is.
 
     Args:
         owner: the strategy.
-        value: the initial value: a tensor, a number, or a PerReplica of them.
+        value: the initial value: a tensor, a number, or a PerReplica of them; the chief's, for all workers.
         devices: the devices of the local replicas.
-        workers: all workers, who begin with the chief's value.
+        workers: all workers.
         aggregation: how the replicas' values are reduced: "none", "sum", "mean" or "only_first".
         synchronization: when they are reduced: "on_write" or "on_read".
 
@@ -58,12 +57,14 @@ class MirroredVariable(TensorLike):
         aggregation: Aggregation,
         synchronization: Synchronization,
     ) -> None:
-        _check_choice("aggregation", aggregation, get_args(Aggregation))
-        _check_choice("synchronization", synchronization, get_args(Synchronization))
+        choices = ("aggregation", aggregation, Aggregation), ("synchronization", synchronization, Synchronization)
+        for name, chosen, known in choices:
+            if chosen not in get_args(known):
+                raise ConfigError(f"{name}={chosen!r} is unknown; choose one of {str(get_args(known))[1:-1]}")
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise ConfigError(
                 f"variable got a tensor of shape {tuple(value.shape)} that requires gradients, and a variable is not "
-                "trained; make it an nn.Parameter of a module and give that to strategy.mirror, or give value.detach()"
+                "trained; make it an nn.Parameter of a module for strategy.mirror, or give value.detach()"
             )
         self._owner = owner
         self._workers = workers
@@ -120,8 +121,7 @@ class MirroredVariable(TensorLike):
         if self.aggregation == "none" and not (_equal(self._values) if on_write else self._workers.num_replicas == 1):
             raise UsageError(
                 f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has no one value "
-                'outside replicas; take all with strategy.local_results(variable), or make it with aggregation="sum", '
-                '"mean" or "only_first"'
+                "outside replicas; take all with strategy.local_results(variable), or make it with an aggregation"
             )
         first = self._values[0].clone()
         if not on_write:
@@ -140,13 +140,10 @@ class MirroredVariable(TensorLike):
         self._note_versions()
 
     def assign(self, value: Any) -> None:
-        """Sets the value. In a replica of an "on_write" variable that aggregates, every replica must call it.
+        """Sets the value: a tensor, a number or a variable. In replicas all must call it, if it aggregates on write.
 
         Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
         "sum" variable gives each replica ``value`` / replicas, so that a read gives ``value`` back.
-
-        Args:
-            value: a tensor, a number, or another variable.
 
         Raises:
             ConfigError: a plain number that is summed over replicas, or a mean for a variable that is not floating;
@@ -262,8 +259,3 @@ def _equal(values: Sequence[torch.Tensor]) -> bool:
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
     with allocating_on(device), torch.inference_mode(False):  # inference tensors count no writes
         return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}")
