@@ -124,7 +124,7 @@ class ModelCheckpoint(_SavingCallback):
 
     def on_train_end(self, logs: Logs) -> None:
         if self._manager is not None:
-            self._manager.close()
+            self._manager.wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
