@@ -78,7 +78,7 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
         raise CollectiveError(
             f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
             f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
-            'order (seed what shuffles it), or distribute it with shard="file" or "off" where each worker has its '
+            'order (seed what shuffles it), or distribute it with shard="off" where each worker has its '
             "own, and change weights and settings on every worker alike"
         )
 
