@@ -24,7 +24,7 @@ from benchmarks.trial import TRIAL_LIMIT_S, Batch, Layout, Trial, Workload
 from lockstep.collectives.communicator import Compression
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
-from lockstep.replicas.cpu.memory import keep_freed_memory
+from lockstep.replicas.cpu.allocator import keep_freed_memory
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.model import Model
 

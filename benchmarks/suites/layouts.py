@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lockstep as ls
 from benchmarks.report import Report, head, legend
+from benchmarks.resident_memory import ResidentPeak, give_back_at_once, give_back_freed_memory, resident_mb
 from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Pace, select
 from lockstep.collectives.communicator import MeshCommunicator
@@ -24,14 +25,8 @@ from lockstep.plan.memory import Memory, estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
 from lockstep.recipes.config_checks import at_least
+from lockstep.replicas.cpu.allocator import keep_freed_memory
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
-from lockstep.replicas.cpu.memory import (
-    ResidentPeak,
-    give_back_at_once,
-    give_back_freed_memory,
-    keep_freed_memory,
-    resident_mb,
-)
 from lockstep.report import markdown_table
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.report import Report, head, legend
+from benchmarks.resident_memory import ResidentPeak, give_back_freed_memory, resident_mb
 from benchmarks.trial import Conditions, Pace, select
 from lockstep import config
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
-from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.report import markdown_table
 from lockstep.scaling.fresh_process import call_in_fresh_process
 from lockstep.strategies.losses import compute_average_loss

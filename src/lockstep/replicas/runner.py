@@ -25,9 +25,9 @@ from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBa
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.replicas.cpu.allocator import keep_freed_memory
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
-from lockstep.replicas.cpu.memory import keep_freed_memory
-from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
+from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
@@ -160,7 +160,8 @@ class ReplicaRunner:
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
         patch_default_generator()
-        self._caller_team = CallerOpenMPTeam(shares)
+        end_teams_before_forks()
+        self._has_teams = max(shares, default=1) > 1
         self._stopped: ReplicaBarrier | None = None
         self._current: ReplicaBarrier | None = None
         self._one_run = threading.Lock()
@@ -199,7 +200,8 @@ class ReplicaRunner:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
-            self._caller_team.end()
+            if self._has_teams:
+                end_openmp_team()
             began = time.perf_counter()
             run = _Run(self._names, self._timeout_s, self._streams, caller)
             self._current = run.barrier
@@ -208,7 +210,6 @@ class ReplicaRunner:
             with self._streams:
                 self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
-            self._caller_team.record(took)
             if not caller.one_at_a_time:
                 for policy in self._policies.values():
                     policy.record(fn, took)
