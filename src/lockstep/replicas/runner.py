@@ -100,8 +100,7 @@ class IssuePolicy:
 def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
     """Each replica's intra-op threads: an equal part of the cores for the CPU's replicas, at least one.
 
-    The share follows from the layout alone. torch adds up large tensors in a different order with another number of
-    threads, so a share that changed while running would change the numbers.
+    By the layout alone: torch adds up large tensors in a different order with another number of threads.
     """
     on_cpu = sum(device.kind == "CPU" for device in devices)
     return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
@@ -125,7 +124,7 @@ class ReplicaRunner:
     Args:
         devices: one logical device per replica.
         seed: the seed of all replicas' random numbers.
-        timeout_s: how many seconds a replica waits in one collective.
+        timeout_s: how long a replica waits in one collective.
         first_replica: the number of the first of them among the replicas of all workers.
         failing: called with the error of a failed run at once, before its other replicas have stopped.
     """
@@ -184,8 +183,6 @@ class ReplicaRunner:
 
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
-            CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy is closed, belongs to another process, or is called in its own ``merge_call``.
         """
         self._threads.check_process()
         if self._threads.closed:
@@ -208,11 +205,10 @@ class ReplicaRunner:
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
+                self._complete(run, strategy, bodies, self._slots(fn, rows))
             took = time.perf_counter() - began
-            if not caller.one_at_a_time:
-                for policy in self._policies.values():
-                    policy.record(fn, took)
+            for policy in self._policies.values():
+                policy.record(fn, took)
         return run.results
 
     def _complete(
@@ -255,9 +251,8 @@ class ReplicaRunner:
     def close(self) -> None:
         self._threads.close()
 
-    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
-        one = IssueGate(1)
-        gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[IssueSlot]:
+        gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
@@ -310,7 +305,6 @@ class _Run:
                     caller.applied(),
                     random,
                     in_context(context),
-                    caller.modes_applied(),
                     slot.naming_device(),
                 ):
                     result = body()
