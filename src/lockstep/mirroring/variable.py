@@ -2,7 +2,7 @@
 
 "on_write" variables are reduced when a replica writes, so that all values stay equal (unless aggregation is "none").
 "on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas. Both
-can be used wherever a tensor can: with operators, torch's functions, and ``reduce`` and similar methods.
+are read with ``read_value``, ``float`` and the like, and by ``reduce`` and similar methods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensors, select
+from lockstep.collectives.per_replica import PerReplica, VariableBase, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -24,7 +24,7 @@ Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
 
 
-class MirroredVariable(TensorLike):
+class MirroredVariable(VariableBase):
     """One tensor for each replica. Made by ``strategy.variable``.
 
     Args:
@@ -44,8 +44,8 @@ class MirroredVariable(TensorLike):
         >>> strategy = ls.MirroredStrategy()
         >>> scale = strategy.variable(2.0)
         >>> scale.assign_add(1.0)
-        >>> float(scale * 2)
-        6.0
+        >>> float(scale)
+        3.0
     """
 
     def __init__(
@@ -96,10 +96,6 @@ class MirroredVariable(TensorLike):
     def is_mirrored(self) -> bool:
         """Whether all replicas have the same value."""
         return self.synchronization == "on_write" and self.aggregation != "none"
-
-    @property
-    def _one(self) -> torch.Tensor:
-        return self._values[0]
 
     def read_value(self) -> torch.Tensor:
         """A new tensor: in a replica its own value; outside the value of all, or for "on_read" the aggregate.

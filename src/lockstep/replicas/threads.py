@@ -24,7 +24,7 @@ import torch
 from lockstep import _torch_compat as compat
 from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ReplicaError, UsageError
-from lockstep.replicas.device.host_syncs import recording_host_syncs
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, recording_host_syncs
 
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 
@@ -97,7 +97,8 @@ class CallerState:
 
 
 def _is_foreign(mode: object) -> bool:
-    return not type(mode).__module__.startswith("lockstep.")
+    """Whether a mode is not of this package, whose modes know of replicas."""
+    return not (type(mode).__module__.startswith("lockstep.") or isinstance(mode, BesideCompiledCode))
 
 
 @contextmanager

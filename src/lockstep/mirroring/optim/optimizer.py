@@ -107,10 +107,6 @@ class MirroredOptimizer(Optimizer):
 
         Args:
             closure: called in each replica first; its result is returned. Only in a replica.
-
-        Raises:
-            UsageError: it was called in a replica of another strategy, or outside replicas with a closure, or gradients
-                were added after ``sum_gradients``.
         """
         context = own_context(self._owner, "optimizer")
         if context is None:
@@ -137,9 +133,6 @@ class MirroredOptimizer(Optimizer):
         Afterwards the parameters of the user's module have the summed gradients, on every worker. Use them outside
         replicas, in the same way on all workers, and then call ``step()`` or ``zero_grad()`` there. In a replica every
         replica must call it; outside replicas, every worker.
-
-        Raises:
-            UsageError: it was called in a replica of another strategy.
 
         Example:
             >>> import torch, lockstep as ls
@@ -183,8 +176,7 @@ class MirroredOptimizer(Optimizer):
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
         """Clips the sums to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm before.
 
-        Call it outside replicas, on every worker. It runs in the replicas' threads, since OpenMP threads of the caller
-        would keep the replicas' cores busy for some milliseconds.
+        Call it outside replicas, on every worker.
         """
         refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
@@ -212,8 +204,7 @@ class MirroredOptimizer(Optimizer):
             scaler: the scaler of the losses (fp16); it decides whether to skip.
 
         Raises:
-            NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
-                of the result is a tensor, which the reader must check.
+            NonFiniteLossError: the summed loss is a number that is NaN or infinite; no weight has changed.
         """
         own_context(self._owner, "optimizer")
         self.gradients.check_not_lost()
@@ -238,7 +229,7 @@ class MirroredOptimizer(Optimizer):
         if not any(id(parameter) in own for parameter in module.parameters()):
             yield
             return
-        with self.gradients.unsynced(), self._update.held(replicas):
+        with self.gradients.unsynced(), self._exchange.held(replicas):
             yield
 
     def sum_after_run(self) -> None:
@@ -292,7 +283,23 @@ class MirroredOptimizer(Optimizer):
         if plain is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(plain, name)
-        return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
+        return self._of_all_storages(value) if isinstance(value, MethodType) and value.__self__ is plain else value
+
+    def _of_all_storages(self, method: MethodType) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replicas = len(self._owner.devices)
+            if get_replica_context() is not None and replicas > 1:
+                raise UsageError(
+                    f"{method.__qualname__} affects all replicas and was called in one of {replicas}; call it outside "
+                    "strategy.run"
+                )
+            result = method(*args, **kwargs)
+            if len(self.storages.every) > 1:
+                self.storages.reset()
+            return result
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
@@ -322,11 +329,10 @@ class MirroredOptimizer(Optimizer):
             if id(parameter) not in mirrored:
                 raise UsageError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not mirrored; "
-                    "call strategy.mirror(module) first, keep what it returns, and give the optimizer that module's "
-                    "parameters"
+                    "call module = strategy.mirror(module) first, and give the optimizer that module's parameters"
                 )
         self._parameters = [mirrored[id(parameter)] for parameter in parameters]
-        exchange = self._make_exchange(self._parameters, self._groups)
+        exchange = self._exchange = self._make_exchange(self._parameters, self._groups)
         former: GradientState | None = self.__dict__.get("gradients")
         self.gradients = GradientState(self._parameters, keeps_sums=exchange.keeps_sums)
         if former is not None:
@@ -360,27 +366,6 @@ class MirroredOptimizer(Optimizer):
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
     """Called in a replica."""
     return half(get_replica_context(), *args)
-
-
-class _OfAllStorages:
-    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``."""
-
-    def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
-        self._mirrored = mirrored
-        self._method = method
-        functools.update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replicas = len(self._mirrored._owner.devices)
-        if get_replica_context() is not None and replicas > 1:
-            raise UsageError(
-                f"{self._method.__qualname__} affects all replicas and was called in one of {replicas}; call it "
-                "outside strategy.run"
-            )
-        result = self._method(*args, **kwargs)
-        if len(self._mirrored.storages.every) > 1:
-            self._mirrored.storages.reset()
-        return result
 
 
 def _asked_by(module: str) -> bool:
