@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import simulate
-from lockstep.scaling.pipeline_plot import Scale, draw_trace
+from lockstep.scaling.plots import draw_pipelines
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"
@@ -15,15 +15,9 @@ FOLDER = Path(__file__).parent / "schedules"
 
 def pictures() -> dict[str, str]:
     """The name of each file and what is in it; all have one scale, so that their lengths compare."""
-    orders = {name: orders_of(choose_pipeline_config(name, MICROBATCHES, WORKERS)) for name in SCHEDULES}
-    tables = {name: simulate(order) for name, order in orders.items()}
-    scale = Scale(length=max(table.length for table in tables.values()))
-    return {
-        f"{name}.svg": draw_trace(
-            table, scale, title=f"{name}: {WORKERS} workers, {MICROBATCHES} microbatches, {table.bubble:.1%} idle"
-        )
-        for name, table in tables.items()
-    }
+    traces = {name: simulate(orders_of(choose_pipeline_config(name, MICROBATCHES, WORKERS))) for name in SCHEDULES}
+    length = max(trace.length for trace in traces.values())
+    return {f"{name}.svg": draw_pipelines({name: trace}, length=length) for name, trace in traces.items()}
 
 
 if __name__ == "__main__":

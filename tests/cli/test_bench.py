@@ -30,7 +30,7 @@ def pictures(tmp_path: Path) -> str:
 
 @pytest.mark.workers
 @pytest.mark.usefixtures("fresh_devices")
-def test_one_command_measures_prints_and_leaves_three_files(
+def test_one_command_measures_prints_and_leaves_two_files(
     pictures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -45,11 +45,10 @@ def test_one_command_measures_prints_and_leaves_three_files(
     assert "round 1  2 replicas, same total  " in progress[-2]
     assert "round 1  2 replicas, 2 times the total batch   16" in progress[-1]
     assert sum(line.startswith("2 replicas, same total") for line in lines) == 2
-    page, table, samples = (next((tmp_path / "out").glob(f"*.{suffix}")) for suffix in ("html", "md", "json"))
-    assert [line.split()[-1] for line in lines[-3:]] == [f"out/{path.name}" for path in (table, samples, page)]
-    one, *_, times = json.loads(samples.read_text())["rows"]
-    assert (one["timed"], times["timed"]) == ("3 of 4 steps", "whole epoch")
-    assert "lockstep bench scaling images --devices cpu:2 --replicas 2 --batch-size 8 --steps 3" in page.read_text()
+    page, samples = (next((tmp_path / "out").glob(f"*.{suffix}")) for suffix in ("html", "json"))
+    assert [line.split()[-1] for line in lines[-2:]] == [f"out/{path.name}" for path in (page, samples)]
+    found = json.loads(samples.read_text())["samples"]
+    assert [len(each["record"]["step_ms"]) for each in (found[0], found[-1])] == [3, 2]  # of 4 steps, and a whole epoch
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ import pytest
 
 import lockstep
 from lockstep.cli import main
-from lockstep.cli.run import parse_nodes
-from lockstep.errors import ConfigError
 
 pytestmark = pytest.mark.workers
 
@@ -341,9 +339,8 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
         (["--hosts", "a:1,b:1", "program.py"], "--hosts and --index go together"),
         (["--hosts", "a:1,b:1", "--index", "2", "program.py"], "index=2 was given for 2 hosts, expected 0 to 1"),
         (["--hosts", "a:1,a:1", "--index", "0", "program.py"], "hosts=a:1,a:1 names one twice"),
-        (["--rendezvous", "a:1", "program.py"], "--rendezvous and --nodes go together"),
-        (["--rendezvous", "a:1", "--nodes", "3:2", "program.py"], "nodes=3:2 was given, expected LEAST:MOST"),
-        (["--hosts", "a:1", "--index", "0", "--rendezvous", "a:1", "program.py"], "expected one of them"),
+        (["--nodes", "2", "program.py"], "--hosts and --index go together"),
+        (["--hosts", "a:1,b:1", "--index", "0", "--nodes", "3", "program.py"], "but --hosts names 2"),
         ([], "Missing argument 'PROGRAM'; see lockstep run --help"),
     ],
 )
@@ -357,14 +354,3 @@ def test_what_was_asked_wrongly_is_one_line_and_2(words, said, capsys, write, tm
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert said in printed.err
     assert not (tmp_path / "lockstep-logs").exists()
-
-
-@pytest.mark.parametrize(("text", "expected"), [("2", (2, 2)), ("1:4", (1, 4))])
-def test_the_number_of_hosts(text: str, expected: tuple[int, int]):
-    assert parse_nodes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "a", "1:", ":2", "1:2:3", "-1"])
-def test_what_is_no_number_of_hosts(text: str):
-    with pytest.raises(ConfigError, match="expected a number such as 2, or LEAST:MOST such as 1:4"):
-        parse_nodes(text)

@@ -72,13 +72,13 @@ def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Sta
     assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
 
 
-def test_hosts_that_come_make_one_job(start_lockstep: Start, write, port: int):
+def test_hosts_that_know_only_the_first_make_one_job(start_lockstep: Start, write, port: int):
     program = write(
         MEET + "print(os.environ['WORLD_SIZE'], rank.item(), os.environ['TORCHELASTIC_RUN_ID'])\n" + LISTENERS
     )
-    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--rendezvous", f"127.0.0.1:{port}", "--nodes", "2")
+    words = ("run", "--workers", "1", "--output", "all", "--quiet", "--hosts", f"127.0.0.1:{port}", "--nodes", "2")
 
-    processes = [start_lockstep(*words, program) for _ in range(2)]
+    processes = [start_lockstep(*words, "--index", str(index), program) for index in range(2)]
 
     endings = [ends(process) for process in processes]
     assert [(code, said_by_us(err)) for code, _, err in endings] == [(0, []), (0, [])]
@@ -97,7 +97,7 @@ def test_a_launcher_of_another_job_is_turned_away(start_lockstep: Start, write, 
 
     code, _, err = ends(stray)
     assert (code, err.count("\n")) == (1, 1)
-    assert f"the launcher at 127.0.0.1:{port} runs 'program.py with arguments " in err
+    assert f"the store at 127.0.0.1:{port} belongs to job 'program.py with arguments " in err
     first.kill()
 
 
@@ -120,4 +120,4 @@ def test_a_host_that_does_not_come_is_named(
 
     assert main(["run", "--timeout-s", "0.5", "--hosts", hosts, "--index", "0", write(WAIT)]) == 1
 
-    assert f"waited 0.5 s for the launcher of host 1 (127.0.0.2:{port})" in capsys.readouterr().err
+    assert f"waited 0.5 s for host 1 (127.0.0.2:{port})" in capsys.readouterr().err

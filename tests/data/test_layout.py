@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,19 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.collectives.per_replica import select
-from lockstep.config import LogicalDevice
 from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import per_replica_batch, split_batch
 from lockstep.errors import ConfigError, DataError
-
-
-@pytest.fixture
-def make_strategy(
-    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
-) -> Iterator[Callable[..., ls.MirroredStrategy]]:
-    with ExitStack() as stack:
-        yield lambda replicas: stack.enter_context(closing(ls.MirroredStrategy(list(split_cpu(4)[:replicas]))))
 
 
 def images(rows: int, side: int = 5) -> list[Tensor]:

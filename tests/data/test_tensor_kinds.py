@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import lockstep as ls
-from lockstep.config import LogicalDevice
 from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import split_batch
 from lockstep.errors import DataError
-
-
-@pytest.fixture
-def make_strategy(
-    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
-) -> Iterator[Callable[..., ls.MirroredStrategy]]:
-    with ExitStack() as stack:
-        yield lambda replicas: stack.enter_context(closing(ls.MirroredStrategy(list(split_cpu(4)[:replicas]))))
 
 
 def dense(rows: int = 7) -> Tensor:

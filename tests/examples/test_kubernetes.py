@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 PET = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
     "PET_MASTER_ADDR": "flowers-node-0-0.flowers",
     "PET_MASTER_PORT": "29500",
 }
@@ -65,7 +66,7 @@ def test_the_command_is_one_of_ours(job: dict[str, Any]):
 
     assert (program, command) == ("lockstep", "run")
     assert rest == [
-        *("--workers", "4", "--nodes", "2", "--rendezvous", "flowers-node-0-0.flowers:29500"),
+        *("--workers", "4", "--nodes", "2", "--index", "1", "--hosts", "flowers-node-0-0.flowers:29500"),
         *("--job", "0f1e", "--max-restarts", "3", "--stop-s", "100"),
         *("/workspace/train.py", "--backup", "/checkpoints/flowers"),
     ]

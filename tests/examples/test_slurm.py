@@ -90,13 +90,17 @@ def submit(environment: dict[str, str], *words: str) -> subprocess.CompletedProc
 def test_the_command_is_one_of_ours(slurm: dict[str, str], tmp_path: Path):
     done = submit(slurm, "train.py", "--epochs", "5", "a word")
     asked = (tmp_path / "asked").read_text().splitlines()
-    srun, (lockstep, command, *rest) = asked[: asked.index("lockstep")], asked[asked.index("lockstep") :]
+    srun, (shell, *words) = asked[: asked.index("bash")], asked[asked.index("bash") :]
 
     assert (done.returncode, done.stderr) == (0, "")
     assert srun == ["--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    assert (lockstep, command) == ("lockstep", "run")
+    shown = [words[0], words[1].replace("exec lockstep", 'printf "%s\\n"'), *words[2:]]
+    environment = {**slurm, "SLURM_NODEID": "1"}
+    task = subprocess.run([shell, *shown], env=environment, capture_output=True, text=True, check=True)
+    command, *rest = task.stdout.splitlines()
+    assert command == "run"
     assert rest == [
-        *("--workers", "4", "--nodes", "2", "--rendezvous", f"node07:{step_port(4711, 0)}"),
+        *("--index", "1", "--workers", "4", "--nodes", "2", "--hosts", f"node07:{step_port(4711, 0)}"),
         *("--job", "slurm-4711", "--max-restarts", "3", "--stop-s", "100"),
         *("train.py", "--epochs", "5", "a word"),
     ]

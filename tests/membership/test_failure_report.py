@@ -101,14 +101,14 @@ def test_a_card_is_read_as_it_was_written():
 
 def test_a_disagreement_names_both_workers_and_both_values():
     names = ("worker 0 (a:1)", "worker 1 (process 4242 on hosta)")
-    mine, theirs = worker(torch="2.13", protocol="1"), worker(1, torch="2.12", protocol="1")
+    mine, theirs = worker(torch="2.13"), worker(1, torch="2.12")
 
     assert find_disagreement(mine, mine, names) == ""
     assert find_disagreement(mine, theirs, names).startswith(
         "worker 1 (process 4242 on hosta) and worker 0 (a:1) disagree: torch is 2.12 on worker 1 (process 4242 on "
         "hosta) and 2.13 on worker 0 (a:1);"
     )
-    assert "protocol is unknown on worker 1" in find_disagreement(mine, worker(1, torch="2.13"), names)
+    assert "torch is unknown on worker 1" in find_disagreement(mine, worker(1), names)
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "lost_after_s"])

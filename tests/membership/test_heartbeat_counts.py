@@ -54,16 +54,6 @@ def test_a_time_in_which_nobody_could_be_heard_is_no_silence():
     assert peers.longest_silent(37.0, 5.0) == 1
 
 
-def test_the_first_beat_heard_may_be_an_old_one():
-    peers = Peers(1, -1, 0.0)
-    for now_s in (1.0, 2.0):
-        peers.update(heard(17), now_s)
-        assert peers.beats(0) == 1
-    peers.update(heard(18), 3.0)
-
-    assert peers.beats(0) == 2
-
-
 @pytest.mark.parametrize(
     ("ended", "acknowledged", "but", "known"),
     [((), (), (), False), ((1,), (2,), (), True), ((1,), (), (), False), ((1,), (), (2,), True)],

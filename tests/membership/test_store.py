@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +11,7 @@ from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import ClusterError
 from lockstep.membership.membership import run_with_watchdog
-from lockstep.membership.store import StoreBrokenError, StoreClient, StoreSilentError, find_port_owner
+from lockstep.membership.store import StoreBrokenError, StoreClient, StoreSilentError
 
 
 @pytest.fixture
@@ -81,10 +79,3 @@ def test_a_watched_call_is_left_when_the_job_ends():
             run_with_watchdog(lambda: hanging.wait(60.0), check)
     finally:
         hanging.set()
-
-
-def test_the_process_that_has_a_port_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert find_port_owner(port).startswith(f"process {os.getpid()} (")
-    assert find_port_owner(port) == ""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.conftest import here
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, UsageError
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import get_strategy, has_strategy, in_cross_replica_context
 
 if TYPE_CHECKING:
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]
-
-
-def here() -> ReplicaContext:
-    context = get_replica_context()
-    assert context is not None
-    return context
 
 
 def replica() -> int:

@@ -129,7 +129,6 @@ class Make:
             hardware=Hardware(devices=self.devices(4), cores=4),
             date="2026-01-31",
             machine=made_up_machine(),
-            command="lockstep bench scaling images --devices cpu:4",
             rows=tuple(rows_of(configurations, samples)),
             samples=tuple(samples),
         )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.scaling.plan import Hardware, ScalingSettings, largest_batch, plan
+from lockstep.scaling.plan import Hardware, ScalingSettings, plan
 
 
 def test_the_rows_of_workload_b_in_order(make):
@@ -17,7 +17,6 @@ def test_the_rows_of_workload_b_in_order(make):
         ("4 replicas, same total", 4, 64, 8, 4.0),
         ("4 replicas, 4 times the total", 4, 256, 8, 4.0),
     ]
-    assert largest_batch(make.plan(2, 4)) == 256
 
 
 def test_replicas_that_share_cores_have_no_more_hardware_than_there_is(make):

@@ -8,10 +8,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.scaling.plan import ScalingSettings
 from lockstep.scaling.recipes import RECIPES, build_work, find_recipe
-from lockstep.scaling.runner import command_of
 
 SMALL = ImagesConfig(width_multiplier=0.1, size=32, workers=0)
 
@@ -38,23 +35,3 @@ def test_the_pictures_come_in_the_batches_asked_for_and_have_a_loss_each(picture
     losses = work.loss(work.module(x), labels)
     assert losses.shape == (12,)
     assert isinstance(work.make_optimizer(work.module.parameters()), torch.optim.Adam)
-
-
-def test_the_command_says_all_that_a_run_depends_on():
-    settings = ScalingSettings(batch_size=32, replicas=(2, 4), steps=9, warm_up=1, rounds=2)
-    config = replace(SMALL, data=Path("my pictures"), flip=True)
-
-    assert command_of("images", config, settings, devices="cpu:4", output=Path("out")) == (
-        "lockstep bench scaling images --devices cpu:4 --replicas 2,4 --batch-size 32 --steps 9 --warm-up 1 "
-        "--rounds 2 --output out --data 'my pictures' --workers 0 --flip --width-multiplier 0.1"
-    )
-
-
-def test_the_command_names_epochs_where_they_were_asked_for_and_leaves_out_what_is_usual():
-    settings = ScalingSettings(batch_size=128, replicas=(2,), epochs=1)
-    command = command_of("mlm", MlmConfig(), settings, devices="cpu:2", output=Path("out"))
-
-    assert command == (
-        "lockstep bench scaling mlm --devices cpu:2 --replicas 2 --batch-size 128 --epochs 1 --warm-up 3 --rounds 3 "
-        "--output out"
-    )

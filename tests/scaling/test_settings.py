@@ -6,7 +6,7 @@ from lockstep.errors import ConfigError
 from lockstep.scaling.plan import ScalingSettings, parse_replicas, usual_replicas
 
 
-@pytest.mark.parametrize("name", ["batch_size", "steps", "epochs", "warm_up", "rounds"])
+@pytest.mark.parametrize("name", ["batch_size", "steps", "warm_up", "rounds"])
 def test_less_than_one_of_anything_is_refused(name: str):
     with pytest.raises(ConfigError, match=f"{name}=0 was given, expected at least 1"):
         ScalingSettings(**{"batch_size": 8, "replicas": (2,), name: 0})
@@ -21,15 +21,6 @@ def test_no_replicas_are_refused(replicas: tuple[int, ...]):
 def test_a_batch_smaller_than_the_replicas_is_refused():
     with pytest.raises(ConfigError, match=r"a total batch of 3 leaves some of 4 .* raise --batch-size to at least 4"):
         ScalingSettings(batch_size=3, replicas=(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("steps", "epochs", "an_epoch", "timed"), [(24, None, 21, 21), (24, None, 100, 24), (24, 2, 100, 200), (3, 1, 2, 2)]
-)
-def test_short_epochs_are_timed_whole(steps: int, epochs: int | None, an_epoch: int, timed: int):
-    settings = ScalingSettings(batch_size=8, replicas=(2,), steps=steps, epochs=epochs)
-
-    assert settings.timed_steps(an_epoch) == timed
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,6 @@ CASES = {
         lambda s, y: tokenwise(s, y).flatten() @ (y != -100).flatten().double() / (y != -100).sum(), token_labels
     ),
     "sum of means": Case(lambda s, y: torch.stack([F.cross_entropy(s, y), s.square().mean()]).sum(), labels),
-    "sum of columns' means": Case(lambda s, y: (s - y).square().mean(0).sum() / torch.tensor(3.0), numbers),
     "of each row": Case(lambda s, y: torch.func.vmap(F.cross_entropy)(s, y).mean(), probabilities),
     "recomputed": Case(recomputed, labels),
     "changed in place": Case(changed_in_place, labels),
@@ -290,7 +289,6 @@ CASES = {
     "by hand": Case(hand_written, numbers),
     "mixed": Case(evenly_mixed, labels),
     "values of every row": Case(nn.CrossEntropyLoss(reduction="none"), labels),
-    "old arguments": Case(partial(F.mse_loss, size_average=True), numbers),
 }
 
 
@@ -312,7 +310,7 @@ def by_hand(module: nn.Module, case: Case, batches: Sequence[Batch]) -> None:
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning", "ignore:reduction. 'mean':UserWarning")
+@pytest.mark.filterwarnings("ignore:reduction. 'mean':UserWarning")
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_train_as_the_plain_loop(name: str, replicas: int, make_strategy: MakeStrategy):
@@ -417,7 +415,7 @@ def flat(rows: int, random: torch.Generator) -> Tensor:
 REFUSED = {
     "sum": Case(nn.MSELoss(reduction="sum"), numbers),
     "sum of a function": Case(partial(F.cross_entropy, reduction="sum"), labels),
-    "sum by old arguments": Case(partial(F.mse_loss, size_average=False), numbers),
+    "sum of columns' means": Case(lambda s, y: (s - y).square().mean(0).sum() / torch.tensor(3.0), numbers),
     "sum by hand": Case(lambda scores, y: (scores - y).square().sum(), numbers),
     "sum of a subclass": Case(Summed(), numbers),
     "sum over a number": Case(lambda scores, y: (scores - y).square().sum() / 7, numbers),
@@ -442,7 +440,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning", "ignore:size_average and reduce:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_mean_over_rows_is_refused_at_once(name: str, replicas: int, make_strategy: MakeStrategy):
@@ -459,6 +457,14 @@ def test_what_is_no_mean_over_rows_is_refused_at_once(name: str, replicas: int, 
             call(batches, verbose=0)
     for key, value in before.items():
         assert torch.equal(module.state_dict()[key], value)
+
+
+def test_deprecated_arguments_of_torch_are_refused(make_strategy: MakeStrategy):
+    with make_strategy(2).scope():
+        model = Model(module_of(CASES["mse"]))
+        model.compile(loss=partial(F.mse_loss, size_average=False))
+    with pytest.raises(ConfigError, match="size_average= or reduce=, which are deprecated"):
+        model.evaluate(batches_of(CASES["mse"]), verbose=0)
 
 
 def test_ignored_labels_in_a_checkpoint_are_refused(make_strategy: MakeStrategy):
@@ -487,7 +493,7 @@ def test_a_sum_is_refused_where_every_replica_has_one_row(rows: int, make_strate
         model.fit(batches_of(case, [rows]), verbose=0)
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning", "ignore:size_average and reduce:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_replica_takes_whatever_the_plain_loop_takes(name: str, make_strategy: MakeStrategy):
     case = REFUSED[name]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,6 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.metric import merge_metrics, merge_states, states_of
 from lockstep.train.metrics import ReplicaMetrics, check_metrics
 
-CPU = torch.device("cpu")
-
 
 def replicas_of(metric: Metric, shards: list[tuple[Any, ...]]) -> list[Metric]:
     copies = [copy.deepcopy(metric) for _ in shards]
@@ -40,6 +39,12 @@ def whole(metric: Metric, shards: list[tuple[Any, ...]]) -> Tensor:
     single.update(*(torch.cat(parts) for parts in zip(*shards, strict=True)))
     value: Tensor = single.compute()
     return value
+
+
+def on_replicas(number: int, metrics: dict[str, Any]) -> ReplicaMetrics:
+    device = SimpleNamespace(torch_device=torch.device("cpu"), kind="CPU", physical=SimpleNamespace(kind="CPU"))
+    strategy: Any = SimpleNamespace(devices=[device] * number, workers=SingleWorkerCommunicator(number))
+    return ReplicaMetrics(strategy, metrics)
 
 
 def classes(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +137,7 @@ def test_states_are_reduced_by_their_own_functions():
 
 def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
     given = SumMetric()
-    metrics = ReplicaMetrics({"sum": given}, [CPU, CPU], SingleWorkerCommunicator(2))
+    metrics = on_replicas(2, {"sum": given})
 
     for number, own in enumerate(metrics.per_replica, start=1):
         own["sum"].update(torch.tensor(float(number)))
@@ -142,7 +147,7 @@ def test_each_replica_has_its_own_copy_and_the_user_keeps_a_clean_one():
 
 
 def test_reset_forgets_all_updates():
-    metrics = ReplicaMetrics({"sum": SumMetric()}, [CPU, CPU], SingleWorkerCommunicator(2))
+    metrics = on_replicas(2, {"sum": SumMetric()})
     metrics.per_replica[0]["sum"].update(torch.tensor(1.0))
 
     metrics.reset()
@@ -152,11 +157,7 @@ def test_reset_forgets_all_updates():
 
 
 def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
-    metrics = ReplicaMetrics(
-        {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])},
-        [CPU, CPU],
-        SingleWorkerCommunicator(2),
-    )
+    metrics = on_replicas(2, {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None), labels=["cat", "dog"])})
     for own in metrics.per_replica:
         own["accuracy"].update(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
 
@@ -167,7 +168,7 @@ def test_a_metric_that_computes_a_dict_gives_one_log_per_entry():
 
 
 def test_a_metric_that_computes_a_vector_is_named():
-    metrics = ReplicaMetrics({"accuracy": MulticlassAccuracy(4, average=None)}, [CPU], SingleWorkerCommunicator(1))
+    metrics = on_replicas(1, {"accuracy": MulticlassAccuracy(4, average=None)})
     metrics.per_replica[0]["accuracy"].update(*CLASSES[0])
 
     with pytest.raises(ConfigError, match=r"metric 'accuracy' computed a tensor of shape \(4,\); .* choose an average"):
@@ -195,6 +196,6 @@ def test_no_metrics_is_an_empty_dict():
 def test_a_wrapper_that_follows_the_values_is_for_one_replica():
     metrics = {"range": MinMaxMetric(MulticlassAccuracy(4))}
 
-    ReplicaMetrics(metrics, [CPU], SingleWorkerCommunicator(1))
+    on_replicas(1, metrics)
     with pytest.raises(UsageError, match="MinMaxMetric"):
-        ReplicaMetrics(metrics, [CPU, CPU], SingleWorkerCommunicator(2))
+        on_replicas(2, metrics)

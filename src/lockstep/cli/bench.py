@@ -70,7 +70,7 @@ class BenchScaling:
     Args:
         devices: how to divide the devices.
         replicas: how many replicas to measure beside one device. Default: 2, 4, 8 and so on, and all devices.
-        output: folder for Markdown, JSON and the HTML page.
+        output: folder for the HTML page and JSON.
     """
 
     devices: BenchDevicesFlag = None
@@ -89,7 +89,7 @@ class BenchScaling:
         logical, output = take_devices(devices), self.output.expanduser()
         check_folder(output)
         files = report_files(output, date=date.today().isoformat(), recipe=self.recipe.name, devices=devices)
-        for file in (files.markdown, files.json, files.page):
+        for file in files:
             check_file(file)
         chosen = usual_replicas(len(logical)) if self.replicas is None else parse_replicas(self.replicas)
         result = measure_scaling(
@@ -98,12 +98,11 @@ class BenchScaling:
             replace(self.settings, replicas=chosen),
             devices=devices,
             logical=logical,
-            output=output,
             progress=_say_scaling,
         )
         print(f"\n{terminal_tables(result)}\n")
-        files = write_scaling_report(output, result)
-        print(f"table   {files.markdown}\nsamples {files.json}\npage    {files.page}")
+        write_scaling_report(files, result)
+        print("page    {}\nsamples {}".format(*files))
         return 0
 
 
@@ -111,7 +110,7 @@ def _say_scaling(sample: Sample, done: int, planned: int) -> None:
     record, configuration = sample.record, sample.configuration
     print(
         f"{done:3d}/{planned}  round {sample.round + 1}  {configuration.name:<29} batch {configuration.batch_size:4d}  "
-        f"{median(record.step_ms):8.1f} ms a step  {record.examples / record.timed_s:9,.1f} examples/s  "
+        f"{median(record.step_ms):8.1f} ms a step  {record.examples_per_s:9,.1f} examples/s  "
         f"loss {record.loss:.4f}",
         flush=True,
     )
@@ -123,7 +122,7 @@ class BenchPipeline:
 
     Args:
         schedules: names of schedules.
-        output: folder for Markdown, JSON and the picture.
+        output: folder for Markdown and the picture.
     """
 
     schedules: Annotated[
@@ -137,18 +136,19 @@ class BenchPipeline:
         settings = replace(self.settings, schedules=pipeline.parse_schedules(self.schedules))
         output = self.output.expanduser()
         # What would fail at the end fails now:
-        require("transformers", "text")
+        for package, extra in (("transformers", "text"), ("matplotlib", "plots")):
+            require(package, extra)
         check_folder(output)
         files = pipeline.pipeline_files(output, date=date.today().isoformat(), cores=this_machine().cores)
-        for file in (files.markdown, files.json, files.picture):
+        for file in files:
             check_file(file)
         workers, microbatches = settings.workers, settings.microbatches
         usual = textbook_bubble(workers, microbatches)
         print(f"S={workers} workers, M={microbatches} microbatches: (S-1)/(M+S-1) = {usual:.1%}\n")
-        result = pipeline.measure_pipeline(settings, output=output, progress=_say_pipeline)
+        result = pipeline.measure_pipeline(settings, progress=_say_pipeline)
         print(f"\n{pipeline.terminal_table(result)}\n")
-        files = pipeline.write_pipeline_report(output, result)
-        print(f"table   {files.markdown}\nactions {files.json}\npicture {files.picture}")
+        pipeline.write_pipeline_report(files, result)
+        print("table   {}\npicture {}".format(*files))
         return 0
 
 

@@ -36,10 +36,9 @@ class Run:
         arguments: the program's own arguments.
         workers: processes on this host. Default: one per GPU, or else 1.
         module: PROGRAM is a module, as in python -m.
-        hosts: all hosts. Each runs this command with its own --index.
-        index: index of this host in --hosts, from 0.
-        rendezvous: where hosts meet that may join and leave; one of them.
-        nodes: number of hosts that take part with --rendezvous: 2, or 1:4.
+        hosts: all hosts, or the first with --nodes. Each runs this command.
+        index: index of this host, from 0.
+        nodes: number of hosts. Default: those in --hosts.
         gpus_per_worker: GPUs that each worker sees; 0 for none. Default: all.
         max_restarts: how often to restart all workers after a failure.
         output: whose output to show; every worker has a log.
@@ -56,8 +55,7 @@ class Run:
     module: Annotated[bool, typer.Option("--module", "-m")] = False
     hosts: Annotated[str | None, typer.Option(metavar="A:PORT,B:PORT")] = None
     index: Annotated[int | None, typer.Option(metavar="I")] = None
-    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None
-    nodes: Annotated[str | None, typer.Option(metavar="MIN:MAX")] = None
+    nodes: Annotated[int | None, typer.Option(metavar="N")] = None
     gpus_per_worker: Annotated[int | None, typer.Option(metavar="N")] = None
     max_restarts: int = 0
     output: Literal["chief", "all", "none"] = "chief"
@@ -75,7 +73,7 @@ class Run:
         given = tuple(self.arguments or ())
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
-            exit_code = _check_command(given, self.workers if self.hosts is None and self.nodes is None else None)
+            exit_code = _check_command(given, self.workers if self.hosts is None else None)
             if exit_code is not None:
                 return exit_code
         target = "lockstep.cli" if is_lockstep else self.program
@@ -96,25 +94,18 @@ class Run:
             discard_broken_streams()
 
     def _hosts(self, job: str) -> Hosts:
-        """How this launcher meets the others."""
-        from lockstep.launch.rendezvous import ElasticHosts, FixedHosts, OneHost
+        """The hosts, and this one's place among them."""
+        from lockstep.launch.rendezvous import Hosts
 
-        hosts, index, rendezvous, nodes = self.hosts, self.index, self.rendezvous, self.nodes
-        if hosts is not None and rendezvous is not None:
-            raise ConfigError("--hosts and --rendezvous were given, expected one of them; leave one out")
-        if (hosts is None) != (index is None):
+        if self.hosts is None and self.index is None and self.nodes is None:
+            return Hosts()
+        if self.hosts is None or self.index is None:
             raise ConfigError("--hosts and --index go together, and one was given; --hosts a:29500,b:29500 --index 0")
-        if (rendezvous is None) != (nodes is None):
-            raise ConfigError(
-                "--rendezvous and --nodes go together, and one was given; --rendezvous a:29500 --nodes 1:4"
-            )
-        if hosts is not None and index is not None:
-            listed = tuple(host.strip() for host in hosts.split(","))
-            return FixedHosts(hosts=listed, index=index, job=job, timeout_s=self.timeout_s)
-        if rendezvous is not None and nodes is not None:
-            least, most = parse_nodes(nodes)
-            return ElasticHosts(address=rendezvous, least=least, most=most, job=job, timeout_s=self.timeout_s)
-        return OneHost()
+        named = [host.strip() for host in self.hosts.split(",")]
+        if self.nodes is not None and len(named) not in (1, self.nodes):
+            raise ConfigError(f"--nodes {self.nodes} was given, but --hosts names {len(named)}; name all, or the first")
+        others = [""] * ((self.nodes or 1) - 1) if len(named) == 1 else []
+        return Hosts(hosts=(*named, *others), index=self.index, job=job, timeout_s=self.timeout_s)
 
 
 def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
@@ -126,14 +117,6 @@ def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
     if workers is not None and isinstance(job, TrainingCommand):
         job.check(workers)
     return job if isinstance(job, int) else None
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Parses the least and the greatest number of hosts: "1:4", or "2" for both."""
-    least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
-        raise ConfigError(f"--nodes {text!r} was given, expected a number such as 2, or LEAST:MOST such as 1:4")
-    return int(least), int(most if colon else least)
 
 
 def _report(outcome: Outcome) -> int:

@@ -108,6 +108,7 @@ class ClusterSpec:
         source: where the cluster was declared, for messages: "TF_CONFIG", "torchrun", "SLURM" or "ClusterSpec".
         attempt: how often the job was restarted after a failure.
         store_is_served: whether a launcher serves the store at the chief's address; otherwise worker 0 does.
+        noun: what messages call the workers.
 
     Raises:
         ClusterError: no workers, a malformed or repeated address, an index out of range, or an unknown task.
@@ -126,6 +127,7 @@ class ClusterSpec:
     source: str = "ClusterSpec"
     attempt: int = 0
     store_is_served: bool = False
+    noun: str = "worker"
 
     def __post_init__(self) -> None:
         workers: object = self.workers
@@ -167,7 +169,7 @@ class ClusterSpec:
 
     def name(self, index: int) -> str:
         """A worker's name in messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
-        return f"worker {index} ({self.workers[index]})" if self.workers[index] else f"worker {index}"
+        return f"{self.noun} {index} ({self.workers[index]})" if self.workers[index] else f"{self.noun} {index}"
 
     def _check_workers(self) -> None:
         if not self.workers:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
@@ -26,7 +25,7 @@ from lockstep.launch.agent import Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.failures import WorkerFailure, read_stacks
 from lockstep.launch.guards import remove_empty_compiler_folder, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder, StatusCallback, make_sink
-from lockstep.launch.rendezvous import FixedRendezvous, Hosts, OneHost
+from lockstep.launch.rendezvous import Hosts, Rendezvous
 from lockstep.launch.worker import (
     MODULE,
     SCRIPT,
@@ -115,7 +114,9 @@ class AgentResult:
         return 128 - first if first < 0 else first
 
 
-def run_agent(spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restart: OnRestart) -> AgentResult:
+def run_agent(
+    spec: WorkerSpec, rendezvous: Rendezvous, setup: WorkerSetup, *, limits: Limits, on_restart: OnRestart
+) -> AgentResult:
     """Starts the workers of this host and waits until all have ended; none outlives the call.
 
     Raises:
@@ -123,22 +124,19 @@ def run_agent(spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restar
     """
     values: Mapping[int, Any] = {}
     failure = received = None
-    rendezvous = spec.rdzv_handler
     with silence_torch_launcher(), restore_signal_handlers():
         agent = Agent(spec, setup, start_method=_START_METHOD, limits=limits, on_restart=on_restart)
         try:
             result = agent.run()
             if result is not None and result.state == WorkerState.SUCCEEDED:
                 values = result.return_values
-                if isinstance(rendezvous, FixedRendezvous):  # the workers of another host may have failed
-                    rendezvous.finish()
+                rendezvous.finish()  # which raises if the workers of another host have failed
             elif result is not None:
                 failure = agent.first_failure()
                 if failure is None:
                     raise ClusterError("the workers of this host were ended and none had failed; start them again")
-                if isinstance(rendezvous, FixedRendezvous):
-                    cause = f"worker {failure.worker} of {agent.num_workers} {failure.what}"
-                    rendezvous.give_up(cause, agent.pass_exit_barrier)
+                cause = f"worker {failure.worker} of {agent.num_workers} {failure.what}"
+                rendezvous.give_up(cause, agent.pass_exit_barrier)
         except SignalException as error:
             received = error.sigval
         finally:
@@ -185,7 +183,7 @@ class Job:
         self,
         entrypoint: Callable[..., Any] | str,
         args: tuple[Any, ...],
-        rendezvous: RendezvousHandler,
+        rendezvous: Rendezvous,
         setup: WorkerSetup,
         *,
         poll_s: float,
@@ -201,7 +199,7 @@ class Job:
             max_restarts=self.max_restarts,
             monitor_interval=poll_s,
         )
-        return run_agent(spec, setup, limits=self.limits, on_restart=on_restart)
+        return run_agent(spec, rendezvous, setup, limits=self.limits, on_restart=on_restart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +236,7 @@ class FunctionJob(Job):
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         multiprocessing.get_context(_START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
-        rendezvous = OneHost().meet(lambda line: None)
+        rendezvous = Hosts().meet(lambda line: None)
         with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=make_sink("chief"))) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
             poll_s, on_restart = _FUNCTION_POLL_S, lambda failure, restarts: None
@@ -336,7 +334,7 @@ class ProgramJob(Job):
         return self._outcome(self._run(rendezvous, resources, folder, on_status), folder)
 
     def _run(
-        self, rendezvous: RendezvousHandler, resources: Resources, folder: Path, on_status: StatusCallback
+        self, rendezvous: Rendezvous, resources: Resources, folder: Path, on_status: StatusCallback
     ) -> AgentResult:
         def on_restart(failure: WorkerFailure | None, restarts: int) -> None:
             if failure is None:

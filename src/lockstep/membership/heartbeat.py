@@ -61,7 +61,6 @@ class _Peer:
     last: Heartbeat
     heard_s: float
     ended_s: float | None = None
-    beats: int = 0
 
 
 class Peers:
@@ -79,7 +78,6 @@ class Peers:
         for peer, heartbeat in zip(self._peers, heartbeats, strict=True):
             if heartbeat.count != peer.last.count:
                 peer.heard_s = now_s
-                peer.beats += 1
             if heartbeat.ended and peer.ended_s is None:
                 peer.ended_s = now_s
             peer.last = heartbeat
@@ -114,10 +112,6 @@ class Peers:
     def other_statuses(self, than: str) -> dict[int, str]:
         """The last status of every other worker that is another than this one."""
         return {rank: peer.last.status for rank, peer in self._others.items() if peer.last.status != than}
-
-    def beats(self, rank: int) -> int:
-        """How many heartbeats of a worker were heard. The first may be an old one that was only read now."""
-        return self._peers[rank].beats
 
     def first_ended(self, now_s: float, grace_s: float) -> int | None:
         """The worker that ended first, at least ``grace_s`` ago."""
@@ -248,17 +242,25 @@ class HeartbeatMonitor:
         self._client.close()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            if self._exchange is None and not (self._chief_ended or self._store_lost):
-                self._exchange = self._client.submit(self._exchange_with)
-            self._clock.advance()
-            if self._exchange is not None and wait([self._exchange], self._beat_s).done:
-                done, self._exchange = self._exchange, None
-                self._take(done)
-            self._clock.advance()
-            self._find_lost()
-            self.job.wake()
-            self._closing.wait(self._beat_s)
+        try:
+            while not self._closing.is_set():
+                self._beat()
+                self.job.wake()
+                self._closing.wait(self._beat_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody would notice a lost worker any more
+            reason = f"the heartbeat of {self._names[self._rank]} failed with {type(error).__name__}: {error}"
+            report = FailureReport(worker=self._rank, reporter=self._rank, reason=reason)
+            self.job.fail(self._publish(report, self._lost_after_s))
+
+    def _beat(self) -> None:
+        if self._exchange is None and not (self._chief_ended or self._store_lost):
+            self._exchange = self._client.submit(self._exchange_with)
+        self._clock.advance()
+        if self._exchange is not None and wait([self._exchange], self._beat_s).done:
+            done, self._exchange = self._exchange, None
+            self._take(done)
+        self._clock.advance()
+        self._find_lost()
 
     def _exchange_with(self, store: Store) -> _Exchange:
         """Writes this worker's heartbeat and reads all. Runs in the client's thread."""
@@ -349,6 +351,8 @@ class HeartbeatMonitor:
             while True:
                 result = self._client.call(self._exchange_with, until - time.monotonic())
                 self.peers.update(result.heartbeats, self._clock.now_s)
+                if result.failure:
+                    self.job.fail(FailureReport.from_json(result.failure), notify=False)
                 lost = self.job.failure.worker if self.job.failure is not None else self._rank
                 if not lingers or self.peers.all_acknowledged({lost}) or time.monotonic() > until:
                     return

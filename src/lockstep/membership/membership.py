@@ -7,6 +7,7 @@ join ----> rendezvous: all are there, and agree     close, report_failure ----> 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -19,25 +20,30 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines
 from lockstep.membership.heartbeat import HeartbeatMonitor, WorkerEndedError
-from lockstep.membership.rendezvous import JobJoiner, JoinResult
+from lockstep.membership.rendezvous import JoinResult, join_job
 
 T = TypeVar("T")
 
 _WATCHDOG_POLL_S = 0.25
+_log = logging.getLogger("lockstep")
 
 
 def join(
-    spec: ClusterSpec, *, timeout_s: float, lost_after_s: float = 15.0, info: Mapping[str, int] | None = None
+    spec: ClusterSpec,
+    *,
+    timeout_s: float,
+    lost_after_s: float = 15.0,
+    info: Mapping[str, int] | None = None,
+    report: Callable[[str], None] = _log.warning,
 ) -> Membership:
     """Joins the job: serves or reaches its store, and waits until all workers are there. Every worker must call it.
-
-    The logger "lockstep" warns every few seconds who is still missing.
 
     Args:
         spec: the cluster and this process's rank in it.
         timeout_s: how long to wait for all workers.
         lost_after_s: after how many seconds of silence a worker is lost; equal on all workers.
         info: what to tell the other workers.
+        report: takes a line about who is still missing, every few seconds.
 
     Raises:
         ClusterError: a worker did not come, is there twice, or disagrees; or the address cannot be used.
@@ -47,7 +53,7 @@ def join(
     for name, value in (("timeout_s", timeout_s), ("lost_after_s", lost_after_s)):
         if not value > 0:
             raise ClusterError(f"{name}={value!r} was given, expected a number of seconds above 0")
-    joined = JobJoiner(spec, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info or {}).join()
+    joined = join_job(spec, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info or {}, report=report)
     return Membership(spec, joined, lost_after_s)
 
 
@@ -89,7 +95,7 @@ class Membership:
     def __init__(self, spec: ClusterSpec, joined: JoinResult, lost_after_s: float) -> None:
         self.spec = spec
         self.names = tuple(
-            spec.name(worker.rank) if spec.workers[worker.rank] else f"worker {worker.rank} ({worker.host})"
+            spec.name(worker.rank) if spec.workers[worker.rank] else f"{spec.noun} {worker.rank} ({worker.host})"
             for worker in joined.workers
         )
         self.infos = tuple(worker.info for worker in joined.workers)
@@ -167,11 +173,21 @@ class Membership:
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. All workers keep the first cause of a job's end."""
-        own, reason = self.spec.index, str(error)
+        reason = str(error)
         if not isinstance(error, WorkerEndedError):  # which says itself who ended too early
-            reason = describe_exception(self.names[own], error, self._monitor.status)
-        trace = last_traceback_lines(error)
-        self._monitor.fail(FailureReport(worker=own, reporter=own, reason=reason, traceback=trace))
+            reason = describe_exception(self.names[self.spec.index], error, self._monitor.status)
+        self.end_job(reason, last_traceback_lines(error))
+
+    def end_job(self, reason: str, traceback: str = "") -> None:
+        """Ends the job: all workers raise ``reason``, unless an earlier one is known."""
+        own = self.spec.index
+        self._monitor.fail(FailureReport(worker=own, reporter=own, reason=reason, traceback=traceback))
+
+    @property
+    def failure(self) -> ClusterError | None:
+        """Why the job ended early, as far as is known here; a worker that ended normally is no failure."""
+        report = self._monitor.job.failure
+        return None if report is None else report.error()
 
     def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
         """Has ``callback`` called once with the error, in the monitor's thread, when another worker is lost or fails.

@@ -9,11 +9,10 @@ import errno
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep._torch_compat import Store, TCPStore
@@ -25,18 +24,12 @@ T = TypeVar("T")
 
 OWNER_KEY = "lockstep/job"
 """Which job the store belongs to. Every process reads it before it writes anything."""
-REFUSED_KEY = "lockstep/refused"
-"""The last process of another job that came here by mistake."""
 
 _BACKLOG = 1024
 _PROBE_TIMEOUT_S = 2.0
-_SERVE_TIMEOUT_S = 5.0
 # Busy machines have taken more than 5 s to accept a second connection.
-_CONNECT_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT = timedelta(seconds=60)
 _CLOSE_TIMEOUT_S = 1.0
-_TCP_LISTEN = "0A"
-_PROC = Path("/proc")
-_COMMAND_LENGTH = 80
 
 
 class StoreBrokenError(Exception):
@@ -51,17 +44,17 @@ class PortTakenError(ClusterError):
     """Another process listens already where the store is to be served."""
 
 
-class NotHereError(ClusterError):
-    """As far as this machine knows now, the address of the store is not one of its own."""
+class UnknownHostError(ClusterError):
+    """The name of the host where the store is to be served cannot be looked up now."""
 
 
 @dataclass(frozen=True)
 class StoreKeys:
     """The keys of one run of a job.
 
-    PREFIX/rank/0 ...        who came: the ``WorkerInfo`` of the first process that claimed the rank
+    PREFIX/rank/0 ...        who came: the ``WorkerInfo`` of the last process that registered the rank
     PREFIX/heartbeat/0 ...   each worker's ``Heartbeat``, written again and again
-    PREFIX/complete          all infos, once every rank is claimed and all agree
+    PREFIX/complete          all infos, once every rank is registered and all agree
     PREFIX/failure           the ``FailureReport``, if the run ended early; the first one is kept
     """
 
@@ -164,7 +157,7 @@ class StoreAddress:
 
     def connect(self) -> Store:
         """A new client with a connection of its own."""
-        return TCPStore(self.host, self.port, None, False, timedelta(seconds=_CONNECT_TIMEOUT_S), False)
+        return TCPStore(self.host, self.port, None, False, _CONNECT_TIMEOUT, False)
 
 
 def find_store(host: str, port: int) -> StoreAddress:
@@ -187,24 +180,19 @@ def serve_store(listener: socket.socket) -> Store:
     """Serves a store on a listening socket, which it takes over, for as long as the returned object lives."""
     host, port = listener.getsockname()[:2]
     # Without the socket TCPStore would listen on all of the machine's addresses.
-    limit = timedelta(seconds=_SERVE_TIMEOUT_S)
-    return TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+    return TCPStore(host, port, None, True, _CONNECT_TIMEOUT, False, master_listen_fd=listener.detach())
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
     """A socket that listens on one address of this machine; port 0 is any free one. The caller must close it.
 
-    ``who`` listens, for messages: "worker 0 (hosta:20000)".
-
-    Raises:
-        PortTakenError: another program listens there.
-        NotHereError: the host cannot be looked up, or is not this machine.
-        ClusterError: the port cannot be used.
+    ``who`` listens, for messages: "worker 0 (hosta:20000)". Raises UnknownHostError if the host cannot be looked up,
+    PortTakenError if another program listens there, and ClusterError if it cannot be used.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise NotHereError(
+        raise UnknownHostError(
             f"the host of {who} cannot be looked up ({error.strerror}); give an address that can be looked up here"
         ) from None
     failure: OSError | None = None
@@ -216,39 +204,15 @@ def listen(host: str, port: int, who: str) -> socket.socket:
     raise _listen_error(failure, host, port, who)
 
 
-def find_port_owner(port: int) -> str:
-    """The process that listens on a port of this machine, such as "process 42 (python train.py)"; empty if unknown."""
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for process in sorted(_PROC.glob("[0-9]*")) if sockets else ():
-        try:
-            if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name}" + (f" ({command[:_COMMAND_LENGTH]})" if command else "")
-        except OSError:  # it has ended, or belongs to another user
-            continue
-    return ""
-
-
-def _listening_inodes(port: int) -> Iterator[str]:
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (_PROC / "net" / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if fields[3] == _TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                yield fields[9]
-
-
 def _listen_error(failure: OSError | None, host: str, port: int, who: str) -> ClusterError:
     code = failure.errno if failure else None
     if code == errno.EADDRINUSE:
         return PortTakenError(
-            f"{who} cannot listen: port {port} of {host} is in use by {find_port_owner(port) or 'another program'}; "
-            "end that process, choose another port, or give this process another index if that one is the same worker"
+            f"{who} cannot listen: port {port} of {host} is in use by another program; end that (ss -ltnp lists them), "
+            "choose another port, or give this process another index if that one is the same worker"
         )
     if code == errno.EADDRNOTAVAIL:
-        return NotHereError(
+        return ClusterError(
             f"{who} cannot listen: {host} is not an address of this machine ({socket.gethostname()}); "
             "start it on the machine with that address, or correct the cluster or this process's index"
         )

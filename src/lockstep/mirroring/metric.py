@@ -56,12 +56,11 @@ def states_of(metric: Any) -> list[dict[str, Any]]:
 def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) -> Any:
     """One new metric with the states of all replicas, given the local metrics and ``states_of`` it on all replicas."""
     base = next((metric for metric in local if any(part.update_count for part in nested_metrics(metric))), local[0])
-    # States can be large, and are replaced, not written: the copy shares them.
-    own = (state for part in nested_metrics(base) for state in part.metric_state.values())
-    tensors = [tensor for state in own for tensor in (state if isinstance(state, list) else [state])]
+    # States can be large, and are replaced, not written: the copy has the same tensors.
+    tensors = [leaf for part in nested_metrics(base) for leaf in tree_leaves(part.metric_state)]
     merged = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
-        _merge_into(part, [source for source in sources if source["updates"]])
+        merge_into(part, [source for source in sources if source["updates"]])
     return merged
 
 
@@ -77,7 +76,8 @@ def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def _merge_into(part: Any, sources: Sequence[Any]) -> None:
+def merge_into(part: Any, sources: Sequence[Any]) -> None:
+    """Gives one metric the states of all replicas that have updated it."""
     updates = [source["updates"] for source in sources]
     by_update = all(
         len(source["states"][name]) % source["updates"] == 0
@@ -86,7 +86,7 @@ def _merge_into(part: Any, sources: Sequence[Any]) -> None:
         if isinstance(source["states"][name], list)
     )
     for name, reduction in part._reductions.items():
-        states = [tree_map(partial(_to_device, part.device), source["states"][name]) for source in sources]
+        states = [_on_device(source["states"][name], part.device) for source in sources]
         if by_update and len(states) > 1 and isinstance(states[0], list):
             states = [_in_order_of_updates(states, updates), []]
         if states:
@@ -106,16 +106,16 @@ def _in_order_of_updates(lists: Sequence[list[Any]], updates: Sequence[int]) -> 
     ]
 
 
-def _to_device(device: torch.device, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+def _on_device(structure: Any, device: torch.device, *, copy: bool = False) -> Any:
+    return tree_map(lambda leaf: leaf.to(device, copy=copy) if isinstance(leaf, Tensor) else leaf, structure)
 
 
 class MirroredMetric(nn.Module):
     """One copy of a torchmetrics metric for each replica. Made by ``strategy.mirror(metric)``.
 
-    In a replica ``update`` updates its own copy, and ``compute`` is a collective: every replica must call it, and all
-    get the value of all rows since the last reset. Outside, ``compute``, states and what depends on them are of all
-    replicas, and ``reset`` resets all. With several workers every one must call what reads states.
+    In a replica ``update`` updates its own copy, and every replica must call ``compute``, which gives the value of all
+    rows since the last reset. Outside, states and what depends on them are of all replicas, and ``reset`` resets all;
+    with several workers every one must call what reads states.
     """
 
     def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
@@ -145,8 +145,7 @@ class MirroredMetric(nn.Module):
         if context is None:
             return self._merged().compute()
         value = context.meet("compute of a metric", None, lambda _: self._merged().compute())
-        device = context.device.torch_device
-        return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, value)
+        return _on_device(value, context.device.torch_device, copy=True)
 
     def reset(self) -> None:
         """Forgets all updates: in a replica those of its own copy, outside those of all."""
@@ -241,8 +240,13 @@ class MirroredMetric(nn.Module):
 
     @property
     def _state_names(self) -> set[str]:
-        names = {"metric_state", "update_count", "update_called", "_update_count"}
-        return names | set(getattr(self._copies[0], "_defaults", ()))
+        return {
+            "metric_state",
+            "update_count",
+            "update_called",
+            "_update_count",
+            *getattr(self._copies[0], "_defaults", ()),
+        }
 
     def _child(self, name: str) -> MirroredMetric:
         if name not in self._children:
@@ -267,8 +271,8 @@ class MirroredMetric(nn.Module):
         """Whether this is a replica's empty shard, which one device does not have and few metrics accept."""
         if self._context() is None:
             return False
-        rows = [count for count in map(_rows, (*args, *kwargs.values())) if count is not None]
-        return bool(rows) and not any(rows)
+        rows = {count for count in map(_rows, (*args, *kwargs.values())) if count is not None}
+        return rows == {0}
 
     def _here(self) -> Any:
         context = self._context()
@@ -367,9 +371,8 @@ def _warn_of_averaged_states(metric: Any, every: Sequence[list[dict[str, Any]]])
             values = [source["states"][name].cpu() for source in sources if source["updates"]]
             if any(not torch.equal(values[0], value) for value in values[1:]):
                 warnings.warn(
-                    f'{type(part).__name__} has dist_reduce_fx="mean" for its state {name!r}: it is the mean over the '
-                    "replicas, whatever the sizes of their shards; keep a sum and a count instead, with "
-                    'dist_reduce_fx="sum"',
+                    f'{type(part).__name__} has dist_reduce_fx="mean" for its state {name!r}, the mean over replicas '
+                    'whatever their rows; keep a sum and a count instead, with dist_reduce_fx="sum"',
                     stacklevel=5,
                 )
 
@@ -379,9 +382,8 @@ def _check_attributes(copies: Sequence[Any]) -> None:
     for parts in zip(*map(nested_metrics, copies), strict=True):
         first, *others = [part for part in parts if part.update_count] or parts[:1]
         for name, value in vars(first).items():
-            if name.startswith("_") or name in first._defaults or not isinstance(value, (int, float, Tensor)):
-                continue
-            if any(not _is_equal(value, vars(other).get(name)) for other in others):
+            counts = isinstance(value, (int, float, Tensor)) and name not in (*first._defaults,) and name[0] != "_"
+            if counts and any(not _is_equal(value, vars(other).get(name)) for other in others):
                 raise UsageError(
                     f"{type(first).__name__} changes its attribute {name!r} in update, and each replica has another "
                     f'value of it; make it a state, self.add_state("{name}", ..., dist_reduce_fx="sum")'
@@ -389,8 +391,8 @@ def _check_attributes(copies: Sequence[Any]) -> None:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(other, Tensor) and torch.equal(value.cpu(), other.cpu())
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(value).cpu(), torch.as_tensor(other).cpu())
     return bool(value == other or (value != value and other != other))
 
 

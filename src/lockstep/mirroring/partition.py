@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.collectives.communicator import Communicator
-
-Examine = Callable[[Any, slice], Tensor]
-"""Given the outputs for some rows of a shard: the scalar to back-propagate."""
-
-
-class Pipelined(Protocol):
-    """A module whose stages are on several workers: a step passes through all of them, in microbatches."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this worker has the outputs."""
-
-    def train(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward and backward of a shard, also without rows; ``examine`` is called on the worker with the outputs."""
-
-    def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
-        """Forward of a shard, likewise."""
 
 
 class PartitionPolicy(ABC):
@@ -49,8 +31,8 @@ class PartitionPolicy(ABC):
         """This worker's part of a module. Every worker must call it."""
 
     @abstractmethod
-    def pipeline(self, module: nn.Module) -> Pipelined | None:
-        """How a step passes through the part, if it cannot be called by itself."""
+    def pipeline(self, module: nn.Module) -> Any:
+        """The pipeline (``parallel.pipeline``) of which the part is a stage and cannot be called; else None."""
 
     @abstractmethod
     def check(self, optimizer: Optimizer) -> None:
@@ -66,7 +48,7 @@ class WholeModels(PartitionPolicy):
     def take(self, module: nn.Module) -> nn.Module:
         return module
 
-    def pipeline(self, module: nn.Module) -> Pipelined | None:
+    def pipeline(self, module: nn.Module) -> Any:
         return None
 
     def check(self, optimizer: Optimizer) -> None:

@@ -68,11 +68,8 @@ class MirroredObjects:
 
     def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
-        mirrored = self._metrics.get(id(metric))
-        if mirrored is None:
-            mirrored = mirror_metric(strategy, metric, strategy.devices, strategy.workers)
-            self._metrics[id(metric)] = mirrored
-        return mirrored
+        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric, strategy.devices, strategy.workers)
+        return self._metrics.setdefault(id(metric), found)
 
     def mirror_module(
         self, strategy: Strategy, module: nn.Module, *, sync_batchnorm: bool, memory_format: MemoryFormat
@@ -134,8 +131,7 @@ class MirroredObjects:
     def sum_after_run(self, strategy: Strategy) -> None:
         """After a run: sums the gradients that it leaves, so that a program outside sees those of one device.
 
-        With several workers, which would need an exchange after every run, they stay each worker's own. Optimizers that
-        have parameters in common sum them in their steps.
+        With several workers they stay each worker's own. Optimizers with parameters in common sum them in their steps.
         """
         if not strategy.workers.is_single:
             for optimizer in self.optimizers:
@@ -166,9 +162,9 @@ class MirroredObjects:
             return
         self._warned_of_own = True
         warnings.warn(
-            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; to "
-            "update weights from them, read .grad in the step, or mirror an optimizer over them and call its "
-            "sum_gradients() on every worker; freeze parameters that are not trained with requires_grad_(False)",
+            "the run leaves gradients of parameters that no mirrored optimizer holds, which are this worker's own; "
+            "read .grad in the step, or mirror an optimizer over them and call its sum_gradients() on every worker; "
+            "freeze parameters that are not trained with requires_grad_(False)",
             stacklevel=4,
         )
 
@@ -179,11 +175,6 @@ class MirroredObjects:
             own = [each for each in module.module.parameters() if id(each) not in stepped]
             if any(each is parameter for copy in module.copies for each in copy.parameters()) and own:
                 self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
-
-    @property
-    def variables(self) -> tuple[MirroredVariable, ...]:
-        """The variables in use, in the order of making."""
-        return tuple(self._variables.values())
 
     def add_variable(self, variable: MirroredVariable) -> None:
         """Registers a variable."""
@@ -199,10 +190,9 @@ class MirroredObjects:
 
     def align(self) -> None:
         """Before a run: brings to all copies what the user has changed outside replicas, or refuses it."""
-        for variable in self.variables:
+        for variable in tuple(self._variables.values()):
             variable.check_unchanged()
         for module in self.modules:
-            module.begin_run()
             if module.align():
                 self._guarded = -1
             if module.has_others and not (module.is_part or module.shards_weights):

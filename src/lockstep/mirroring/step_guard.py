@@ -4,9 +4,8 @@
                                               |--> a weight is changed in place: called once, for all replicas
                                               `--> refused: a plain module, another optimizer's weights, ...
 
-Replicas of a CPU are threads that see the same Python objects. A step that uses objects other than its replica's copies
-could give other numbers than one device without an error. So the function mode that each replica has for its random
-numbers asks its guard first, which takes 0.3 us a call.
+Replicas are threads that see the same Python objects; a step that uses others than its replica's copies could give
+other numbers than one device. So each replica's function mode for random numbers asks its guard first (0.3 us a call).
 """
 
 from __future__ import annotations
@@ -69,29 +68,25 @@ _PLAIN = (int, float, complex, str, tuple, type(None))
 _PARAMETER = nn.Parameter
 
 
-def refuse_forward_mode() -> None:
+def refuse_forward_mode() -> Any:
     """Raises UsageError in one of several local replicas: they would close each other's level of forward-mode AD."""
     context = get_replica_context()
     if context is not None and len(context.strategy.devices) > 1:
         raise UsageError(
             f"the step uses forward-mode AD (dual_level, torch.func.jvp, jacfwd, hessian) at {call_site()}; "
             f"torch has one for all {len(context.strategy.devices)} replicas; use reverse mode (torch.func.vjp, "
-            "jacrev, torch.autograd.functional.jvp), or call it outside strategy.run"
+            "jacrev), or call it outside strategy.run"
         )
+    return PROCEED
 
 
 def _writers() -> frozenset[Any]:
     """Functions and methods of torch that change their first argument in place."""
-    found = []
-    for home in (torch.Tensor, torch, F, nn.init):
-        for name in dir(home):
-            writes = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
-            inplace = name in ("__setitem__",) or (name.startswith("__i") and name not in ("__index__", "__invert__"))
-            if writes or (inplace and home is torch.Tensor):
-                function = getattr(home, name, None)
-                if callable(function) and not isinstance(function, type):
-                    found.append(function)
-    return frozenset(found)
+    names = [(home, name) for home in (torch.Tensor, torch, F, nn.init) for name in dir(home)]
+    writes = [each for each in names if each[1].endswith("_") and each[1][-2:] != "__" and each[1] not in _NO_WRITES]
+    writes += [(torch.Tensor, name) for name in dir(torch.Tensor) if name == "__setitem__" or name[:3] == "__i"]
+    found = [getattr(home, name, None) for home, name in writes if name not in ("__index__", "__invert__")]
+    return frozenset(each for each in found if callable(each) and not isinstance(each, type))
 
 
 _WRITERS = _writers()
@@ -158,8 +153,7 @@ class _Written:
 class Claims:
     """Which replica was the first, in this run, to use a tensor that belongs to no replica.
 
-    If a worker has one replica, the other workers have their own objects: there a tensor that is used in a second run
-    is one from outside the step.
+    A worker's only replica shares no objects: there a tensor that is used in a second run is from outside the step.
     """
 
     def __init__(self) -> None:
@@ -274,8 +268,8 @@ class StepGuard:
         if func == _GRAD and known.divided:
             raise UsageError(
                 f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
-                "call optimizer.sum_gradients() there, and optimizer.clip_sums(norm) and optimizer.step() after "
-                "strategy.run, on every worker"
+                "call optimizer.sum_gradients() there, and clip_sums(norm) and step() after strategy.run, on every "
+                "worker"
             )
         if func == _GRAD:
             self._gradients.read(context, parameter)
@@ -284,8 +278,7 @@ class StepGuard:
         return PROCEED
 
     def _both(self, other: int) -> str:
-        first, second = sorted((other, self._replica))
-        return f"replicas {first} and {second}"
+        return "replicas {} and {}".format(*sorted((other, self._replica)))
 
     def _look_at(self, func: Callable[..., Any], tensor: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -314,12 +307,13 @@ class StepGuard:
         other = self._claims.other(tensor, self._replica)
         if other is not None or self._claims.used_before(tensor):
             who = "each worker trains" if other is None else f"{self._both(other)} both train"
-            message = (
-                f"{who} one parameter of shape {tuple(tensor.shape)} whose module is not "
-                f"mirrored, at {call_site()}; call module = strategy.mirror(module) and optimizer = "
-                "strategy.mirror(optimizer) before strategy.run, and use what they return in the step"
+            self._claims.refuse_gradient(
+                tensor,
+                self._replica,
+                f"{who} one parameter of shape {tuple(tensor.shape)} whose module is not mirrored, at {call_site()}; "
+                "call module = strategy.mirror(module) and optimizer = strategy.mirror(optimizer) before strategy.run, "
+                "and use what they return in the step",
             )
-            self._claims.refuse_gradient(tensor, self._replica, message)
 
     def _check_generator(self, generator: Any) -> None:
         if isinstance(generator, torch.Generator) and get_replica_context() is not None:
@@ -341,10 +335,6 @@ class StepGuard:
             )
         return PROCEED
 
-    def _check_forward_mode(self, *_: Any) -> Any:
-        refuse_forward_mode()
-        return PROCEED
-
     def _check_embedding(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
@@ -354,13 +344,7 @@ class StepGuard:
             )
         return PROCEED
 
-    def _write(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: tuple[Any, ...] | None = None,
-    ) -> Any:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any = None) -> Any:
         target = args[0] if args else next(iter(kwargs.values()), None)
         targets = target if isinstance(target, (list, tuple)) else (target,)
         tensors = [each for each in targets if isinstance(each, torch.Tensor)]
@@ -370,18 +354,18 @@ class StepGuard:
             if torch.is_grad_enabled() and any(each.requires_grad and each.is_leaf for each in tensors):
                 return PROCEED  # which torch refuses
             read, named = read_tensors((args if call is None else call, kwargs))  # variables have other values there
-            write = _Write(func, read, named, tensors)
             name = f"in-place change of a weight ({getattr(func, '__name__', func)})"
-            context.meet(name, write, partial(_write_once, context.workers, self._ownership))
+            make = partial(_write_once, context.workers, self._ownership)
+            context.meet(name, _Write(func, read, named, tensors), make)
             return target
         for tensor in tensors:
             other = None if id(tensor) in self._own else self._claims.other_writer(tensor, self._replica)
             if other is not None:
                 raise UsageError(
-                    f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in "
-                    f"place ({getattr(func, '__name__', func)} at {call_site()}); return each replica's value from the "
-                    "step and use strategy.reduce, keep it in strategy.variable(...), or mirror the module or metric "
-                    "that holds it; a batch that is changed in place is copied first (x = x.clone())"
+                    f"{self._both(other)} both change one tensor of shape {tuple(tensor.shape)} in place "
+                    f"({getattr(func, '__name__', func)} at {call_site()}); return each replica's value and use "
+                    "strategy.reduce, keep it in strategy.variable(...), or mirror the module or metric that holds "
+                    "it; copy a batch first (x = x.clone())"
                 )
         return PROCEED
 
@@ -391,7 +375,7 @@ _CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], A
     **dict.fromkeys((F.embedding, F.embedding_bag), StepGuard._check_embedding),
     **dict.fromkeys((*_HOOKS, _SET_DATA, _GRAD, SET_GRAD), StepGuard._check_parameter),
     SET_GRAD_MODE: StepGuard._check_metric,  # which every update of a torchmetrics metric calls first
-    MAKE_DUAL: StepGuard._check_forward_mode,
+    MAKE_DUAL: lambda *_: refuse_forward_mode(),
 }
 """What is done at a call of a function."""
 
@@ -412,18 +396,18 @@ def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write
     Raises UsageError if replicas would not write the same; if workers would not, their next exchange says so.
     """
     first, *others = writes
+    name = getattr(first.func, "__name__", first.func)
     if is_random(first.func):
         raise UsageError(
-            f"the step draws random numbers into a weight ({getattr(first.func, '__name__', first.func)}), and each "
-            "replica draws its own; do it outside strategy.run, under torch.no_grad()"
+            f"the step draws random numbers into a weight ({name}), and each replica draws its own; do it outside "
+            "strategy.run, under torch.no_grad()"
         )
     for replica, other in enumerate(others, start=1):
         ours, theirs = _operands(first), _operands(other)
         if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
             raise UsageError(
-                f"the step changes a weight in place ({getattr(first.func, '__name__', first.func)}) by values that "
-                f"differ between replica 0 and replica {replica}; reduce them first with "
-                'ls.get_replica_context().all_reduce("sum", value)'
+                f"the step changes a weight in place ({name}) by values that differ between replica 0 and replica "
+                f'{replica}; reduce them first with ls.get_replica_context().all_reduce("sum", value)'
             )
     with DisableTorchFunction():
         if not workers.is_single:

@@ -29,9 +29,9 @@ class MirroredVariable(VariableBase):
 
     Args:
         owner: the strategy.
-        value: the initial value: a tensor, a number, or a PerReplica of them.
+        value: the initial value: a tensor, a number, or a PerReplica of them; the chief's, for all workers.
         devices: the devices of the local replicas.
-        workers: all workers, who begin with the chief's value.
+        workers: all workers.
         aggregation: how the replicas' values are reduced: "none", "sum", "mean" or "only_first".
         synchronization: when they are reduced: "on_write" or "on_read".
 
@@ -58,12 +58,14 @@ class MirroredVariable(VariableBase):
         aggregation: Aggregation,
         synchronization: Synchronization,
     ) -> None:
-        _check_choice("aggregation", aggregation, get_args(Aggregation))
-        _check_choice("synchronization", synchronization, get_args(Synchronization))
+        choices = ("aggregation", aggregation, Aggregation), ("synchronization", synchronization, Synchronization)
+        for name, chosen, known in choices:
+            if chosen not in get_args(known):
+                raise ConfigError(f"{name}={chosen!r} is unknown; choose one of {str(get_args(known))[1:-1]}")
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise ConfigError(
                 f"variable got a tensor of shape {tuple(value.shape)} that requires gradients, and a variable is not "
-                "trained; make it an nn.Parameter of a module and give that to strategy.mirror, or give value.detach()"
+                "trained; make it an nn.Parameter of a module for strategy.mirror, or give value.detach()"
             )
         self._owner = owner
         self._workers = workers
@@ -116,8 +118,7 @@ class MirroredVariable(VariableBase):
         if self.aggregation == "none" and not (_equal(self._values) if on_write else self._workers.num_replicas == 1):
             raise UsageError(
                 f"a variable with aggregation 'none' and synchronization {self.synchronization!r} has no one value "
-                'outside replicas; take all with strategy.local_results(variable), or make it with aggregation="sum", '
-                '"mean" or "only_first"'
+                "outside replicas; take all with strategy.local_results(variable), or make it with an aggregation"
             )
         first = self._values[0].clone()
         if not on_write:
@@ -136,13 +137,10 @@ class MirroredVariable(VariableBase):
         self._note_versions()
 
     def assign(self, value: Any) -> None:
-        """Sets the value. In a replica of an "on_write" variable that aggregates, every replica must call it.
+        """Sets the value: a tensor, a number or a variable. In replicas all must call it, if it aggregates on write.
 
         Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
         "sum" variable gives each replica ``value`` / replicas, so that a read gives ``value`` back.
-
-        Args:
-            value: a tensor, a number, or another variable.
 
         Raises:
             ConfigError: a plain number that is summed over replicas, or a mean for a variable that is not floating;
@@ -258,8 +256,3 @@ def _equal(values: Sequence[torch.Tensor]) -> bool:
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
     with allocating_on(device), torch.inference_mode(False):  # inference tensors count no writes
         return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}")

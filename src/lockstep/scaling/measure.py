@@ -116,6 +116,10 @@ class Record:
     loss: float  # of the last timed step
     source: str  # of the data
 
+    @property
+    def examples_per_s(self) -> float:
+        return self.examples / self.timed_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:

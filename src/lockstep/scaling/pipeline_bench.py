@@ -1,17 +1,14 @@
 """``lockstep bench pipeline``: how long the workers of a pipeline idle under each schedule, beside what theory says.
 
-settings -> fresh workers for each schedule, in turn, several rounds -> traces of steps -> table, JSON, SVG
+settings -> fresh workers for each schedule, in turn, several rounds -> traces of steps -> table and SVG
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import fmean, median
@@ -36,7 +33,7 @@ from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, 
 from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
-from lockstep.scaling.pipeline_plot import Scale, draw_traces
+from lockstep.scaling.plots import draw_pipelines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +78,6 @@ class PipelineSettings:
             one_of("schedule", schedule, SCHEDULES)
             check_layers(self.pipelining(schedule), self.layers)
 
-    @property
-    def heads(self) -> int:
-        return self.hidden // _HEAD
-
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
         """How the strategy runs a schedule."""
         return choose_pipeline_config(schedule, self.microbatches, self.workers)
@@ -116,16 +109,6 @@ class Sample:
     steps: tuple[PipelineTrace, ...]  # the timed steps, in seconds
 
 
-def run_trial(settings: PipelineSettings, schedule: ScheduleName, *, round: int) -> Sample:
-    """Measures in fresh processes; raises ClusterError if a worker failed or took longer than ``TRIAL_LIMIT_S``."""
-    require("transformers", "transformers")
-    steps = ls.launch(
-        measure_in_worker, workers=settings.workers, args=(settings, schedule), gpus_per_worker=0,
-        timeout_s=TRIAL_LIMIT_S,
-    )  # fmt: skip
-    return Sample(schedule=schedule, round=round, steps=tuple(steps))
-
-
 def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> list[PipelineTrace]:
     """The timed steps. Every worker must run it; all return the same."""
     torch.manual_seed(0)
@@ -136,19 +119,14 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
     )  # fmt: skip
     steps: list[PipelineTrace] = []
     with closing(strategy), strategy.scope():
-        model = ls.Model(_model(settings))
+        model = ls.Model(_bert(settings))
         model.compile(_optimizer, _loss)
-        watch = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(_timetable(model)))
+        sharded: Any = model.module
+        record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
         tokens = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
         batch = ({"input_ids": tokens}, tokens)
-        model.fit([batch] * (settings.warm_up + settings.steps), epochs=1, callbacks=[watch], verbose=0)
+        model.fit([batch] * (settings.warm_up + settings.steps), epochs=1, callbacks=[record], verbose=0)
     return steps[settings.warm_up :]
-
-
-def _timetable(model: ls.Model) -> PipelineTrace:
-    part: Any = model.module
-    table: PipelineTrace = part.pipeline_trace()
-    return table
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -159,14 +137,14 @@ def _loss(outputs: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(outputs.logits.transpose(1, 2), tokens, reduction="none")
 
 
-def _model(settings: PipelineSettings) -> nn.Module:
+def _bert(settings: PipelineSettings) -> nn.Module:
     transformers = require("transformers", "transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.BertConfig(
         vocab_size=settings.vocabulary,
         hidden_size=settings.hidden,
         num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
+        num_attention_heads=settings.hidden // _HEAD,
         intermediate_size=4 * settings.hidden,
         max_position_embeddings=settings.sequence,
         hidden_dropout_prob=0.0,
@@ -182,12 +160,8 @@ class Row:
 
     schedule: ScheduleName
     stages_per_worker: int
-    steps: int  # timed steps of all rounds
     step_ms: float  # from the first action to the last, median
-    busy_ms: float  # of that, computing, on average over the workers, median
     bubble: float  # the measured idle share, median
-    lowest: float  # of the rounds' medians
-    highest: float  # of the rounds' medians
     textbook: float  # (S-1)/(M+S-1)
     own: float  # what the schedule's timetable has if a backward pass takes twice a forward pass
     with_costs: float  # what it has if each action takes what it took on average
@@ -197,28 +171,21 @@ class Row:
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
     """A row for each schedule, in the order of the settings."""
     return [
-        _row(settings, schedule, [each for each in samples if each.schedule == schedule], orders[schedule])
-        for schedule in settings.schedules
+        _row(settings, schedule, [step for each in samples if each.schedule == schedule for step in each.steps], order)
+        for schedule, order in orders.items()
     ]
 
 
-def _row(settings: PipelineSettings, schedule: ScheduleName, samples: Sequence[Sample], orders: Orders) -> Row:
-    steps = [step for sample in samples for step in sample.steps]
-    rounds = [median(step.bubble for step in sample.steps) for sample in samples]
-    in_order = sorted(steps, key=lambda step: step.bubble)
+def _row(settings: PipelineSettings, schedule: ScheduleName, steps: Sequence[PipelineTrace], orders: Orders) -> Row:
     return Row(
         schedule=schedule,
         stages_per_worker=settings.pipelining(schedule).stages_per_worker,
-        steps=len(steps),
         step_ms=1000 * median(step.length for step in steps),
-        busy_ms=1000 * median(step.length * (1 - step.bubble) for step in steps),
         bubble=median(step.bubble for step in steps),
-        lowest=min(rounds),
-        highest=max(rounds),
         textbook=textbook_bubble(settings.workers, settings.microbatches),
         own=simulate(orders).bubble,
         with_costs=_with_costs(orders, steps).bubble,
-        typical=in_order[len(in_order) // 2],
+        typical=sorted(steps, key=lambda step: step.bubble)[len(steps) // 2],
     )
 
 
@@ -244,104 +211,76 @@ class PipelineResult:
     settings: PipelineSettings
     date: str  # YYYY-MM-DD
     machine: Machine
-    command: str  # that makes the run again
     rows: tuple[Row, ...]  # one a schedule
-    samples: tuple[Sample, ...]  # all of them
-
-    @property
-    def crowded(self) -> bool:
-        """Whether workers share cores: then one computes while another waits, and no bubble can be seen."""
-        return self.settings.workers > self.machine.cores
 
 
-def measure_pipeline(settings: PipelineSettings, *, output: Path, progress: Progress) -> PipelineResult:
-    """Measures every schedule once a round, in fresh processes; ``output`` is for the command in the report."""
+def measure_pipeline(settings: PipelineSettings, *, progress: Progress) -> PipelineResult:
+    """Measures every schedule once a round, in fresh processes.
+
+    Raises:
+        ClusterError: a worker failed, or a trial took longer than ``TRIAL_LIMIT_S``.
+    """
     from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()
-    orders = {schedule: orders_of(settings.pipelining(schedule)) for schedule in settings.schedules}
     samples: list[Sample] = []
     for round in range(settings.rounds):
         for schedule in settings.schedules:
-            samples.append(run_trial(settings, schedule, round=round))
+            steps = ls.launch(
+                measure_in_worker,
+                workers=settings.workers,
+                args=(settings, schedule),
+                gpus_per_worker=0,
+                timeout_s=TRIAL_LIMIT_S,
+            )
+            samples.append(Sample(schedule=schedule, round=round, steps=tuple(steps)))
             progress(samples[-1], len(samples), settings.rounds * len(settings.schedules))
-    return PipelineResult(
-        settings=settings,
-        date=date.today().isoformat(),
-        machine=machine,
-        command=command_of(settings, output),
-        rows=tuple(rows_of(settings, samples, orders)),
-        samples=tuple(samples),
-    )
+    orders = {schedule: orders_of(settings.pipelining(schedule)) for schedule in settings.schedules}
+    rows = rows_of(settings, samples, orders)
+    return PipelineResult(settings=settings, date=date.today().isoformat(), machine=machine, rows=tuple(rows))
 
 
-def command_of(settings: PipelineSettings, output: Path) -> str:
-    """The command that makes a run again."""
-    flags = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    flags |= {"schedules": ",".join(settings.schedules), "output": output}
-    arguments = [each for name, value in flags.items() for each in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join(["lockstep", "bench", "pipeline", *arguments])
-
-
-_HEADINGS = (
-    "schedule", "stages a worker", "step ms", "busy ms", "idle", "lowest", "highest", "(S-1)/(M+S-1)", "schedule's own",
-    "with these costs",
-)  # fmt: skip
+_HEADINGS = ("schedule", "stages a worker", "step ms", "idle", "(S-1)/(M+S-1)", "schedule's own", "with these costs")
 _LEGEND = """\
-## What the columns mean
-
-- A step is what the schedule does with one batch: from the first action of any worker to the end of the last one. An
-  action is the forward pass of one microbatch in one stage (the loss is part of the last stage's), its backward pass,
-  or the part of that for the stage's inputs or for its weights. The optimizer's update is not part of it.
-- step ms: its length. busy ms: what the actions of a worker take of it, on average over the workers. Medians over the
-  steps of all rounds.
-- idle: the measured bubble: the share of the step in which a worker is in no action, on average over the workers; what
-  it takes to send and receive is part of it. The median over all steps; lowest and highest of the rounds' medians.
-- (S-1)/(M+S-1): the bubble of GPipe and 1F1B with S workers and M microbatches where all stages are equally fast.
-- schedule's own: the idle share of the timetable that the schedule comes to if a backward pass takes twice as long as a
-  forward pass, each half of it as long, all stages are equally fast, and nothing else takes time.
-- with these costs: the same if every action takes what those of its kind and stage took here on average. What the
-  measured share is above that is sending, waiting for the operating system, and steps that are not alike."""
+- step ms: from the first action of any worker in a batch to the end of the last one, without the update; the median.
+- idle: the share of that in which a worker is in no action, on average over the workers; the median.
+- (S-1)/(M+S-1): the idle share of GPipe and 1F1B with S workers and M microbatches if all stages are equally fast.
+- schedule's own: the schedule's idle share if a backward pass takes twice as long as a forward pass, each half of it as
+  long, all stages are equally fast, and nothing else takes time.
+- with these costs: the same if every action takes what those of its kind and stage took here on average."""
 _CROWDED = (
     "There are more workers than cores, so one computes while another would wait: the idle shares say nothing "
     "about the schedules. Measure with at most as many workers as cores."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineFiles:
-    """The files of a report."""
-
-    markdown: Path
-    json: Path
-    picture: Path
-
-
-def pipeline_files(folder: Path, *, date: str, cores: int) -> PipelineFiles:
-    """Where a report goes: ``DATE-pipeline-cpu-CORES`` with three suffixes."""
+def pipeline_files(folder: Path, *, date: str, cores: int) -> tuple[Path, Path]:
+    """Where a report and its picture go: ``DATE-pipeline-cpu-CORES`` with two suffixes."""
     base = f"{date}-pipeline-cpu-{cores}"
-    return PipelineFiles(markdown=folder / f"{base}.md", json=folder / f"{base}.json", picture=folder / f"{base}.svg")
+    return folder / f"{base}.md", folder / f"{base}.svg"
 
 
-def write_pipeline_report(folder: Path, result: PipelineResult) -> PipelineFiles:
-    """Writes the three files, each whole or not at all; a run of the same day is replaced."""
-    files = pipeline_files(folder, date=result.date, cores=result.machine.cores)
-    texts = {
-        files.json: json.dumps(_record(result)) + "\n",
-        files.picture: render_picture(result),
-        files.markdown: render_markdown(result, files.picture.name),
-    }
-    for path, text in texts.items():
+def write_pipeline_report(files: tuple[Path, Path], result: PipelineResult) -> None:
+    """Writes the report and its picture, each whole or not at all."""
+    markdown, picture = files
+    traces = {f"{row.schedule}, {1000 * row.typical.length:.0f} ms": row.typical for row in result.rows}
+    for path, text in {picture: draw_pipelines(traces), markdown: render_markdown(result, picture.name)}.items():
         atomic_write(path, text)
-    return files
 
 
 def render_markdown(result: PipelineResult, picture: str) -> str:
     """The whole report; ``picture`` is the name of the picture's file."""
+    settings = result.settings
+    facts = [
+        *result.machine.facts,
+        *((name, str(getattr(settings, name))) for name in ("workers", "microbatches", "rows", "sequence")),
+        ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {settings.vocabulary}, fp32"),
+        ("measured", f"{settings.rounds} rounds of {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
+    ]
     parts = [
         f"# Schedules of a pipeline, {result.date}",
-        "\n".join(f"- {name}: {text}" for name, text in _facts(result)),
-        *([f"**{_CROWDED}**"] if result.crowded else []),
+        "\n".join(f"- {name}: {text}" for name, text in facts),
+        *_warning(result),
         markdown_table(_HEADINGS, _cells(result.rows)),
         "A measured step of each, the one whose idle share is the median; all on one scale:",
         f"![Measured steps of each schedule]({picture})",
@@ -352,15 +291,11 @@ def render_markdown(result: PipelineResult, picture: str) -> str:
 
 def terminal_table(result: PipelineResult) -> str:
     """The table for a person who waited for it."""
-    table = text_table(_HEADINGS, _cells(result.rows))
-    return f"{table}\n\n{_CROWDED}" if result.crowded else table
+    return "\n\n".join([text_table(_HEADINGS, _cells(result.rows)), *_warning(result)])
 
 
-def render_picture(result: PipelineResult) -> str:
-    """A measured step of each schedule, one below the other."""
-    scale = Scale(length=max(row.typical.length for row in result.rows))
-    tables = {f"{row.schedule}, {1000 * row.typical.length:.0f} ms": row.typical for row in result.rows}
-    return draw_traces(tables, scale, title="measured steps of each schedule")
+def _warning(result: PipelineResult) -> list[str]:
+    return [_CROWDED] if result.settings.workers > result.machine.cores else []
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -369,53 +304,7 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
             row.schedule,
             str(row.stages_per_worker),
             f"{row.step_ms:.1f}",
-            f"{row.busy_ms:.1f}",
-            *(f"{share:.1%}" for share in (row.bubble, row.lowest, row.highest, row.textbook, row.own, row.with_costs)),
+            *(f"{share:.1%}" for share in (row.bubble, row.textbook, row.own, row.with_costs)),
         ]
         for row in rows
     ]
-
-
-def _facts(result: PipelineResult) -> list[tuple[str, str]]:
-    settings = result.settings
-    tokens = f"{settings.rows} sequences of {settings.sequence} tokens"
-    processes = f"{settings.workers} workers, a process each with its share of the cores,"
-    rounds = f"{settings.rounds} rounds, the schedules in turn, each in fresh processes"
-    return [
-        *result.machine.facts,
-        (
-            "model",
-            f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {settings.vocabulary}, fp32, SGD",
-        ),
-        ("pipeline", f"{processes} over gloo; {settings.microbatches} microbatches of {tokens}"),
-        ("measured", f"{rounds}; {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
-        ("command", f"`{result.command}`"),
-    ]
-
-
-def _record(result: PipelineResult) -> dict[str, Any]:
-    rows = [{key: value for key, value in asdict(row).items() if key != "typical"} for row in result.rows]
-    return {
-        "settings": asdict(result.settings),
-        "date": result.date,
-        "machine": asdict(result.machine),
-        "command": result.command,
-        "rows": rows,
-        "samples": [_plain(sample) for sample in result.samples],
-    }
-
-
-def _plain(sample: Sample) -> dict[str, Any]:
-    """Each action as [kind, stage, microbatch, begin ms, end ms], from the beginning of its step."""
-    steps = [
-        [
-            [
-                [slot.action.kind, slot.action.stage, slot.action.microbatch]
-                + [round(1000 * (time - step.begin), 3) for time in (slot.begin, slot.end)]
-                for slot in slots
-            ]
-            for slots in step.workers
-        ]
-        for step in sample.steps
-    ]
-    return {"schedule": sample.schedule, "round": sample.round, "steps": steps}

@@ -6,7 +6,6 @@ row of its own, so that nobody takes the one for the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,10 +18,9 @@ class ScalingSettings:
     """How a recipe is measured.
 
     Args:
-        batch_size: the global batch of one device, b in the tables.
+        batch_size: the global batch of one device.
         replicas: how many replicas to measure beside one device; 1 among them means that device.
         steps: timed steps of a configuration; an epoch that has no more is timed whole.
-        epochs: whole epochs to time, however long; by default the number of steps decides.
         warm_up: steps before the timed ones, at least 1.
         rounds: how often every configuration is measured, in turn with the others.
     """
@@ -30,15 +28,13 @@ class ScalingSettings:
     batch_size: int
     replicas: tuple[int, ...]
     steps: int = 24
-    epochs: int | None = None
     warm_up: int = 3
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "epochs", "warm_up", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} was given, expected at least 1; raise it")
+        for name in ("batch_size", "steps", "warm_up", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
         if not self.replicas or min(self.replicas) < 1:
             raise ConfigError(f"replicas={list(self.replicas)} was given, expected numbers of at least 1, such as 2,4")
         most = max(self.replicas)
@@ -47,10 +43,6 @@ class ScalingSettings:
                 f"a total batch of {self.batch_size} leaves some of {most} replicas without an example; "
                 f"raise --batch-size to at least {most}, or lower --replicas"
             )
-
-    def timed_steps(self, steps_an_epoch: int) -> int:
-        """How many steps are timed where an epoch has ``steps_an_epoch``."""
-        return steps_an_epoch * self.epochs if self.epochs is not None else min(self.steps, steps_an_epoch)
 
 
 def usual_replicas(devices: int) -> tuple[int, ...]:
@@ -166,8 +158,3 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
     for replicas in several:
         rows += [row("same total", replicas, batch), row("N times the total", replicas, batch * replicas)]
     return tuple(rows)
-
-
-def largest_batch(rows: Sequence[Configuration]) -> int:
-    """The largest global batch of the plan."""
-    return max(row.batch_size for row in rows)

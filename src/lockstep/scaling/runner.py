@@ -7,28 +7,22 @@ A machine that slows down in the middle of a run thus slows down all configurati
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+import lockstep as ls
 from lockstep.config import LogicalDevice, apply_device_request, parse_device_request
-from lockstep.errors import DataError
-from lockstep.scaling.fresh_process import call_in_fresh_process
+from lockstep.errors import ClusterError, DataError, LockstepError
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
-from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, largest_batch, plan
+from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, plan
 from lockstep.scaling.recipes import build_work, find_recipe
-from lockstep.strategies.mirrored import MirroredStrategy
 
 TRIAL_LIMIT_S = 3600.0
 _SEED = 0
@@ -59,8 +53,12 @@ Progress = Callable[[Sample, int, int], None]
 
 
 def run_trial(trial: Trial) -> Record:
-    """Measures in a fresh process; see ``call_in_fresh_process`` for the errors."""
-    return call_in_fresh_process(partial(_measure, trial), limit_s=TRIAL_LIMIT_S, name=trial.configuration.name)
+    """Measures in a fresh process; raises the LockstepError that the measurement raised, or else a ClusterError."""
+    try:
+        return ls.launch(_measure, workers=1, args=(trial,), timeout_s=TRIAL_LIMIT_S)
+    except ClusterError as failure:
+        error = failure.__cause__ if isinstance(failure.__cause__, LockstepError) else failure
+        raise type(error)(f"{error} (while measuring {trial.configuration.name!r})") from None
 
 
 def _measure(trial: Trial) -> Record:
@@ -70,39 +68,10 @@ def _measure(trial: Trial) -> Record:
         torch.set_num_threads(configuration.cores)
     devices = apply_device_request(parse_device_request(trial.devices))
     work = build_work(trial.recipe, trial.config, configuration.batch_size)
-    timed_steps = settings.timed_steps(len(work.train))
-    with closing(MirroredStrategy(devices[: configuration.replicas], seed=_SEED)) as strategy:
+    timed_steps = min(settings.steps, len(work.train))
+    with closing(ls.MirroredStrategy(devices[: configuration.replicas], seed=_SEED)) as strategy:
         batch_size, warm_up = configuration.batch_size, settings.warm_up
         return measure(strategy, work, batch_size=batch_size, warm_up=warm_up, timed_steps=timed_steps)
-
-
-def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> list[Sample]:
-    """Measures every trial once a round, in the order given.
-
-    Raises:
-        DataError: the data is less than the largest global batch; found after the first sample.
-    """
-    samples: list[Sample] = []
-    for index in range(rounds):
-        for trial in trials:
-            samples.append(Sample(configuration=trial.configuration, round=index, record=run_trial(trial)))
-            progress(samples[-1], len(samples), rounds * len(trials))
-            if len(samples) == 1:
-                check_data([trial.configuration for trial in trials], samples[0])
-    return samples
-
-
-def check_data(configurations: Sequence[Configuration], first: Sample) -> None:
-    """Raises DataError if the largest global batch has more examples than an epoch."""
-    record, largest = first.record, largest_batch(configurations)
-    epochs = len(record.step_ms) // record.steps_an_epoch
-    # Exact where whole epochs were timed; else the last global batch counts as full.
-    most = record.examples // epochs if epochs else record.steps_an_epoch * first.configuration.batch_size
-    if largest > most:
-        raise DataError(
-            f"an epoch has {most} examples{'' if epochs else ' or fewer'}, less than the largest global batch of "
-            f"{largest}; lower --batch-size or --replicas, or give more data"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +79,8 @@ class Row:
     """One configuration over all its rounds."""
 
     configuration: Configuration
-    steps_an_epoch: int
-    timed_steps: int  # in each round
-    epoch_s: float  # seconds an epoch, the median over the rounds; extrapolated if no whole epoch was timed
-    examples_per_s: float  # median over the rounds
+    epoch_s: float  # seconds of a timed step times the steps of an epoch, the median over the rounds
+    examples_per_s: float  # over the timed steps, waiting for the input included; median over the rounds
     median_ms: float  # of all timed steps together, as are the percentiles
     p10_ms: float
     p90_ms: float
@@ -126,34 +93,6 @@ class Row:
         """The speed-up over the hardware, in units of one device's; 1 is perfect."""
         return self.speed_up / self.configuration.hardware
 
-    @property
-    def epochs_timed(self) -> int:
-        """Whole epochs that were timed in each round; 0 where the epoch is extrapolated."""
-        return self.timed_steps // self.steps_an_epoch
-
-    @property
-    def timed(self) -> str:
-        """What ``epoch_s`` rests on, in words."""
-        if self.epochs_timed:
-            return "whole epoch" if self.epochs_timed == 1 else f"{self.epochs_timed} epochs"
-        return f"{self.timed_steps} of {self.steps_an_epoch} steps"
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, interpolated between two values.
-
-    Example:
-        >>> percentile([10.0, 20.0, 30.0], 75)
-        25.0
-    """
-    if not values:
-        raise DataError("the percentile of no values was asked for; give at least one")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
 
 def rows_of(configurations: Sequence[Configuration], samples: Sequence[Sample]) -> list[Row]:
     """A row for each configuration, the first of which is the one device that all are compared with."""
@@ -163,17 +102,17 @@ def rows_of(configurations: Sequence[Configuration], samples: Sequence[Sample]) 
 
 def _row(configuration: Configuration, own: Sequence[Sample], reference: Sequence[Sample]) -> Row:
     records = [sample.record for sample in own]
-    steps = [step for record in records for step in record.step_ms]
+    steps = torch.tensor([step for record in records for step in record.step_ms], dtype=torch.float64)
+    p10, median_ms, p90 = steps.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    base = {sample.round: sample.record.examples_per_s for sample in reference}
     return Row(
         configuration=configuration,
-        steps_an_epoch=records[0].steps_an_epoch,
-        timed_steps=len(records[0].step_ms),
-        epoch_s=median(map(epoch_s, records)),
-        examples_per_s=median(map(examples_per_s, records)),
-        median_ms=median(steps),
-        p10_ms=percentile(steps, 10),
-        p90_ms=percentile(steps, 90),
-        speed_up=speed_up(own, reference),
+        epoch_s=median(record.timed_s / len(record.step_ms) * record.steps_an_epoch for record in records),
+        examples_per_s=median(record.examples_per_s for record in records),
+        median_ms=median_ms,
+        p10_ms=p10,
+        p90_ms=p90,
+        speed_up=median(sample.record.examples_per_s / base[sample.round] for sample in own),
         loss=median(record.loss for record in records),
         parts=mean_times([step for record in records for step in record.parts]),
     )
@@ -184,25 +123,6 @@ def _of(configuration: Configuration, samples: Sequence[Sample]) -> list[Sample]
     if not own:
         raise DataError(f"{configuration.name!r} has no sample; measure it first")
     return own
-
-
-def epoch_s(record: Record) -> float:
-    """Seconds an epoch: the seconds of a timed step times the steps of an epoch."""
-    return record.timed_s / len(record.step_ms) * record.steps_an_epoch
-
-
-def examples_per_s(record: Record) -> float:
-    """Over the timed steps, waiting for the input included."""
-    return record.examples / record.timed_s
-
-
-def speed_up(own: Sequence[Sample], reference: Sequence[Sample]) -> float:
-    """The median over the rounds of (examples/s / those of the reference in the same round)."""
-    base = {sample.round: examples_per_s(sample.record) for sample in reference}
-    ratios = [examples_per_s(sample.record) / base[sample.round] for sample in own if sample.round in base]
-    if not ratios:
-        raise DataError("two configurations without a common round were to be compared; run them in the same rounds")
-    return median(ratios)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +137,6 @@ class ScalingResult:
     hardware: Hardware
     date: str  # YYYY-MM-DD
     machine: Machine
-    command: str  # makes the run again
     rows: tuple[Row, ...]  # one a configuration; the first is the reference
     samples: tuple[Sample, ...]
 
@@ -233,7 +152,6 @@ def measure_scaling(
     *,
     devices: str,
     logical: Sequence[LogicalDevice],
-    output: Path,
     progress: Progress,
 ) -> ScalingResult:
     """Measures a recipe on one device and on several.
@@ -244,7 +162,6 @@ def measure_scaling(
         settings: how to measure.
         devices: in the notation of ``--devices``, for the fresh processes.
         logical: the logical devices that it means.
-        output: where the report will go, for the command in it.
         progress: called with each sample.
 
     Raises:
@@ -254,17 +171,18 @@ def measure_scaling(
     machine = this_machine()
     hardware = Hardware(devices=tuple(logical), cores=machine.cores)
     configurations = plan(settings, hardware)
-    trials = [
-        Trial(
-            recipe=recipe,
-            config=config,
-            devices="cpu:1" if configuration.layout == "whole machine" else devices,
-            configuration=configuration,
-            settings=settings,
-        )
-        for configuration in configurations
-    ]
-    samples = run_rounds(trials, rounds=settings.rounds, progress=progress)
+    samples: list[Sample] = []
+    for index in range(settings.rounds):
+        for configuration in configurations:
+            trial = Trial(
+                recipe=recipe,
+                config=config,
+                devices="cpu:1" if configuration.layout == "whole machine" else devices,
+                configuration=configuration,
+                settings=settings,
+            )
+            samples.append(Sample(configuration=configuration, round=index, record=run_trial(trial)))
+            progress(samples[-1], len(samples), settings.rounds * len(configurations))
     return ScalingResult(
         recipe=recipe,
         title=find_recipe(recipe).title(config),
@@ -274,36 +192,6 @@ def measure_scaling(
         hardware=hardware,
         date=date.today().isoformat(),
         machine=machine,
-        command=command_of(recipe, config, settings, devices=devices, output=output),
         rows=tuple(rows_of(configurations, samples)),
         samples=tuple(samples),
     )
-
-
-def command_of(recipe: str, config: Any, settings: ScalingSettings, *, devices: str, output: Path) -> str:
-    """The command that makes a run again: how it is measured in full, and what of the recipe is not its default."""
-    fixed = find_recipe(recipe).fixed
-    changed = {
-        field.name: value
-        for field in dataclasses.fields(config)
-        if field.name not in fixed and (value := getattr(config, field.name)) != field.default
-    }
-    flags: dict[str, Any] = {
-        "devices": devices,
-        "replicas": ",".join(map(str, settings.replicas)),
-        "batch_size": settings.batch_size,
-        **({"steps": settings.steps} if settings.epochs is None else {"epochs": settings.epochs}),
-        "warm_up": settings.warm_up,
-        "rounds": settings.rounds,
-        "output": output,
-        **changed,
-    }
-    arguments = [argument for name, value in flags.items() for argument in _arguments(name, value)]
-    return shlex.join(["lockstep", "bench", "scaling", recipe, *arguments])
-
-
-def _arguments(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, str(value)]

@@ -44,7 +44,7 @@ from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.first_run import FirstRun
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
-"""The open scopes, the innermost last: all of one strategy. A value, so that no scope object has a state of its own."""
+"""The open scopes, the innermost last: all of one strategy."""
 
 
 def has_strategy() -> bool:
@@ -77,10 +77,7 @@ class Scope(ContextDecorator):
             )
         outer = current_strategy()
         if outer is not None and outer is not self._strategy:
-            raise UsageError(
-                f"{self._strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first, or use one "
-                "strategy"
-            )
+            raise UsageError(f"{self._strategy!r} cannot be used inside the scope of {outer!r}; leave that scope first")
         _open.set((*_open.get(), self._strategy))
         return self._strategy
 
@@ -127,18 +124,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
-        """The memory in use and the peak of each local replica's GPU, or share of a GPU, in bytes, in replica order.
+        """The memory in use and the peak of each local replica's GPU, or share of one, in bytes; none for a CPU.
 
-        Replicas on a CPU are left out. This reads all blocks of torch's allocator and takes a millisecond or more. Call
-        it outside replicas.
+        It reads all blocks of torch's allocator, which takes a millisecond or more. Call it outside replicas.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the replicas' threads and, among several workers, leaves the job; the others may go on alone.
+        """Ends the replicas' threads and, among several workers, leaves the job. Idempotent; then ``run`` raises.
 
-        Idempotent; afterwards ``run`` raises. The threads also end when the strategy is garbage collected and at
-        interpreter exit.
+        The threads also end when the strategy is garbage collected and at interpreter exit.
         """
 
     @property
@@ -158,10 +153,8 @@ class Strategy(ABC):
     def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the strategy that ``ls.Model`` and ``ls.get_strategy`` find inside the ``with`` block.
 
-        The object may be kept, entered many times, and entered inside itself.
-
-        Raises:
-            UsageError: (on entering) another strategy's scope is open, or this is inside a replica.
+        The object may be kept, entered many times, and entered inside itself. Entering it raises a UsageError if
+        another strategy's scope is open, or inside a replica.
         """
         self._outside("scope")
         return Scope(self)
@@ -179,8 +172,7 @@ class Strategy(ABC):
 
         Returns:
             The structure that ``fn`` returned, with a PerReplica for each leaf. A leaf that is the same object in all
-            replicas is returned as it is, and so is a number, string or None that is equal in all. ``local_results``
-            gives one value for each replica in both cases.
+            replicas is returned as it is, and so is a number, string or None that is equal in all.
 
         Raises:
             TypeError: ``args`` is not a tuple or list.
@@ -190,9 +182,8 @@ class Strategy(ABC):
         """
         self._outside("run")
         if not isinstance(args, (tuple, list)):
-            raise TypeError(
-                f"args must be a tuple or list of fn's arguments, got {type(args).__name__}; write args=(x,)"
-            )
+            kind = type(args).__name__
+            raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
@@ -219,17 +210,12 @@ class Strategy(ABC):
         return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """Reduces per-replica values to one.
+        """Reduces per-replica values to one: a tensor on replica 0's device, or a number, for each leaf.
 
         Args:
             op: "sum" or "mean", or an ``ls.ReduceOp``.
-            value: a PerReplica or a variable, or a structure of them. In a sum, a plain value counts once for each
-                replica.
-            axis: also reduce along this dimension of each value. The mean is then the total sum divided by the total
-                count, which is exact for uneven shards.
-
-        Returns:
-            The same structure with a tensor (on replica 0's device) or number for each leaf.
+            value: a PerReplica or a variable, or a structure of them; a plain value counts once a replica in a sum.
+            axis: also reduce along this dimension of each value; the mean is then total sum over total count.
         """
         self._outside("reduce")
         op, value = ReduceOp.of(op), read_for_reduction(value)
@@ -274,12 +260,11 @@ class Strategy(ABC):
             memory_format: the memory format of the weights; "auto" is channels_last if there are 2-d convolutions.
 
         Raises:
-            UsageError: it was called inside a replica, the module cannot be copied, or the optimizer has parameters
-                of modules that are not mirrored.
+            UsageError: a module that cannot be copied, or an optimizer of modules that are not mirrored.
             TypeError: ``target`` is neither a module nor an optimizer.
         """
         self._outside("mirror")
-        if isinstance(target, MirroredMetric):
+        if isinstance(target, (MirroredMetric, MirroredOptimizer)):
             return target
         if is_metric(target):
             return self._mirrored.mirror_metric(self, target)  # type: ignore[arg-type]
@@ -287,8 +272,6 @@ class Strategy(ABC):
             return self._mirrored.mirror_module(
                 self, target, sync_batchnorm=sync_batchnorm, memory_format=memory_format
             )
-        if isinstance(target, MirroredOptimizer):
-            return target
         if isinstance(target, torch.optim.Optimizer):
             return self._mirrored.mirror_optimizer(self, target)
         raise TypeError(f"mirror takes a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
@@ -315,9 +298,8 @@ class Strategy(ABC):
             dataset: any iterable of global batches.
             shard: what each worker reads: its part of every batch ("batch"), its part of the files ("file"), or a
                 dataset of its own ("off").
-            prefetch: the number of batches to read ahead. 0 reads a batch when it is asked for, which is needed for
-                data that depends on the training's state, such as a replay buffer. None is 2, or 0 for generators, for
-                iterables and samplers of your own, and for data that draws random numbers.
+            prefetch: the number of batches to read ahead; 0 for data that depends on the training's state. None is 2,
+                or 0 for generators, iterables and samplers of your own, and for data that draws random numbers.
             lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or
                 either, by its length ("auto"); "auto" refuses a list that could be both.
         """
@@ -329,12 +311,9 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int | None = None, lists: Lists = "auto"
     ) -> PerReplicaDataset:
-        """Uses the per-replica batches of ``fn(InputContext)`` without dividing them; see ``PerReplicaDataset``.
+        """Uses this worker's per-replica batches, which ``fn(InputContext)`` returns, without dividing them.
 
-        Args:
-            fn: returns this worker's iterable of per-replica batches.
-            prefetch: the number of batches for each replica to read ahead; None and 0 as in ``distribute_dataset``.
-            lists: as in ``distribute_dataset``.
+        See ``PerReplicaDataset``; ``prefetch``, of each replica's batches, and ``lists`` as in ``distribute_dataset``.
         """
         self._outside("distribute_datasets_from_function")
         return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
@@ -358,13 +337,8 @@ class Strategy(ABC):
 class ThreadedStrategy(Strategy):
     """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
-    Args:
-        devices: of the local replicas, in replica order.
-        workers: all workers.
-        runner: the replicas' threads.
-        make_exchange: makes the exchange of an optimizer's gradients.
-        partition: which part of a model this worker holds; None is all of it.
-        guard: a context around each replica's part of a run, in its thread.
+    ``make_exchange`` makes the exchange of an optimizer's gradients, ``partition`` says which part of a model this
+    worker holds, and ``guard`` is a context around each replica's part of a run.
     """
 
     def __init__(

@@ -37,14 +37,7 @@ START_TIMEOUT_S = 600.0
 
 
 def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
-    """This worker's part of the GPUs that it sees, divided or not; without any, the CPU's logical devices.
-
-    Args:
-        cluster: who takes part; None is this process alone, which takes all.
-
-    Raises:
-        ClusterError: the launcher's variables are malformed.
-    """
+    """This worker's part of the GPUs that it sees; without any, the CPU's logical devices. No ``cluster``: all."""
     gpus = list_physical_devices("GPU")
     if not gpus:
         return tuple(list_logical_devices("CPU"))
@@ -58,15 +51,7 @@ def each_has_its_own(gpus: Sequence[int]) -> bool:
 
 
 def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
-    """Checks that the workers of a divided model have a GPU each, or none.
-
-    Args:
-        names: of the workers in messages.
-        gpus: as for ``each_has_its_own``.
-
-    Raises:
-        ClusterError: some have a GPU and others none, or two have the same one.
-    """
+    """Raises ClusterError unless the workers of a divided model, of these names, have a GPU each, or none."""
     if not any(gpus) or each_has_its_own(gpus):
         return
     if not all(gpus):
@@ -129,7 +114,7 @@ class WorkerJob:
     def agree(self, seed: int | None, settings: Sequence[str] = ()) -> int:
         """The seed of all workers, who go on from the chief's random numbers, so that all shuffle alike.
 
-        A ClusterError is raised if the workers were given different seeds, options, or ``settings``, a line each.
+        Raises ClusterError if the workers were given different seeds, options, or ``settings``, a line each.
         """
         with self._leaving_on_error():
             check_agreement(self.workers, "the seed", [f"seed={seed}"])
@@ -142,10 +127,7 @@ class WorkerJob:
         return int(chiefs) if seed is None else seed
 
     def group(self, name: str, members: Sequence[int]) -> Communicator:
-        """A communicator of some workers, this one among them, by ascending numbers. Each of them must ask for it.
-
-        No worker is in two groups of one name.
-        """
+        """A communicator of ``members``, this worker among them, in ascending order. Each of them must ask for it."""
         if not isinstance(self.workers, DistributedCommunicator) or len(members) == 1:
             return SingleWorkerCommunicator(1)
         return DistributedCommunicator(
@@ -174,13 +156,7 @@ class WorkerJob:
     def make_exchange(
         self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]], group: Communicator | None = None
     ) -> GradientExchange:
-        """How the gradients of an optimizer are summed. Every worker must ask for it.
-
-        Args:
-            parameters: per parameter its local copies.
-            groups: the local replicas by storage.
-            group: the workers over which to sum; None is all.
-        """
+        """How the gradients of an optimizer are summed over ``group``, or all workers. Every worker must ask for it."""
         workers = self.workers if group is None else group
         if not isinstance(workers, DistributedCommunicator):
             return LocalExchange(parameters, groups)
@@ -198,9 +174,9 @@ class WorkerJob:
     def make_sharing(
         self, parameters: Sequence[Copies], group: Communicator, kinds: Sequence[Hashable]
     ) -> ShardingGroup | None:
-        """The workers of ``group``, which hold the same weights, if several divide the state of an optimizer.
+        """The workers of ``group``, if several divide the state of an optimizer: parameters of one kind among them.
 
-        Each of them must ask for it, right after its ``make_exchange``. Parameters of one kind are divided among them.
+        Each of them must ask for it, right after its ``make_exchange``.
         """
         if not isinstance(group, DistributedCommunicator):
             return None
@@ -228,16 +204,15 @@ def _gpu_id(device: torch.device) -> int:
 class MultiWorkerMirroredStrategy(ThreadedStrategy):
     """Trains one model on the devices of many workers as if on one.
 
-    Every worker is a process that runs the same program; this constructor waits until all are there. The numbers are
-    those of one device on the whole global batch, for any number of workers and replicas. A worker that fails, stops or
-    cannot be reached ends the job on all others with an error that names it. Close the strategy at the end: until then,
-    or the end of the process, this worker is in the job.
+    Every worker is a process that runs the same program; this constructor waits until all are there. A worker that
+    fails, stops or cannot be reached ends the job on all others with an error that names it. Close the strategy at the
+    end: until then, or the end of the process, this worker is in the job.
 
     Args:
-        devices: this worker's devices; None is every logical GPU, or its part of them where its launcher shows all
-            workers of a host the same ones; else every logical CPU device. Each worker's own number of them may differ.
-        cluster: who takes part; None is what the environment says: TF_CONFIG, torchrun's variables or SLURM's. Without
-            any, this process is the only worker.
+        devices: this worker's; None is every logical GPU, or its part of those that all workers of its host see; else
+            every logical CPU device. Workers may have different numbers of them.
+        cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
+            is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
         communication: how they communicate afterwards.

@@ -1,7 +1,6 @@
 """ParallelStrategy: models larger than a device, divided among workers, with as many replicas as the workers allow.
 
-``MeshGroups`` are the communicators of one worker of the mesh. ``ModelParts`` turns a module into the part that this
-worker holds, and checks which optimizers may step it.
+``MeshGroups`` are the communicators of one worker of the mesh; ``ModelParts`` turns a module into this worker's part.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
-from lockstep.mirroring.partition import PartitionPolicy, Pipelined
+from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
@@ -40,15 +39,7 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import (
-    WHOLE,
-    SequenceSharding,
-    SpecNames,
-    TensorPlan,
-    TensorSharding,
-    shard_layers,
-    ties_of,
-)
+from lockstep.parallel.tensor_parallel import WHOLE, SequenceSharding, SpecNames, TensorPlan, shard_layers, ties_of
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
@@ -59,12 +50,11 @@ if TYPE_CHECKING:
 
 
 class MeshGroups:
-    """The communicators of one worker of a mesh, made in an order that cannot deadlock. Every worker must make them.
+    """The communicators of one worker, made in an order that cannot deadlock. Every worker must make them.
+
+    ``place`` is this worker's coordinates in the mesh ``grid``, and ``job`` all workers.
 
     Attributes:
-        grid: the mesh.
-        place: this worker's coordinates in it.
-        job: all workers.
         peers: the workers that hold the same part of the model, one for each replica.
         replica: the workers that hold this replica.
         pipeline: the workers of all stages of this replica and tensor rank, in stage order; None without a pipeline.
@@ -82,10 +72,7 @@ class MeshGroups:
         self.pipeline_ends = job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None
 
     def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
-        """A communicator in which each replica is one worker; the one of stage ``last`` has the outputs.
-
-        ``ends_with`` is called before the groups are closed, and those before the job.
-        """
+        """A communicator in which each replica is one worker, that of stage ``last``; ``ends_with`` closes it first."""
         return MeshCommunicator(
             self.job,
             replica=self.place.replica,
@@ -105,8 +92,7 @@ class ParallelStrategy(ThreadedStrategy):
     """Trains one model whose copies are each divided among several workers.
 
     Every worker is a process with one device that runs the same program; ``data * pipeline * tensor`` of them make the
-    job. The workers that hold a copy together are one replica: they see the same shard of every global batch, and the
-    numbers are those of one device on the whole batch.
+    job. The workers that hold a copy together are one replica and see the same shard of every global batch.
 
     Args:
         data: replicas; -1 is as many as the workers allow.
@@ -115,22 +101,16 @@ class ParallelStrategy(ThreadedStrategy):
         microbatches: parts of a shard in a pipeline; None is two for each of its workers.
         schedule: the order in which a pipeline takes them: "1f1b", "gpipe", "interleaved", "zero_bubble" or
             "zero_bubble_v".
-        stages_per_worker: stages that each worker of a pipeline holds; None is two where the schedule is one of the
-            last three, else one.
-        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only, as ZeRO's
-            first stage does; the numbers stay the same.
-        shard_parameters: whether each replica keeps a share of the weights and gradients too, and borrows the others'
-            layer by layer (PyTorch's FSDP); in a pipeline for each microbatch.
+        stages_per_worker: stages of each worker of a pipeline; None is two with the last three schedules, else one.
+        shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only (ZeRO-1).
+        shard_parameters: whether each replica keeps a share of the weights and gradients too (PyTorch's FSDP).
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
-        device: this worker's; None is the GPU of its place among the workers of its host, or else its first logical
-            CPU device. Workers with GPUs have one each: NCCL takes no two on one.
-        cluster: who takes part; None is what the environment says.
-        seed: of all random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
-        timeout_s: how many seconds to wait for all workers at the start.
-        communication: how they talk to each other afterwards.
+        device: this worker's; None is its GPU among the workers of its host, or else its first logical CPU device.
+            Workers with GPUs have one each: NCCL takes no two on one.
+        cluster, seed, timeout_s, communication: as in ``MultiWorkerMirroredStrategy``.
 
     Raises:
-        ConfigError: degrees that do not fit the number of workers, or what does not work yet.
+        ConfigError: degrees that do not fit the number of workers, or what does not work together.
         UsageError: the program has initialised torch's process groups itself.
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
 
@@ -198,9 +178,9 @@ class ParallelStrategy(ThreadedStrategy):
     def parallelize(
         self, module: nn.Module, tensor_plan: TensorPlan = "auto", pipeline_split: PipelineSplit = "auto"
     ) -> MirroredModule:
-        """Divides a module among the workers of each replica. Every worker must call it, with the same module.
+        """Divides a module in place among the workers of each replica. Every worker must call it, with the same module.
 
-        All go on from the chief's weights. The module is divided in place: afterwards it is this worker's part.
+        All go on from the chief's weights.
 
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
@@ -259,14 +239,8 @@ class ParallelStrategy(ThreadedStrategy):
 class ModelParts(PartitionPolicy):
     """This worker's parts of models.
 
-    Args:
-        groups: the communicators of this worker.
-        mesh: of all workers; None if there is one.
-        pipelining: how pipelines run.
-        shard_parameters: as in ParallelStrategy, and so ``sequence_parallel``.
-        own: the generator of random numbers for what this worker alone holds.
-        device: of this worker.
-        seed: of the initial weights of models on the meta device; the same on every worker.
+    ``mesh`` is None for a single worker, ``own`` the generator of random numbers for what this worker alone holds, and
+    ``seed`` that of the initial weights of models on the meta device.
     """
 
     def __init__(
@@ -279,7 +253,7 @@ class ModelParts(PartitionPolicy):
         own: torch.Generator,
         device: torch.device,
         seed: int,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool,
     ) -> None:
         self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
         self._pipelining, self._device = pipelining, device
@@ -296,7 +270,7 @@ class ModelParts(PartitionPolicy):
     def take(self, module: nn.Module) -> nn.Module:
         return self.divide(module, "auto", "auto")
 
-    def pipeline(self, module: nn.Module) -> Pipelined | None:
+    def pipeline(self, module: nn.Module) -> Pipeline | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
 
     def check(self, optimizer: Optimizer) -> None:
@@ -344,7 +318,8 @@ class ModelParts(PartitionPolicy):
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
         first = self._first_weights(module)
         if self._mesh is None:
-            self._fill(module, first, WHOLE)
+            if first is not None:
+                materialize(module, first, WHOLE.orders, self._device)
             move_to_device(module, self._device)
             return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
@@ -353,7 +328,8 @@ class ModelParts(PartitionPolicy):
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
-        self._fill(module, first, division)
+        if first is not None:
+            materialize(module, first, division.orders, self._device)
         self.draws.apply_to(module, division.own_rng, division.common_rng)
         borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
@@ -395,10 +371,6 @@ class ModelParts(PartitionPolicy):
             return None
         self._drawn += 1  # so that two models whose modules have the same names begin with different weights
         return DeferredInit(module, f"{self._seed}/model {self._drawn}")
-
-    def _fill(self, module: nn.Module, first: DeferredInit | None, division: TensorSharding) -> None:
-        if first is not None:
-            materialize(module, first, division.orders, self._device)
 
     def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
         """How the layers divide the sequences. Called before the module is cut into stages, which wrap it."""

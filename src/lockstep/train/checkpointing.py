@@ -112,7 +112,7 @@ class TrainingState(StateAdapter):
                 f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
                 "cannot hold; save after the update"
             )
-        loop.in_flight.settle()  # nobody can go on after a loss that is NaN
+        loop.loss.settle()  # nobody can go on after a loss that is NaN
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
         return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())

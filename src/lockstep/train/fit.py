@@ -22,7 +22,7 @@ from lockstep.train.compile import CompileConfig, TrainSetup
 from lockstep.train.cuda_graphs.steps import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
-from lockstep.train.logs import RunningLoss, StepClock, StepsInFlight, batch_logs, naming_step
+from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle, train_step
@@ -171,7 +171,6 @@ class TrainLoop:
         pending: how many of the last batches wait for their update.
         loss: the loss of the epoch so far.
         metrics: the metrics of the epoch so far.
-        in_flight: the steps that a GPU may still be computing.
     """
 
     def __init__(self, setup: TrainSetup, callbacks: CallbackList, stop: AgreedStop) -> None:
@@ -179,8 +178,7 @@ class TrainLoop:
         self._workers = setup.strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
-        self.in_flight = StepsInFlight()
-        self.metrics = ReplicaMetrics.on(setup.strategy, setup.config.metrics)
+        self.metrics = ReplicaMetrics(setup.strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(
             setup.config.loss, setup.strategy.num_replicas_in_sync
@@ -213,7 +211,7 @@ class TrainLoop:
                         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
                         outputs = self._strategy.local_results(results)
                     else:
-                        outputs = self._graphs.run(batch, due, epoch=self.epoch)
+                        outputs = self._graphs.run(batch, epoch=self.epoch)
                 self._end_step(outputs, due)
                 self.metrics.skip_input_checks()
                 clock.stop(rows=sum(output.rows for output in outputs))
@@ -223,10 +221,9 @@ class TrainLoop:
                 clock.start()
         if self.pending:
             self._finish_cycle()
-        if self.in_flight.any:
-            clock.start()
-            self.in_flight.settle()
-            clock.extend()
+        clock.start()
+        self.loss.settle()
+        clock.extend()
         self.epoch, self.batch = self.epoch + 1, 0
         clock.examples = self._sync_workers(clock.examples)
         return {"loss": self.loss.final(), **self.metrics.compute()}
@@ -263,8 +260,7 @@ class TrainLoop:
             sums = [] if update is None else [update.total, update.count]
         # The copy to the host starts here. The last number is the update's total, which is checked for NaN.
         numbers = AsyncScalars([*sums, 0.0 if update is None else update.total], self._strategy.devices[0])
-        self.loss.add(numbers, pairs=len(sums) // 2)
-        self.in_flight.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
+        self.loss.add(numbers, epoch=self.epoch, step=self.batch + bool(outputs))
 
     def _sync_workers(self, rows: int) -> int:
         """At the end of an epoch: compares the weights of the workers, averages buffers, and sums the rows."""

@@ -19,7 +19,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
-from lockstep.train.logs import RunningLoss, StepClock, StepsInFlight, batch_logs
+from lockstep.train.logs import RunningLoss, StepClock, batch_logs
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 
@@ -46,17 +46,15 @@ def run_evaluation(
 ) -> dict[str, float]:
     """The loss and metrics over the data, each row counted once. Every worker must call it."""
     strategy = setup.strategy
-    metrics = ReplicaMetrics.on(strategy, setup.config.metrics)
+    metrics = ReplicaMetrics(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
-    loss, in_flight = RunningLoss(), StepsInFlight()
+    loss = RunningLoss()
 
     def run(batch: Any) -> tuple[int, Logs]:
         outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
         metrics.skip_input_checks()
         sums = [number for output in outputs for number in (output.total, output.count)]
-        numbers = AsyncScalars([*sums, 0.0], strategy.devices[0])
-        loss.add(numbers, pairs=len(outputs))
-        in_flight.add(numbers, epoch=0, step=clock.steps + 1)
+        loss.add(AsyncScalars([*sums, 0.0], strategy.devices[0]), epoch=0, step=clock.steps + 1)
         now = loss.now()
         logs = {} if now.arrived and not now.count else batch_logs(now, (), NO_SCALARS)
         return sum(output.rows for output in outputs), logs

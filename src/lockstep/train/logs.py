@@ -24,16 +24,27 @@ waits for the host, and the batches of more would fill its memory."""
 
 
 class RunningLoss:
-    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device."""
+    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device.
+
+    A step is read when its numbers have arrived, or when it is ``MOST_AHEAD`` steps behind. Whatever reads a total that
+    is NaN or infinite raises a NonFiniteLossError; the weights are those before that update.
+    """
 
     def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
         self._total, self._count = total, count
-        self._pending: deque[tuple[AsyncScalars, int]] = deque()
+        self._pending: deque[tuple[AsyncScalars, int, int]] = deque()
 
-    def add(self, numbers: AsyncScalars, pairs: int) -> None:
-        """Adds one step, or one update of all replicas: numbers that begin with ``pairs`` times a total and a count."""
-        self._pending.append((numbers, pairs))
-        self._take(lambda numbers: numbers.arrived)
+    def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
+        """Adds a step, or an update of all replicas.
+
+        Args:
+            numbers: any number of pairs of a total and a count, and the total of the update, or 0, which is checked.
+            epoch: counted from 0, for the error.
+            step: the step of the epoch, counted from 1, for the error.
+        """
+        self._pending.append((numbers, epoch, step))
+        while self._pending and (len(self._pending) > MOST_AHEAD or self._pending[0][0].arrived):
+            self._take()
 
     def now(self) -> RunningLoss:
         """The loss at this moment, which can be read later."""
@@ -44,18 +55,18 @@ class RunningLoss:
     @property
     def arrived(self) -> bool:
         """Whether the numbers can be read without waiting for the device."""
-        return all(numbers.arrived for numbers, _ in self._pending)
+        return all(numbers.arrived for numbers, *_ in self._pending)
 
     @property
     def total(self) -> float:
         """The summed losses."""
-        self._take()
+        self.settle()
         return self._total
 
     @property
     def count(self) -> float:
         """The summed counts."""
-        self._take()
+        self.settle()
         return self._count
 
     @property
@@ -72,50 +83,19 @@ class RunningLoss:
             )
         return self.value
 
-    def _take(self, ready: Callable[[AsyncScalars], bool] = lambda numbers: True) -> None:
-        while self._pending and ready(self._pending[0][0]):
-            numbers, pairs = self._pending.popleft()
-            values = numbers.read()
-            for pair in range(pairs):
-                self._total += values[2 * pair]
-                self._count += values[2 * pair + 1]
-
-
-class StepsInFlight:
-    """The steps whose numbers have not been read from the device yet. On a CPU there are none."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[AsyncScalars, int, int]] = deque()
-
-    def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
-        """Adds a step, and checks the losses of those that have arrived or are ``MOST_AHEAD`` steps behind.
-
-        Args:
-            numbers: the last one is the total loss of the step's update, or 0.
-            epoch: counted from 0, for the error.
-            step: the step of the epoch, counted from 1, for the error.
-
-        Raises:
-            NonFiniteLossError: a checked loss is NaN or infinite. The weights are those before that update.
-        """
-        self._steps.append((numbers, epoch, step))
-        while self._steps and (len(self._steps) > MOST_AHEAD or self._steps[0][0].arrived):
-            self._check_first()
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any."""
-        return bool(self._steps)
-
     def settle(self) -> None:
-        """Waits for all steps and checks their losses; raises a NonFiniteLossError as ``add`` does."""
-        while self._steps:
-            self._check_first()
+        """Reads all steps."""
+        while self._pending:
+            self._take()
 
-    def _check_first(self) -> None:
-        numbers, epoch, step = self._steps.popleft()
+    def _take(self) -> None:
+        numbers, epoch, step = self._pending.popleft()
+        *pairs, update = numbers.read()
         with naming_step(epoch, step):
-            check_finite(numbers.read()[-1])
+            check_finite(update)
+        for total, count in zip(pairs[::2], pairs[1::2], strict=True):
+            self._total += total
+            self._count += count
 
 
 @contextmanager
@@ -128,10 +108,7 @@ def naming_step(epoch: int, step: int) -> Iterator[None]:
 
 
 class LazyLogs(dict[str, float]):
-    """A dict of floats. The first access to a value reads all of them from the device.
-
-    ``read`` returns the value of every name, and may be called more than once; ``arrived`` says whether it would wait.
-    """
+    """A dict of floats. The first access to a value reads all of them with ``read``; ``arrived`` says if that waits."""
 
     def __init__(
         self, names: Sequence[str], read: Callable[[], Mapping[str, float]], arrived: Callable[[], bool]
@@ -146,7 +123,7 @@ class LazyLogs(dict[str, float]):
         return self._filled or self._source[2]()
 
     def fresh_copy(self) -> LazyLogs:
-        """A dict of the same numbers, which does not see changes of this one and is read by itself."""
+        """The same numbers, without changes that were made to these."""
         return LazyLogs(*self._source)
 
     def __iter__(self) -> Iterator[str]:
@@ -225,7 +202,8 @@ class EpochTiming:
 class StepClock:
     """Times the steps of one pass: call ``start`` before a batch is read and ``stop`` when its step is done.
 
-    The time between ``stop`` or ``pause`` and the next ``start``, which callbacks take, is not counted.
+    The time between ``stop`` or ``pause`` and the next ``start``, which callbacks take, is not counted. ``examples``
+    are the rows so far.
 
     Example:
         >>> clock = StepClock()
@@ -236,8 +214,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self._started = 0.0
-        self._before_pause = 0.0
+        self._started = self._before_pause = 0.0
         self._step_seconds: list[float] = []
         self.examples = 0
 
@@ -265,25 +242,15 @@ class StepClock:
         """The number of steps so far."""
         return len(self._step_seconds)
 
-    @property
-    def seconds(self) -> float:
-        """The sum over the steps so far."""
-        return sum(self._step_seconds)
-
-    @property
-    def median_step_s(self) -> float:
-        """The median step in seconds; 0 before the first."""
-        return median(self._step_seconds) if self._step_seconds else 0.0
-
-    @property
-    def examples_per_s(self) -> float:
-        """Examples per second so far; 0 before the first step."""
-        return self.examples / self.seconds if self._step_seconds else 0.0
-
-    def summary(self, epoch: int) -> EpochTiming:
-        """The EpochTiming of the pass."""
-        names = ("seconds", "steps", "examples", "median_step_s")
-        return EpochTiming(epoch=epoch, **{name: getattr(self, name) for name in names})
+    def summary(self, epoch: int = 0) -> EpochTiming:
+        """The times of the pass so far."""
+        return EpochTiming(
+            epoch=epoch,
+            seconds=sum(self._step_seconds),
+            steps=self.steps,
+            examples=self.examples,
+            median_step_s=median(self._step_seconds) if self._step_seconds else 0.0,
+        )
 
 
 @dataclass(eq=False, repr=False)

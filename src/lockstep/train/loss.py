@@ -138,7 +138,6 @@ class LossTotals:
     assumed_mean: bool = False  # whether the loss returned a scalar that is taken as the mean over the rows
     label_means: Sequence[LabelMean] = ()  # means over labels that the scalar was computed from
     rounding: float = torch.finfo(torch.float32).eps  # the relative rounding of the loss's dtype
-    scalar: Tensor | None = None  # what the loss returned, if total and count were found in how it was computed
 
     def numbers(self) -> _Numbers:
         """Total and count on the host."""
@@ -151,7 +150,6 @@ class ReplicaLoss:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._is_mean = False  # the scalar looks like a quotient of sums, and is a mean over the rows
 
     def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
         """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
@@ -159,7 +157,7 @@ class ReplicaLoss:
         Raises:
             ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
         """
-        sums = _totals(loss, sharded, self._is_mean, shard)
+        sums = _totals(loss, sharded, shard)
         self._steps += 1
         if sharded and not has_sharded_logits(shard.outputs):
             on_cpu, step = context.device.kind == "CPU", self._steps
@@ -167,30 +165,11 @@ class ReplicaLoss:
                 _check_label_means(loss, sums.label_means, on_cpu)
             again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
             if step == 1 or (on_cpu and sums.assumed_mean and again):
-                return self._checked(loss, shard, sums, context)
-        return sums
-
-    def _checked(self, loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> LossTotals:
-        found = _check(partial(_totals, loss, True, self._is_mean), shard, sums, context)
-        if isinstance(found, _Mismatch) and sums.scalar is not None:  # such as x.mean(0).sum() / torch.tensor(3)
-            mean = _mean_over_rows(sums.scalar, shard.rows)
-            again = _check(partial(_totals, loss, True, True), shard, mean, context)
-            if not isinstance(again, _Mismatch):
-                self._is_mean, sums, found = True, mean, again
-        if isinstance(found, _Mismatch):
-            raise ConfigError(_mismatch_message(loss, shard, sums, found))
-        # Where the outputs are not rows, such as the logits of masked tokens, a returned total and count are trusted.
-        if found is not None and (sums.assumed_mean or not shard.has_other_outputs()):
-            taken = "a mean over" if sums.assumed_mean else "adding up over"
-            warnings.warn(
-                f"the loss {_name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
-                f"it is not, {_ADVICE}",
-                stacklevel=2,
-            )
+                _check_parts(loss, shard, sums, context)
         return sums
 
 
-def _totals(loss: Loss, sharded: bool, is_mean: bool, shard: ShardRows) -> LossTotals:
+def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     weight = shard.batch.sample_weight
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
@@ -198,20 +177,16 @@ def _totals(loss: Loss, sharded: bool, is_mean: bool, shard: ShardRows) -> LossT
     if not isinstance(returned, Tensor) or returned.dim() > 0 or weight is not None:
         return LossTotals(*loss_sums(returned, shard.rows, weight), rounding=rounding)
     pair, summed = tracer.pair_of(returned), tracer.sum_of(returned)
-    if pair is not None and not is_mean:
-        return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding, scalar=returned)
+    if pair is not None:
+        return LossTotals(*loss_sums(pair, shard.rows), rounding=rounding)
     if summed is not None and sharded:
         raise ConfigError(
             f"the loss {_name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
             "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
             f"times larger as the global batch has rows, or {_ADVICE}"
         )
-    return _mean_over_rows(returned, shard.rows, tracer.label_means)
-
-
-def _mean_over_rows(scalar: Tensor, rows: int, label_means: Sequence[LabelMean] = ()) -> LossTotals:
-    total, count = loss_sums(scalar, rows)
-    return LossTotals(total, count, assumed_mean=True, label_means=label_means, rounding=_rounding(scalar))
+    total, count = loss_sums(returned, shard.rows)
+    return LossTotals(total, count, assumed_mean=True, label_means=tracer.label_means, rounding=rounding)
 
 
 def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: bool) -> None:
@@ -236,14 +211,34 @@ _Measure = Callable[[ShardRows], LossTotals]
 
 @dataclass(frozen=True, slots=True)
 class _Mismatch:
-    """The parts of a shard do not add up to the shard: totals and counts of the whole and the parts."""
+    """The parts of a shard do not add up to the shard."""
 
-    whole: _Numbers
-    parts: Sequence[_Numbers]
+    is_sum: bool  # whether the loss of the whole is the sum of the losses of its parts
 
 
-def _check(measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
-    """Compares a shard with its parts: None if they add up; a text that says why, if that cannot be checked."""
+def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> None:
+    """Compares a shard with its parts, and refuses a loss that they do not add up to."""
+    found = _compared(partial(_totals, loss, True), shard, sums, context)
+    if isinstance(found, _Mismatch):
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
+        what = "the sum over" if found.is_sum else "no mean over"
+        raise ConfigError(
+            f"the loss {_name_of(loss)} returns {what} the rows, so its shards do not add up to the loss of the global "
+            f"batch (shapes of outputs and targets: {', '.join(map(str, shapes))}); {_ADVICE}. A loss that compares "
+            "rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
+        )
+    # Where the outputs are not rows, such as the logits of masked tokens, a returned total and count are trusted.
+    if found is not None and (sums.assumed_mean or not shard.has_other_outputs()):
+        taken = "a mean over" if sums.assumed_mean else "adding up over"
+        warnings.warn(
+            f"the loss {_name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
+            f"it is not, {_ADVICE}",
+            stacklevel=2,
+        )
+
+
+def _compared(measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
+    """None if the parts of a shard add up to it; a text that says why, if that cannot be checked."""
     why = ""
     for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
         rows = shard.requiring_grad() if with_gradients else shard
@@ -280,7 +275,8 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch
         return "the outputs hold what has no row for each example"
     if difference <= _bounds(max(sums.rounding, _rounding((shard.outputs, shard.batch.y))))[1]:
         return f"its parts differ from the whole by {difference:.1g} of it, which may be rounding"
-    return _Mismatch(whole, parts)
+    means = sum(total / count for total, count in parts if count)
+    return _Mismatch(sums.assumed_mean and math.isclose(means, whole[0] / whole[1], rel_tol=_bounds(sums.rounding)[1]))
 
 
 def _difference(whole: _Numbers, parts: Sequence[_Numbers]) -> float:
@@ -301,23 +297,6 @@ def _uses_others(measure: _Measure, shard: ShardRows, whole: _Numbers, suspect: 
     except FAILURES:
         return True
     return _difference(whole, [changed]) > suspect
-
-
-def _mismatch_message(loss: Loss, shard: ShardRows, sums: LossTotals, found: _Mismatch) -> str:
-    means = [total / count for total, count in found.parts if count]
-    whole = found.whole[0] / found.whole[1] if found.whole[1] else math.nan
-    is_sum = sums.assumed_mean and math.isclose(sum(means), whole, rel_tol=_bounds(sums.rounding)[1])
-    shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
-    what = (
-        "the sum over the rows, expected their mean"
-        if is_sum
-        else "no mean over the rows: its value for all rows is not the mean of its values for parts of them"
-    )
-    return (
-        f"the loss {_name_of(loss)} returns {what}, so that its shards do not add up to the loss of the global batch "
-        f"(shapes of outputs and targets: {', '.join(map(str, shapes))}); {_ADVICE}, which depends on no other row. "
-        "A loss that compares rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
-    )
 
 
 def _rounding(values: Any) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep._torch_compat import functorch_interpreter, saved_tensors_hooks
+from lockstep.errors import ConfigError
 from lockstep.replicas.rng.mode import restore_l1_weight
 
 Pair = tuple[Tensor, Any]
@@ -99,7 +100,6 @@ class ReductionTracer(TorchFunctionMode):
             if reduction == "sum" and trace:
                 self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
             return result
-        given = {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
         total, count = _SUMMED.get(func, _values_summed)(func, given)
         result = total / count
         self._pairs.put(result, (total, count))
@@ -284,12 +284,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _reduction(given: Mapping[str, Any]) -> str:
-    averages, reduces = given.get("size_average"), given.get("reduce")
-    if averages is None and reduces is None:
-        return str(given.get("reduction", "mean"))
-    if reduces is False:
-        return "none"
-    return "sum" if averages is False else "mean"
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        raise ConfigError("the loss gives torch size_average= or reduce=, which are deprecated; give it reduction=")
+    return str(given.get("reduction", "mean"))
 
 
 _OF_LABELS = frozenset([F.cross_entropy, F.nll_loss])

@@ -10,17 +10,16 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep._torch_compat import tree_leaves
-from lockstep.collectives.communicator import Communicator, all_gather_object
-from lockstep.config import LogicalDevice
+from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
-from lockstep.mirroring.metric import check_kind, merge_metrics, merge_states, nested_metrics, states_of
+from lockstep.mirroring.metric import check_kind, merge_into, merge_metrics, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
@@ -59,10 +58,8 @@ class ReplicaMetrics:
     """The metrics of one pass: a copy of each on every replica, and the merged values.
 
     Args:
+        strategy: on whose replicas they are.
         metrics: name to torchmetrics Metric, as the user gave them. They are copied and never updated.
-        devices: the torch device of each local replica, in replica order.
-        workers: the workers over whose replicas the values are merged.
-        home: the first replica's device, whose values may be read later; None reads them at once.
 
     Attributes:
         per_replica: each replica's own metrics, by name.
@@ -71,34 +68,24 @@ class ReplicaMetrics:
         UsageError: a metric's states cannot be merged, and there are several replicas.
     """
 
-    def __init__(
-        self,
-        metrics: Mapping[str, Any],
-        devices: Sequence[torch.device],
-        workers: Communicator,
-        home: LogicalDevice | None = None,
-    ) -> None:
-        self._workers, self._home = workers, home
-        if workers.num_replicas > 1:
+    def __init__(self, strategy: Strategy, metrics: Mapping[str, Any]) -> None:
+        self._workers, self._home = strategy.workers, strategy.devices[0]
+        if self._workers.num_replicas > 1:
             for metric in metrics.values():
                 check_kind(metric)
-        self._checked = home is None or home.kind == "CPU" or not metrics
+        self._checks_inputs = self._home.kind != "CPU"
         self.per_replica = [
-            {name: _fresh_copy(metric, device) for name, metric in metrics.items()} for device in devices
+            {name: _fresh_copy(metric, device.torch_device) for name, metric in metrics.items()}
+            for device in strategy.devices
         ]
-
-    @classmethod
-    def on(cls, strategy: Strategy, metrics: Mapping[str, Any]) -> Self:
-        """The metrics on all replicas of a strategy."""
-        return cls(metrics, [each.torch_device for each in strategy.devices], strategy.workers, strategy.devices[0])
 
     def skip_input_checks(self) -> None:
         """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
-        if self._checked:
-            return
-        self._checked = True
-        for metric in (metric for own in self.per_replica for metric in own.values()):
-            for part in nested_metrics(metric):
+        if self._checks_inputs:
+            self._checks_inputs = False
+            for part in (
+                part for own in self.per_replica for metric in own.values() for part in nested_metrics(metric)
+            ):
                 if getattr(part, "validate_args", False):
                     part.validate_args = False
 
@@ -157,7 +144,7 @@ def load_states(
     """Restores saved states into the local replicas' metrics, which have been reset.
 
     On another number of replicas, the states of replica r go to replica r modulo the new number. Where several meet
-    they are combined, which is exact for states that are summed, joined, or extremes.
+    they are merged, which is exact for states that are summed, joined, or extremes.
 
     Args:
         metrics: each local replica's own metrics, by name.
@@ -168,9 +155,17 @@ def load_states(
     for local, own in enumerate(metrics):
         sources = saved[first + local :: replicas]
         for name, metric in own.items():
-            parts = [source[name] for source in sources if name in source]
-            if parts:
-                _load(name, metric, parts)
+            states = zip(*[source[name] for source in sources if name in source], strict=True)
+            for part, saved_states in zip(nested_metrics(metric), states, strict=False):
+                used = [state for state in saved_states if state["updates"]]
+                if len(used) < 2 or _combines(part):
+                    merge_into(part, used)
+                    continue
+                warnings.warn(
+                    f"metric {name!r} cannot combine the states of several replicas; on this smaller number of "
+                    "replicas it counts only the rest of the epoch",
+                    stacklevel=2,
+                )
 
 
 def replica_states(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -178,40 +173,11 @@ def replica_states(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: states_of(metric) for name, metric in metrics.items()}
 
 
-def _load(name: str, metric: Any, sources: Sequence[list[dict[str, Any]]]) -> None:
-    for part, states in zip(nested_metrics(metric), zip(*sources, strict=True), strict=True):
-        used = [state for state in states if state["updates"]]
-        if len(used) > 1 and not _combines(part):
-            warnings.warn(
-                f"metric {name!r} cannot combine the states of several replicas; on this smaller number of replicas it "
-                "counts only the rest of the epoch",
-                stacklevel=2,
-            )
-            continue
-        for key, reduction in part._reductions.items():
-            values = [state["states"][key] for state in used]
-            if not values:
-                continue
-            if isinstance(values[0], list):
-                combined: Any = [item for value in values for item in value]
-            else:
-                combined = values[0] if len(values) == 1 else merge_states(values, reduction)
-            setattr(part, key, _moved(combined, part.device))
-        part._update_count = sum(state["updates"] for state in used)
-        part._computed = None
-
-
 def _combines(part: Any) -> bool:
     """Whether states of the metric can be combined exactly: the mean of means is not the mean."""
     data = require("torchmetrics.utilities.data", "train")
     exact = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
     return all(reduction in exact for reduction in part._reductions.values())
-
-
-def _moved(state: Any, device: Any) -> Any:
-    if isinstance(state, list):
-        return [_moved(item, device) for item in state]
-    return state.to(device) if isinstance(state, Tensor) else state
 
 
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_l
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
-from lockstep.mirroring.partition import Pipelined
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.train.batch import LabelledBatch, ShardRows, module_arguments, unpack_inputs, unpack_labelled
@@ -28,7 +27,12 @@ from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
 
+if TYPE_CHECKING:
+    from lockstep.parallel.pipeline import Pipeline
+
 Count = Tensor | float
+MetricInputs = list[tuple[Any, Any]]
+"""The (outputs, targets) that the metrics of a replica are to be updated with."""
 
 
 class ReplicaState:
@@ -37,6 +41,7 @@ class ReplicaState:
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
+        self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
         self.loss = ReplicaLoss()
         self.reset_sums()
 
@@ -163,7 +168,7 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
 
 
 def _train_in_stages(
-    setup: TrainSetup, pipeline: Pipelined, state: ReplicaState, item: Any, rows: int
+    setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, item: Any, rows: int
 ) -> tuple[Count, Count]:
     """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
     if not rows and not setup.module.shards_weights:
@@ -223,8 +228,17 @@ def _loss_sums(
     return sums.total, sums.count
 
 
-def update_metrics_of(state: ReplicaState, outputs: Any, targets: Any) -> None:
+def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:
+    """Makes the updates that were deferred, in each replica."""
+    for outputs, targets in inputs:
+        _update_each(state, outputs, targets)
+
+
+def _update_each(state: ReplicaState, outputs: Any, targets: Any) -> None:
     """Updates the metrics of one replica. An error gets a note that names the metric."""
+    if state.deferred is not None:
+        state.deferred.append((outputs, targets))
+        return
     sharded = has_sharded_logits(outputs)
     for name, metric in state.metrics.items():
         try:
@@ -245,7 +259,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
-    update_metrics_of(state, detached, batch.y)
+    _update_each(state, detached, batch.y)
 
 
 def _check_graph(total: Tensor) -> None:

@@ -60,15 +60,13 @@ def test_only_the_best_is_kept(
     assert read_weights(path)["weight"].tolist() == [[kept] * 3]
 
 
-def test_an_absent_name_warns_and_saves_as_keras_does(model: Model, tmp_path: Path):
+def test_an_absent_name_is_refused(model: Model, tmp_path: Path):
     path = tmp_path / "best.safetensors"
 
-    with pytest.warns(
-        UserWarning, match="ModelCheckpoint monitors 'val_accuracy', which the logs lack; they have: val"
-    ):
-        play(model, ModelCheckpoint(path, monitor="val_accuracy", mode="max", save_best_only=True), [3.0])
+    with pytest.raises(ConfigError, match="ModelCheckpoint monitors 'accuracy', which the logs lack; they have: val"):
+        play(model, ModelCheckpoint(path, monitor="accuracy", mode="max", save_best_only=True), [3.0])
 
-    assert path.exists()
+    assert not path.exists()
 
 
 def test_a_number_of_batches_counts_over_the_epochs(model: Model, batches: Batches, tmp_path: Path):

@@ -60,10 +60,11 @@ def test_equal_is_not_better_and_nan_is_never():
     assert watch.is_better(1.0, None)
 
 
-def test_an_absent_name_warns_and_lists_those_that_exist():
-    with pytest.warns(UserWarning, match="monitors 'val_loss', which the logs lack; they have: loss, acc"):
-        assert monitor("val_loss").read({"loss": 1.0, "acc": 2.0}) is None
+def test_an_absent_name_is_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match="monitors 'val_loss', which the logs lack; they have: loss, acc"):
+        monitor("val_loss").read({"loss": 1.0, "acc": 2.0}, validated=False)
+    assert monitor("val_loss").read({"loss": 1.0, "acc": 2.0}, validated=True) is None  # in an epoch without validation
 
 
 def test_a_present_name_is_read():
-    assert monitor("loss").read({"loss": 1.5}) == 1.5
+    assert monitor("loss").read({"loss": 1.5}, validated=False) == 1.5

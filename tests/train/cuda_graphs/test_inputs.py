@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import RowList
-from lockstep.train.cuda_graphs.capture import StaticInputs, signature, tensors
+from lockstep.train.cuda_graphs.capture import StepInputs
 from lockstep.train.cuda_graphs.guards import NotCapturableError
 
 
@@ -42,16 +42,16 @@ def test_lists_of_rows_are_recorded_as_they_are_trained(train: Train) -> None:
     assert alike(plain, recorded)
 
 
-def test_the_rows_of_a_list_have_fixed_addresses() -> None:
-    first = PerReplica([RowList([torch.ones(2), torch.ones(3)])])
-    inputs = StaticInputs((first,))
-    inputs.take((PerReplica([RowList([torch.zeros(2), torch.zeros(3)])]),))
-    assert [each.sum().item() for each in tensors(inputs.batch)] == [0, 0]
-    assert first[0][0].sum() == 2
-
-
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_tensors_without_a_fixed_address_are_not_recorded() -> None:
     for odd in (torch.eye(2).to_sparse(), nn.utils.rnn.pack_sequence([torch.ones(2, 1)])):
-        with pytest.raises(NotCapturableError, match="sparse"):
-            signature((PerReplica([odd]),))
+        with pytest.raises(NotCapturableError, match=r"sparse|PackedSequence"):
+            StepInputs.of((PerReplica([odd]),), 1)
+
+
+def test_batches_of_one_signature_have_equal_shapes_and_plain_values() -> None:
+    def signature(rows: int, number: float) -> object:
+        return StepInputs.of((PerReplica([RowList([torch.ones(rows)])]), number), 1).signature()
+
+    assert signature(2, 1.0) == signature(2, 1.0)
+    assert len({signature(2, 1.0), signature(3, 1.0), signature(2, 2.0), signature(2, True)}) == 4

@@ -70,7 +70,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}, {"accumulate": 2}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}, {"precision": "bf16"}], ids=str)
 def test_replayed_steps_have_the_numbers_of_others(
     replicas: list[str], settings: dict[str, Any], recorded: list[int]
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_recording_that_fails_leaves_a_process_that_trains_on(
     plain = train(replicas, net, graphs=False)
     failed = train(replicas, net, loss=asking)
     assert not recorded
-    assert any("could not be recorded" in record.getMessage() for record in caplog.records)
+    assert any("could not be captured" in record.getMessage() for record in caplog.records)
     assert all(torch.equal(plain[name], failed[name]) for name in plain)
 
     train(replicas, net)
@@ -116,7 +116,7 @@ def compiling_here() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiling_here")
-def test_compiled_modules_are_recorded_too(replicas: list[str], recorded: list[int]) -> None:
+def test_compiled_modules_train_alike_and_are_not_recorded(replicas: list[str], recorded: list[int]) -> None:
     pytest.importorskip("triton")
     torch.manual_seed(0)
     net = Net(norm=True)
@@ -127,7 +127,7 @@ def test_compiled_modules_are_recorded_too(replicas: list[str], recorded: list[i
 
     plain = train(replicas, net, sgd, graphs=False)
     compiled = train(replicas, net, sgd, compile_module=True)
-    assert recorded
+    assert not recorded
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)
 

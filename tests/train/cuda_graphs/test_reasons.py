@@ -89,14 +89,26 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
             {"loss": own_generator, "shares": None},
             "captured: RuntimeError: aten.rand.generator draws from",
         ),
-        (Counting, {}, "changes what a captured step assumes: Counting has other attributes"),
+        (Counting, {}, "changes what a captured step assumes: the attributes of a module"),
         (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
         (Hooked, {}, "the hooks of a Linear would run once"),
         (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
         (Net, {"precision": "fp16"}, 'precision="fp16" asks on the host'),
+        (Net, {"accumulate": 2}, "accumulate keeps gradients from step to step"),
         (lambda: Net(norm=True), {"sync_batchnorm": True}, r"reads from the device at batch_norm.py"),
     ],
-    ids=["host", "numbers", "generator", "attributes", "tensors", "hooks", "optimizer", "fp16", "sync batch norm"],
+    ids=[
+        "host",
+        "numbers",
+        "generator",
+        "attributes",
+        "tensors",
+        "hooks",
+        "optimizer",
+        "fp16",
+        "accumulation",
+        "sync batch norm",
+    ],
 )
 def test_steps_that_cannot_be_recorded(
     train: Train, module: Callable[[], nn.Module], settings: dict[str, Any], reason: str
@@ -128,7 +140,7 @@ def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
     def full(batch: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(capture, "StaticInputs", full)
+    monkeypatch.setattr(capture.StepInputs, "cloned", full)
     refused = train(net, batches())
     assert refused.reasons == ["the step could not be captured: OutOfMemoryError: CUDA out of memory."]
     assert alike(train(net, batches(), graphs=False), refused)
@@ -200,6 +212,12 @@ def test_replicas_on_several_gpus() -> None:
         LogicalDevice(name=gpu.name, kind="GPU", physical=gpu, memory_limit=None, torch_device=gpu.torch_device)
         for gpu in gpus
     )
-    strategy: Any = SimpleNamespace(devices=devices, workers=SingleWorkerCommunicator(2))
+    strategy = SimpleNamespace(devices=devices, workers=SingleWorkerCommunicator(2))
+    module = SimpleNamespace(module=nn.Linear(1, 1), is_compiled=False, pipeline=None, shards_weights=False)
+    optimizer = SimpleNamespace(
+        plain=torch.optim.Adam(module.module.parameters()), storages=SimpleNamespace(not_fused=None)
+    )
+    config = SimpleNamespace(precision="fp32", accumulate=1)
+    setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config)
     with pytest.raises(NotCapturableError, match="several GPUs"):
-        driver_for(strategy)
+        driver_for(setup)

@@ -36,18 +36,6 @@ def test_dropout_and_a_schedule_and_adams_counters_and_batch_statistics_go_on(
     assert recorded.driver.waits == plain.driver.waits
 
 
-def test_every_step_of_an_accumulation_cycle_is_a_recording_of_its_own(train: Train, net: Net) -> None:
-    settings: dict[str, Any] = {"accumulate": 3, "epochs": 3, "scheduler": halving}
-    data = batches(14 * 8)  # 14 steps: the last cycle of an epoch is cut short
-
-    plain = train(net, data, graphs=False, **settings)
-    recorded = train(net, data, **settings)
-
-    assert len(recorded.replays) == 3
-    assert min(recorded.replays) > 3
-    assert alike(plain, recorded)
-
-
 def test_a_short_last_batch_is_recorded_when_it_has_come_often_enough(train: Train, net: Net) -> None:
     data = batches(8 * 3 + 5, weights=True)
     plain = train(net, data, graphs=False, epochs=5)

@@ -8,7 +8,7 @@ devices would hold.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,10 @@ class Copying:
 
 
 class Copyings(dict[int, Copying]):
-    """The ``Copying`` of each replica, made when it is asked for. ``peers`` may have submodules in common with it."""
+    """The ``Copying`` of each replica, made when it is asked for.
+
+    ``peers`` may have submodules in common with it; what has ``changed``, by its id, gets a new copy.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class Copyings(dict[int, Copying]):
         devices: Sequence[torch.device],
         groups: Sequence[Sequence[int]],
         peers: Iterable[Propagation],
+        changed: Set[int] = frozenset(),
     ) -> None:
+        self._changed = changed
         self._module = module
         self._devices = devices
         self._leaders = {member: group[0] for group in groups for member in group}
@@ -98,7 +103,7 @@ class Copyings(dict[int, Copying]):
     def __missing__(self, replica: int) -> Copying:
         leader, known = self._leaders[replica], dict[int, Any]()
         for peer in self._peers:
-            peer.fill(replica, known)
+            peer.fill(replica, known, self._changed)
         tensors = (*self._module.parameters(), *self._module.buffers())
         home = next((each.device for each in tensors), torch.device("cpu"))
         alias = leader != replica

@@ -41,12 +41,9 @@ _MADE = "_made"
 
 
 def _member(name: str) -> property:
-    """A property for one of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
-
-    def put(self: MirroredModule, value: Any) -> None:
-        self.__dict__[name] = value  # called by nn.Module.__init__
-
-    return property(lambda self: getattr(self._here(), name), put)
+    """One of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
+    # nn.Module.__init__ sets it.
+    return property(lambda self: getattr(self._here(), name), lambda self, value: self.__dict__.update({name: value}))
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -61,11 +58,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operator on the current copy: containers such as Sequential have items."""
-
-    def call(self: MirroredModule, *args: Any) -> Any:
-        return function(self._here(), *args)
-
-    return call
+    return lambda self, *args: function(self._here(), *args)
 
 
 class MirroredModule(nn.Module):
@@ -78,11 +71,10 @@ class MirroredModule(nn.Module):
 
     Attributes:
         propagation: brings what is set on the user's module to all copies.
-        pipeline: runs a step through the module, if it is a pipeline stage that cannot be called by itself.
+        pipeline: runs a step through a pipeline stage, which cannot be called by itself; else None.
         is_part: whether other workers hold other parts of the model.
         shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
-        on_call: called with this module and the arguments of each call in a replica; may be None.
-        optimizers: the mirrored optimizers of the strategy.
+        on_call: None, or called with this module and the arguments of each call in a replica.
     """
 
     _parameters = _member("_parameters")
@@ -154,19 +146,10 @@ class MirroredModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without sending them to other workers, as DDP's ``no_sync`` does.
 
-        Use it for the backward passes before the last one of an optimizer step. The next backward pass outside the
-        block sends the accumulated gradients. Without it the numbers are the same, but every pass sends. In a replica
-        it affects that replica's passes, outside replicas those of all local replicas. With ``shard_parameters`` every
-        pass sends, since no worker has memory for whole gradients.
-
-        Example:
-            >>> import torch, lockstep as ls
-            >>> strategy = ls.MirroredStrategy()
-            >>> mirrored = strategy.mirror(torch.nn.Linear(2, 1))
-            >>> def step(x, y):
-            ...     with mirrored.no_sync():
-            ...         mirrored(x).sum().backward()
-            ...     mirrored(y).sum().backward()
+        Use it for the backward passes before the last one of an optimizer step; the next one outside the block sends
+        what has been accumulated. The numbers are the same without it. In a replica it affects that replica's passes,
+        outside those of all local ones. With ``shard_parameters`` every pass sends: no worker has memory for whole
+        gradients.
         """
         context = get_replica_context()
         replicas = range(len(self._copies)) if context is None else (context.local_replica,)
@@ -201,10 +184,12 @@ class MirroredModule(nn.Module):
             self._workers.all_gather_numbers("comparison of the weights")
 
     def align(self) -> bool:
-        """Before a run: brings what was set on the user's module to all copies. Every worker must call it.
+        """Before a run, on every worker: averages buffers if it is due, and brings what was set to all copies.
 
         Returns whether any copy has new weights, buffers or submodules, or weights in other memory.
         """
+        if self._buffer_averages.begin_run():
+            self.sync_buffers()
         moved = self.propagation.begin()
         fresh = self.propagation.take_fresh()
         if not fresh or self._workers.is_single or self.shards_weights:
@@ -218,11 +203,6 @@ class MirroredModule(nn.Module):
                     if other.data_ptr() != first.data_ptr():
                         other.copy_(first)
         return moved
-
-    def begin_run(self) -> None:
-        """Before each run: averages buffers if this run evaluates and an earlier one trained."""
-        if self._buffer_averages.begin_run():
-            self.sync_buffers()
 
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
@@ -255,8 +235,7 @@ class MirroredModule(nn.Module):
     def train(self, mode: bool = True) -> MirroredModule:
         """Sets the training mode of the current replica's copy; outside replicas, of all copies.
 
-        Outside replicas, ``eval()`` also averages the buffers, so that all replicas evaluate with the same statistics.
-        With several workers the next run does that, since it needs all of them.
+        Outside, ``eval()`` also averages the buffers; with several workers, who must all take part, the next run does.
         """
         if get_replica_context() is not None:
             here = self._here().train(mode)
@@ -393,7 +372,7 @@ class MirroredModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
             "a mirrored module belongs to its strategy and cannot be copied or pickled; copy your own module "
-            "(mirrored.module), as for AveragedModel or a target network, or save its state_dict()"
+            "(mirrored.module), as for AveragedModel, or save its state_dict()"
         )
 
     def __repr__(self) -> str:
@@ -445,13 +424,7 @@ def mirror_module(
 ) -> MirroredModule:
     """Makes a copy of ``module`` for each device. The first is ``module`` itself, moved to its device in place.
 
-    All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner, which may have
-    submodules in common.
-
-    Raises:
-        UsageError: the module has parameters without a shape yet, or cannot be copied.
-        ConfigError: no such memory format; a module on the meta device.
-        ClusterError: another worker has another module.
+    All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner.
     """
     _check_can_be_mirrored(module)
     # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
@@ -476,7 +449,7 @@ def _check_can_be_mirrored(module: nn.Module) -> None:
         if isinstance(part, MirroredModule):
             raise UsageError(
                 f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
-                "(mirrored.module), of which each replica has one copy, however many mirrored modules it is in"
+                "(mirrored.module), of which each replica has one copy"
             )
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
@@ -494,14 +467,12 @@ def signature(module: nn.Module) -> list[str]:
 
 
 def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
-    """Moves the user's module to the first replica's device, in place.
-
-    For a share of a GPU it copies weights that are on that GPU already, into the memory that counts for it.
-    """
+    """Moves the user's module to the first replica's device, in place."""
     tensors = [*module.parameters(), *module.buffers()]
     there = any(each.device == device.torch_device for each in tensors)
     module.to(device.torch_device)
     if device.memory_limit is not None and there and all(type(each) is nn.Parameter for each in module.parameters()):
+        # Weights that are on the GPU already are copied into the memory that counts for its share.
         module._apply(torch.clone)  # type: ignore[no-untyped-call]
     if layout is not None:
         module.to(memory_format=layout)  # type: ignore[call-overload]

@@ -4,22 +4,21 @@
                                                 +-- before the next run or read: differences --> copies 1, 2, ...
     user's module  --- before the next run -----'
 
-A snapshot is a list of nodes: the ``__dict__`` of each submodule, its dicts of weights, buffers, submodules and hooks,
-and the containers and objects that hang on attributes, each with a shallow copy, so that one comparison in C finds what
-was set, replaced or removed. Tensors that were changed in place are found by their version, address and, on a CPU,
-their first bytes. What a replica sets on its own copy during a run stays its own: it is part of the next snapshot.
-Comparing a module of 200 submodules takes 60 us.
+A snapshot has a shallow copy of each submodule's ``__dict__`` and of its dicts of weights, buffers, submodules and
+hooks, so that one comparison in C finds what was set or removed. Of containers and objects that hang on attributes it
+has a description of their content; where that differs, the attribute is copied whole. Tensors that were changed in
+place are found by their version, address and, on a CPU, their first bytes. What a replica sets on its own copy during a
+run stays its own: it is part of the next snapshot.
 """
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
-import enum
-import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +43,9 @@ _NO_ATTRIBUTES = frozenset([*_REGISTRIES, *_HOOK_FLAGS, *_OF_USER_ALONE])
 
 _DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
-_MAX_NODES = 20_000
-_COMPARED_NODES = 64
+_MAX_CONTAINERS = 20_000
 _MAX_ITEMS = 10_000
-"""Larger containers are not looked into: comparing one would take more than 0.1 ms at every run."""
+"""Larger containers are not looked into: comparing one would take more than 0.5 ms at every run."""
 _COMPARED_BYTES = 4096
 """Of a tensor on a CPU or a NumPy array: a write through ``.data`` or NumPy counts no version."""
 
@@ -58,13 +56,13 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     ]
 )
+"""Types of which every replica has the same object: nothing in it can change."""
 _OWN_PACKAGE = f"{__name__.partition('.')[0]}."
 _WITHOUT_CONTENT = (nn.Module, torch.Tensor, Optimizer, type, types.MethodType, types.ModuleType)
+_FLAT = (dict, list, deque, set)
 _ABSENT: Any = object()
-Container = Any
-"""A dict, list, deque, set, tuple, or the attributes of an object."""
-_Place = tuple[Container, Any]
-"""A container and a key in it."""
+_Place = tuple[dict[str, Any], str]
+"""A dict of a submodule and a key in it."""
 
 
 class _IdentityOfTensors(TorchFunctionMode):
@@ -74,79 +72,43 @@ class _IdentityOfTensors(TorchFunctionMode):
         return False
 
 
-class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object whose class has ``__slots__``, as a dict."""
+class _Identity:
+    """Equal to another one if both are of the same object, which is held weakly if that is possible."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def __getitem__(self, name: str) -> Any:
+    def __init__(self, value: Any) -> None:
         try:
-            return getattr(self._of, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._of, name, value)  # works for frozen ones too
-
-    def __delitem__(self, name: str) -> None:
-        object.__delattr__(self._of, name)
-
-    def __iter__(self) -> Iterator[str]:
-        for kind in type(self._of).__mro__:
-            names = vars(kind).get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                if name not in ("__weakref__", "__dict__") and hasattr(self._of, name):
-                    yield name
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+            self.of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.of = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return dict(self) == other
+        return isinstance(other, _Identity) and self.of() is other.of()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A container of the user's module.
+    """A dict of one of the user's submodules: as it is now, and a shallow copy from the last snapshot."""
 
-    Args:
-        live: the container as it is now.
-        kept: a shallow copy of it as it was at the last snapshot.
-        home: the node that it hangs on; None for what a submodule itself has.
-        key: its key there; of a submodule its number, and the name of the registry or "" for ``__dict__``.
-        value: the container, or the object whose attributes it is.
-        depth: how many containers below the submodule it is.
-    """
-
-    live: Container
-    kept: Container
-    home: _Node | None
-    key: Any
-    value: Any
-    depth: int = 0
-
-    @property
-    def registry(self) -> str:
-        """The name of the submodule's registry that this is, or ""."""
-        return self.key[1] if self.home is None else ""
+    live: dict[str, Any]
+    kept: dict[str, Any]
+    number: int  # of the submodule
+    name: str  # of the dict, such as "_buffers"; "" is ``__dict__``
 
     def restructures(self) -> bool:
         """Whether a difference here is another parameter or submodule, or another name of a buffer."""
-        same_names = self.registry == "_buffers" and self.live.keys() == self.kept.keys()
-        return self.registry in ("_parameters", "_buffers", "_modules") and not same_names
+        same_names = self.name == "_buffers" and self.live.keys() == self.kept.keys()
+        return self.name in ("_parameters", "_buffers", "_modules") and not same_names
 
-    def difference(self) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """The keys that were removed, and what was set. Of a set and a list: no keys, and all items if any differs."""
-        live, kept = self.live, self.kept
-        if isinstance(live, (dict, _Slots)):
-            left_out = _NO_ATTRIBUTES if self.home is None and not self.registry else frozenset[str]()
-            fresh = [(key, value) for key, value in live.items() if not _is_same(kept.get(key, _ABSENT), value)]
-            return [key for key in kept if key not in live], [each for each in fresh if each[0] not in left_out]
-        if isinstance(live, set):
-            return [], [(None, each) for each in live] if live != kept else []
-        same = len(live) == len(kept) and all(map(_is_same, kept, live))
-        return [], [] if same else list(enumerate(live))
+
+@dataclass(slots=True)
+class _Difference:
+    """What was removed from the dict of a node, and what was set in it."""
+
+    node: _Node
+    removed: list[str]
+    fresh: dict[str, Any]
 
 
 class Propagation:
@@ -194,7 +156,7 @@ class Propagation:
             return False
         if self._in_run:  # begun before, and not run
             self._in_run = False
-            self._take_arrays_back()
+            self._keep_attributes()
             self.note()
         changed = self.follow()
         changed |= self._align_modes()
@@ -219,18 +181,18 @@ class Propagation:
         moved = self._spread_values()
         if self._is_as_kept():
             return moved
-        differing = self._differing()
-        restructured = any(node.restructures() for node in differing)
-        self._bring(differing)
+        differences = self._differences()
+        restructured = any(each.node.restructures() for each in differences)
+        self._bring(differences)
         if restructured:
             self._take()
-            for value, (_, _, _, others) in zip(self._current(), self._watched, strict=True):
+            for value, (_, _, others) in zip(self._current(), self._watched, strict=True):
                 if isinstance(value, nn.Parameter):  # values may have moved to other names
                     _write(value, others)
         else:
-            self._keep(differing)
+            self._look()
         self.note()
-        return moved or restructured or any(node.registry == "_buffers" for node in differing)
+        return moved or restructured or any(each.node.name == "_buffers" for each in differences)
 
     def end(self, *, failed: bool = False) -> None:
         """After a run: what replicas have set on their copies is their own.
@@ -239,11 +201,10 @@ class Propagation:
         """
         if self._in_run:
             self._in_run = False
-            self._take_arrays_back()
+            self._keep_attributes()
             if not self._is_as_kept():
-                differing = self._differing()
-                if not any(node.restructures() for node in differing):
-                    self._keep(differing)
+                if not any(each.node.restructures() for each in self._differences()):
+                    self._look()
                 elif not failed:  # else the next run brings what only the user's module has
                     self._refuse_new_weights()
                     self._take()
@@ -254,7 +215,7 @@ class Propagation:
         self._read.clear()
         self._replayed = False
         if len(self._copies) > 1:
-            self._marks, self._contents = self._look_at_tensors()
+            self._marks, self._bytes = self._look_at_tensors()
             self._versions = _versions(self._others)
 
     def note_replay(self) -> None:
@@ -266,23 +227,16 @@ class Propagation:
         if len(copies) > 1 and _address(value) != _address(copies[0]):
             self._read.append((value, _version(value), copies))
 
-    def fill(self, replica: int, known: dict[int, Any]) -> None:
-        """Adds the id of all that the last snapshot has, with its counterpart in the replica's copy."""
+    def fill(self, replica: int, known: dict[int, Any], changed: Set[int]) -> None:
+        """Adds the id of what the last snapshot has, except what has ``changed``, with its counterpart in a copy."""
         for part, duplicate in zip(self._parts[0], self._parts[replica], strict=True):
             known.setdefault(id(part), duplicate)
-        for node in self._nodes:
-            if node.home is not None:
-                if self._counterpart(node, replica) is not None:
-                    known.setdefault(id(node.value), _item(self._counterpart(node.home, replica), node.key))
-            elif node.registry in ("_parameters", "_buffers"):
-                theirs = (self._counterpart(node, replica) if node.kept else None) or {}
-                for name, tensor in node.kept.items():
-                    if tensor is not None and theirs.get(name) is not None:
-                        known.setdefault(id(tensor), theirs[name])
-        for node, key in self._arrays:
-            array, theirs = _item(node.kept, key), _item(self._counterpart(node, replica), key)
-            if _is_array(array) and type(theirs) is type(array):
-                known.setdefault(id(array), theirs)
+        pairs = [(node, name) for node in self._nodes if node.name in ("_parameters", "_buffers") for name in node.kept]
+        for node, name in (*pairs, *self._attributes):
+            value = node.kept.get(name)
+            theirs = None if value is None else self._counterpart(node, replica).get(name)
+            if theirs is not None and type(theirs) is type(value) and id(value) not in changed:
+                known.setdefault(id(value), theirs)
 
     def take_fresh(self) -> list[tuple[torch.Tensor, ...]]:
         """The weights and buffers, each with its copies, that were added since the last call."""
@@ -318,162 +272,122 @@ class Propagation:
     def _look(self) -> None:
         """Makes a snapshot of the user's module."""
         self._nodes: list[_Node] = []
-        self._arrays: list[tuple[_Node, Any]] = []
-        self._held: list[tuple[Container, Any, Any]] = []
-        seen: set[int] = set()
         for number, (part, *copies) in enumerate(zip(*self._parts, strict=True)):
             if part in copies:  # a mirrored metric is one object in all copies, and has its own replicas
                 continue
             for name in ("", *_REGISTRIES):
                 content = _registry(part, name)
-                self._nodes.append(_Node(content, dict(content), None, (number, name), part))
-        own = list(self._nodes)
-        for node in self._nodes:  # grows
-            if node.registry:
-                continue
-            for key, value in _items(node.live):
-                if type(value) in _ATOMS or (node.home is None and key in _NO_ATTRIBUTES):
-                    continue
-                self._look_at(node, key, value, seen)
+                self._nodes.append(_Node(content, dict(content), number, name))
+        self._attributes = [
+            (node, key)
+            for node in self._nodes
+            for key, value in (node.live.items() if not node.name else ())
+            if type(value) not in _ATOMS and key not in _NO_ATTRIBUTES and _can_change(value)
+        ]
+        self._is_flat = [_is_flat(node.live[key]) for node, key in self._attributes]
+        self._kept_content = [each.copy() if isinstance(each, _FLAT) else each for each in self._content()]
+        self._live, self._kept = [node.live for node in self._nodes], [node.kept for node in self._nodes]
         buffers, weights = (
-            [(node, name) for node in own if node.registry == registry for name in node.live]
+            [(node, name) for node in self._nodes if node.name == registry for name in node.live]
             for registry in ("_buffers", "_parameters")
         )
         followers, leaders = range(1, len(self._copies)), self._leaders[1:]
-        self._watched: list[tuple[Container, Any, _Node | None, list[_Place]]] = [
-            (node.live, name, None, [(self._counterpart(node, replica), name) for replica in replicas])
+        self._watched: list[tuple[dict[str, Any], str, list[_Place]]] = [
+            (node.live, name, [(self._counterpart(node, replica), name) for replica in replicas])
             for tensors, replicas in ((buffers, followers), (weights if leaders else [], leaders))
             for node, name in tensors
         ]
         self._others = [place for *_, others in self._watched for place in others]
-        self._watched += [(node.live, key, node, []) for node, key in self._arrays]
         self._windows: tuple[list[Any], list[Any]] = ([], [])
-        self._live = [node.live for node in self._nodes]
-        self._kept = [node.kept for node in self._nodes]
         self._kinds = list(map(type, self._parts[0]))
 
-    def _look_at(self, node: _Node, key: Any, value: Any, seen: set[int]) -> None:
-        """Adds an attribute or item to the snapshot, if its content can change."""
-        if _is_array(value):
-            self._arrays.append((node, key))
-            if not isinstance(value, torch.Tensor):
-                self._held.append((node.live, key, value))
-            return
-        content = _content(value)
-        if content is None or len(self._held) == _MAX_NODES or (type(value) is tuple and all(map(_is_atom, value))):
-            return
-        self._held.append((node.live, key, value))
-        if node.depth < _DEPTH and len(content) <= _MAX_ITEMS and id(value) not in seen:
-            seen.add(id(value))
-            self._nodes.append(_Node(content, _shallow(content), node, key, value, node.depth + 1))
+    def _content(self) -> list[Any]:
+        """The present content of the attributes that can change in place: containers of atoms, or descriptions."""
+        seen: dict[int, Any] = {}
+        values = zip(self._is_flat, [node.live.get(key) for node, key in self._attributes], strict=True)
+        return [each if flat else _describe(each, self._known, seen, _DEPTH) for flat, each in values]
 
     def _is_as_kept(self) -> bool:
+        """Whether nothing was set, removed or changed, but for tensors of the registries."""
+        content = self._content()
         with _IdentityOfTensors():
-            if not _equal(self._live, self._kept) or list(map(type, self._parts[0])) != self._kinds:
-                return False
-        return all(container[key] is value for container, key, value in self._held)
+            same = _equal(self._live, self._kept) and _equal(content, self._kept_content)
+        return same and list(map(type, self._parts[0])) == self._kinds
 
-    def _differing(self) -> list[_Node]:
-        replaced = {id(container) for container, key, value in self._held if _item(container, key) is not value}
+    def _differences(self) -> list[_Difference]:
+        changed: dict[int, list[str]] = {}
+        pairs = zip(self._kept_content, self._content(), strict=True)
+        with _IdentityOfTensors():
+            for (node, key), (was, now) in zip(self._attributes, pairs, strict=True):
+                if not _equal(now, was) and key in node.live:
+                    changed.setdefault(id(node), []).append(key)
+            differing = [node for node in self._nodes if id(node) in changed or not _equal([node.live], [node.kept])]
         found = []
-        with _IdentityOfTensors():
-            for begin in range(0, len(self._nodes), _COMPARED_NODES):
-                some = slice(begin, begin + _COMPARED_NODES)
-                if replaced or not _equal(self._live[some], self._kept[some]):
-                    nodes = self._nodes[some]
-                    found += [node for node in nodes if id(node.live) in replaced or not _equal(node.live, node.kept)]
-        return found
-
-    def _keep(self, differing: Sequence[_Node]) -> None:
-        """Takes the nodes as they are; makes a new snapshot if other things hang on them."""
-        arrays = {(id(node), key) for node, key in self._arrays}
         for node in differing:
-            removed, fresh = node.difference()
-            pairs = [(key, value, _item(node.kept, key)) for key, value in fresh]
-            pairs += [(key, None, _item(node.kept, key)) for key in removed]
-            for key, *both in [] if node.registry else pairs:
-                kind = torch.Tensor if (id(node), key) in arrays else ()
-                if not all(type(each) in _ATOMS or isinstance(each, kind) for each in both):
-                    self._look()
-                    return
-            node.kept.clear()
-            (node.kept.extend if isinstance(node.kept, (list, deque)) else node.kept.update)(node.live)
-        self._kinds = list(map(type, self._parts[0]))
+            left_out = frozenset() if node.name else _NO_ATTRIBUTES
+            keys = [key for key, value in node.live.items() if not _is_same(node.kept.get(key, _ABSENT), value)]
+            keys = [key for key in (*keys, *changed.get(id(node), ())) if key not in left_out]
+            removed = [key for key in node.kept if key not in node.live]
+            found.append(_Difference(node, removed, {key: node.live[key] for key in keys}))
+        return found
 
     def _leave_to_replicas(self) -> None:
         """The run begins. Does not keep alive the tensors that it may give up."""
-        for node, key in self._arrays:
-            if not isinstance(node.kept, tuple):
-                node.kept[key] = None
-        if self._arrays:
-            self._windows = ([], [])
+        for node, key in self._attributes:
+            node.kept[key] = None
+        self._windows = ([], [])
         self._in_run = True
 
-    def _take_arrays_back(self) -> None:
-        """Arrays that were released for a run are those that are there now."""
-        for node, key in self._arrays:
-            array = _item(node.live, key)
-            if _is_array(array) and not isinstance(node.kept, tuple):
-                node.kept[key] = array
+    def _keep_attributes(self) -> None:
+        """Attributes that were released for a run are those that are there now."""
+        for node, key in self._attributes:
+            node.kept[key] = node.live.get(key)
 
     # Bringing differences to the copies.
 
-    def _bring(self, differing: Sequence[_Node]) -> None:
+    def _bring(self, differences: Sequence[_Difference]) -> None:
         """Brings what differs to all copies."""
-        changes = [(node, *node.difference()) for node in differing]
-        plain = all(type(value) in _ATOMS for _, _, fresh in changes for _, value in fresh)
-        copyings = Copyings(self._copies[0], self._devices, self._groups, (self, *self._peers()))
+        fresh = [(each.node, key, value) for each in differences for key, value in each.fresh.items()]
+        plain = all(type(value) in _ATOMS for _, _, value in fresh)
+        changed = {id(value) for node, key, value in fresh if node.kept.get(key) is value}  # in place
+        copyings = Copyings(self._copies[0], self._devices, self._groups, (self, *self._peers()), changed)
         kinds = list(enumerate(zip(map(type, self._parts[0]), self._kinds, strict=True)))
         for replica, parts in enumerate(self._parts[1:], start=1):
-            contents = [self._counterpart(node, replica) for node in differing]  # before anything changes
-            copying = None if plain and all(each is not None for each in contents) else copyings[replica]  # likewise
+            copying = None if plain else copyings[replica]  # before anything changes
             for at, (kind, former) in kinds:
                 if kind is not former:  # a parametrization changes it
                     parts[at].__class__ = kind
-            for (node, removed, fresh), theirs in zip(changes, contents, strict=True):
-                if theirs is None:
-                    if removed or fresh:
-                        self._bring_whole(node, replica, copyings[replica])
-                    continue
-                copied = [(key, _copy(value, copying, _label(node, key))) for key, value in fresh]
-                _put(node, theirs, removed, copied)
-                if node.registry in _HOOKS:
+            for each in differences:
+                theirs = self._counterpart(each.node, replica)
+                copied = {
+                    key: _copy(value, copying, f"{key!r}, set on {type(self._parts[0][each.node.number]).__name__},")
+                    for key, value in each.fresh.items()
+                }
+                for key in each.removed:
+                    theirs.pop(key, None)
+                theirs.update(copied)
+                for key in each.node.live if copied and each.node.name else ():  # in the user's order
+                    if key in theirs:
+                        theirs[key] = theirs.pop(key)
+                if each.node.name in _HOOKS:
                     for name in _HOOK_FLAGS:
-                        parts[node.key[0]].__dict__[name].update(node.value.__dict__[name])
+                        parts[each.node.number].__dict__[name].update(self._parts[0][each.node.number].__dict__[name])
 
-    def _bring_whole(self, node: _Node, replica: int, copying: Copying) -> None:
-        """Where the copy has something else in the place of a container: copies the outermost such container."""
-        while node.home is not None:
-            home = self._counterpart(node.home, replica)
-            if home is not None and not isinstance(home, tuple):
-                home[node.key] = copying.of(node.value, _label(node.home, node.key))
-                return
-            node = node.home
-
-    def _counterpart(self, node: _Node, replica: int) -> Container | None:
-        """The replica's counterpart of a node; None if the copy has something of another type there."""
-        if node.home is None:
-            number, name = node.key
-            return _registry(self._parts[replica][number], name)
-        home = self._counterpart(node.home, replica)
-        value = None if home is None else _item(home, node.key)
-        return _content(value) if type(value) is type(node.value) else None
+    def _counterpart(self, node: _Node, replica: int) -> dict[str, Any]:
+        return _registry(self._parts[replica][node.number], node.name)
 
     # Tensors that were changed in place.
 
     def _current(self) -> list[Any]:
-        """The tensors and arrays that are watched: buffers, weights that others have in other memory, attributes."""
-        try:
-            return [container[key] for container, key, _, _ in self._watched]
-        except (KeyError, IndexError):
-            return [_item(container, key) for container, key, _, _ in self._watched]
+        """The tensors that are watched: buffers, and weights that others have in other memory."""
+        return [tensors.get(name) for tensors, name, _ in self._watched]
 
     def _look_at_tensors(self) -> tuple[list[Any], list[bytes]]:
         """Of each its id, address and version; and its first bytes, if it is on a CPU."""
         tensors = self._current()
         try:
-            marks: list[Any] = [(id(each), each.data_ptr(), each._version) for each in tensors]
-        except (AttributeError, RuntimeError):  # None, a NumPy array, a sparse or an inference tensor
+            marks = [(id(each), each.data_ptr(), each._version) for each in tensors]
+        except (AttributeError, RuntimeError):  # None, or a sparse or an inference tensor
             marks = [(id(each), _address(each), _version(each)) for each in tensors]
         places = [mark[:2] for mark in marks]
         if self._windows[0] != places:
@@ -490,23 +404,20 @@ class Propagation:
             for each in copies:
                 each.copy_(value)
         marks, contents = self._look_at_tensors()
-        if marks == self._marks and (self._replayed or contents == self._contents):
+        if marks == self._marks and (self._replayed or contents == self._bytes):
             if read:
                 self.note()
             return False
         versions, at, moved = _versions(self._others), 0, False
-        for index, (value, (_, key, node, others)) in enumerate(zip(self._current(), self._watched, strict=True)):
+        for index, (value, (_, _, others)) in enumerate(zip(self._current(), self._watched, strict=True)):
             unwritten = versions[at : at + len(others)] == self._versions[at : at + len(others)]
             at += len(others)
             was, now = self._marks[index], marks[index]
-            same = now == was and (self._replayed or contents[index] == self._contents[index])
+            same = now == was and (self._replayed or contents[index] == self._bytes[index])
             if same or now[0] != was[0] or not unwritten:  # another object is a difference in a dict
                 continue
-            if node is None:
-                moved |= now[1] != was[1]
-                _write(value, others)
-            else:
-                _write(value, [(self._counterpart(node, replica), key) for replica in range(1, len(self._copies))])
+            moved |= now[1] != was[1]
+            _write(value, others)
         if moved:
             self._share_weights()
         self.note()
@@ -562,74 +473,85 @@ class Propagation:
 
 @torch.no_grad()
 def _write(value: Any, others: Iterable[_Place]) -> None:
-    """Gives the copies' tensors or arrays the values of the user's."""
-    for container, key in others:
-        theirs = _item(container, key)
+    """Gives the copies' tensors the values of the user's."""
+    for tensors, name in others:
+        theirs = tensors.get(name)
         if not isinstance(theirs, torch.Tensor):
-            if _is_array(theirs):
-                theirs[...] = value
-        elif theirs.shape == value.shape and theirs.dtype == value.dtype and not theirs.is_inference():
+            continue
+        if theirs.shape == value.shape and theirs.dtype == value.dtype and not theirs.is_inference():
             theirs.copy_(value)
-        elif isinstance(theirs, nn.Parameter) or not isinstance(container, dict):
+        elif isinstance(theirs, nn.Parameter):
             theirs.data = value.detach().to(theirs.device, copy=True)
         else:
-            container[key] = value.detach().to(theirs.device, copy=True)
+            tensors[name] = value.detach().to(theirs.device, copy=True)
 
 
 def _copy(value: Any, copying: Copying | None, label: str) -> Any:
-    if copying is None or (_is_atom(value) and not isinstance(value, nn.Module)):
-        return value
-    return copying.of(value, label)
+    own = type(value) in _ATOMS or (
+        type(value).__module__.startswith(_OWN_PACKAGE) and not isinstance(value, nn.Module)
+    )
+    return value if own or copying is None else copying.of(value, label)
 
 
-def _label(node: _Node, key: Any) -> str:
-    while node.home is not None:
-        key, node = node.key, node.home
-    return f"{key!r}, set on {type(node.value).__name__},"
-
-
-def _registry(part: nn.Module, name: str) -> Container:
+def _registry(part: nn.Module, name: str) -> dict[str, Any]:
     """A dict of a submodule by name; "" is ``__dict__``. A scripted module keeps its tensors in C++."""
     if isinstance(part, torch.jit.ScriptModule):
         if name == "_parameters":
             return dict(part.named_parameters(recurse=False))
         return dict(part.named_buffers(recurse=False)) if name == "_buffers" else {}
-    return part.__dict__[name] if name else part.__dict__
+    registry: dict[str, Any] = part.__dict__[name] if name else part.__dict__
+    return registry
 
 
-def _put(node: _Node, theirs: Container, removed: Sequence[Any], fresh: Sequence[tuple[Any, Any]]) -> None:
-    """Makes the copy's container like the user's."""
-    live = node.live
-    if isinstance(live, (dict, _Slots)):
-        for key in removed:
-            theirs.pop(key, None)
-        theirs.update(fresh)
-        if fresh and isinstance(theirs, dict) and (node.home is not None or node.registry):  # in the user's order
-            for key in live:
-                if key in theirs:
-                    theirs[key] = theirs.pop(key)
-    elif isinstance(live, set):
-        if fresh or live != node.kept:
-            theirs.clear()
-            theirs.update(value for _, value in fresh)
-    elif fresh or len(live) != len(node.kept):
-        old = [*zip(node.kept, theirs, strict=False), *[(_ABSENT, None)] * len(live)]
-        items = [
-            mine if _is_same(seen, value) else copied
-            for (_, copied), value, (seen, mine) in zip(fresh, live, old, strict=False)
-        ]
-        theirs.clear()
-        theirs.extend(items)
+def _describe(value: Any, weights: set[int], seen: dict[int, Any], depth: int) -> Any:
+    """What is equal as long as nothing has changed in a container, object, tensor or array."""
+    if type(value) in _ATOMS:
+        return value
+    found = seen.get(id(value))
+    if found is not None:
+        return found
+    found = seen[id(value)] = [_Identity(value)]
+    if type(value) in weakref.ProxyTypes or id(value) in weights:
+        return found
+    if _is_array(value):
+        found += (_address(value), _version(value), _window(value).raw)
+        return found
+    content = _content_of(value) if depth and len(seen) < _MAX_CONTAINERS else None
+    if isinstance(content, set):
+        found.append(set(content))
+    elif isinstance(content, dict) and len(content) <= _MAX_ITEMS:
+        found.append({key: _describe(each, weights, seen, depth - 1) for key, each in content.items()})
+    elif content is not None and len(content) <= _MAX_ITEMS:
+        found.append([_describe(each, weights, seen, depth - 1) for each in content])
+    return found
 
 
-def _is_atom(value: Any) -> bool:
-    """Whether every replica has it as it is: nothing in it can change, or it is this package's, such as a strategy."""
-    kind = type(value)
-    return kind in _ATOMS or isinstance(value, enum.Enum) or kind.__module__.startswith(_OWN_PACKAGE)
+def _is_flat(value: Any) -> bool:
+    """Whether it is a container of atoms, which is compared in C."""
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, _FLAT) and len(value) <= _MAX_ITEMS and all(type(each) in _ATOMS for each in items)
+
+
+def _can_change(value: Any) -> bool:
+    """Whether something in it can change in place that is looked at."""
+    if type(value) is tuple:
+        return not all(type(each) in _ATOMS for each in value)
+    return type(value) not in weakref.ProxyTypes and (_is_array(value) or _content_of(value) is not None)
+
+
+def _content_of(value: Any) -> Any:
+    """The items or attributes of a value; None if it has none that are looked at, as this package's objects."""
+    if isinstance(value, (dict, list, deque, set, tuple)):
+        return value
+    if isinstance(value, _WITHOUT_CONTENT) or type(value).__module__.startswith(_OWN_PACKAGE):
+        return None
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return own | getattr(value, "__dict__", {}) if own or hasattr(value, "__dict__") else None
 
 
 def _is_same(seen: Any, value: Any) -> bool:
-    return seen is value or (type(seen) is type(value) and _is_atom(value) and bool(seen == value))
+    return seen is value or (type(seen) is type(value) and type(value) in _ATOMS and bool(seen == value))
 
 
 def _is_array(value: Any) -> bool:
@@ -638,41 +560,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
 
 
-def _content(value: Any) -> Container | None:
-    """The items or attributes of ``value`` themselves; None if it has none that are looked at."""
-    if type(value) in weakref.ProxyTypes:
-        return None
-    if isinstance(value, (dict, list, deque, set, tuple)):
-        return value
-    if _is_atom(value) or isinstance(value, _WITHOUT_CONTENT) or _is_array(value):
-        return None
-    own: Container | None = getattr(value, "__dict__", None)
-    if own is None and hasattr(type(value), "__slots__") and not isinstance(value, os.PathLike):
-        return _Slots(value)
-    return own
-
-
-def _items(content: Container) -> Iterable[tuple[Any, Any]]:
-    """Keys and values, or numbers and items; nothing for a set."""
-    if isinstance(content, (dict, _Slots)):
-        return list(content.items())
-    return [] if isinstance(content, set) else list(enumerate(content))
-
-
-def _item(content: Container, key: Any) -> Any:
-    """What the container has at ``key``, or None."""
-    if isinstance(content, (dict, _Slots)):
-        return content.get(key)
-    return content[key] if isinstance(content, (list, deque, tuple)) and key < len(content) else None
-
-
-def _shallow(content: Container) -> Container:
-    if isinstance(content, (dict, _Slots)):
-        return dict(content)
-    return content if isinstance(content, tuple) else content.copy()
-
-
-def _equal(live: Container, kept: Container) -> bool:
+def _equal(live: Any, kept: Any) -> bool:
     """Whether two structures are the same, or equal, in every element; what cannot be compared is not equal."""
     try:
         return bool(live == kept)
@@ -683,7 +571,7 @@ def _equal(live: Container, kept: Container) -> bool:
 def _versions(places: Sequence[_Place]) -> list[int]:
     try:
         return [tensors[name]._version for tensors, name in places]
-    except (AttributeError, KeyError, RuntimeError):  # some are None, are missing, or count none
+    except (AttributeError, KeyError, RuntimeError):
         return [_version(tensors.get(name)) for tensors, name in places]
 
 

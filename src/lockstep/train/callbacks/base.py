@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,8 +29,6 @@ Logs = Mapping[str, float]
 On a GPU, the program waits for the numbers of a batch only when a hook looks at one.
 """
 
-_BATCH_END_HOOKS = ("on_train_batch_end", "on_batch_end")
-
 
 class Callback:
     """Code that runs at set moments of fit, evaluate and predict, in the caller's thread and outside the replicas.
@@ -55,8 +52,7 @@ class Callback:
     #: not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
 
-    #: Callbacks with a higher number are called after those with a lower one, whatever their order in the list. A
-    #: callback that saves the state of others must come after them.
+    #: Callbacks with a higher number come later, whatever their order: those that save the state of others.
     comes_after = 0
 
     def __init__(self) -> None:
@@ -83,7 +79,8 @@ class Callback:
 
         Otherwise the logs of the batch hold the loss only. By default: whether the class overrides that hook.
         """
-        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in _BATCH_END_HOOKS)
+        hooks = ("on_train_batch_end", "on_batch_end")
+        return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
     def state_dict(self) -> dict[str, Any]:
         """What the callback keeps from epoch to epoch, for checkpoints: numbers, strings, tensors, and containers."""
@@ -119,57 +116,30 @@ class Callback:
     def on_predict_batch_end(self, batch: int, logs: Logs) -> None: ...
 
 
-Hook = Callable[..., Any]
-
-
 class LambdaCallback(Callback):
-    """A callback made of functions, one for each hook of ``Callback`` that is given, with the hook's arguments.
+    """A callback made of functions.
 
-    ``on_batch_begin`` and ``on_batch_end`` are the older names of the hooks ``on_train_batch_...``.
+    Args:
+        **hooks: a function for each hook of ``Callback``, by its name, with the hook's arguments.
 
     Raises:
-        ConfigError: a hook is not a function, or is given under both of its names.
+        ConfigError: a name is no hook, or its value no function.
 
     Example:
         >>> callback = LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))
     """
 
-    def __init__(
-        self,
-        on_epoch_begin: Hook | None = None,
-        on_epoch_end: Hook | None = None,
-        on_train_begin: Hook | None = None,
-        on_train_end: Hook | None = None,
-        on_train_batch_begin: Hook | None = None,
-        on_train_batch_end: Hook | None = None,
-        *,
-        on_batch_begin: Hook | None = None,
-        on_batch_end: Hook | None = None,
-        on_test_begin: Hook | None = None,
-        on_test_end: Hook | None = None,
-        on_test_batch_begin: Hook | None = None,
-        on_test_batch_end: Hook | None = None,
-        on_predict_begin: Hook | None = None,
-        on_predict_end: Hook | None = None,
-        on_predict_batch_begin: Hook | None = None,
-        on_predict_batch_end: Hook | None = None,
-    ) -> None:
-        given = {name: hook for name, hook in locals().items() if name.startswith("on_") and hook is not None}
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         super().__init__()
-        for name, hook in given.items():
-            if not callable(hook):
-                raise ConfigError(f"LambdaCallback({name}={hook!r}) is not a function; give one, or leave it out")
+        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
+        self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
+        for name, hook in self._hooks.items():
+            if name not in known or not callable(hook):
+                raise ConfigError(f"LambdaCallback({name}={hook!r}); give functions for some of {', '.join(known)}")
             setattr(self, name, hook)
-        for end in ("begin", "end"):
-            if {f"on_batch_{end}", f"on_train_batch_{end}"} <= given.keys():
-                raise ConfigError(
-                    f"LambdaCallback got on_train_batch_{end} and on_batch_{end}, its older name; give one of them"
-                )
-        self._wants_batch_logs = not given.keys().isdisjoint(_BATCH_END_HOOKS)
 
     def wants_batch_logs(self) -> bool:
-        """Whether ``on_train_batch_end`` was given, by either name."""
-        return self._wants_batch_logs
+        return "on_train_batch_end" in self._hooks
 
 
 class CallbackList:
@@ -257,19 +227,14 @@ Mode = Literal["auto", "min", "max"]
 
 
 class Monitor:
-    """A name of the logs that a callback monitors, and which direction is better for it.
+    """A name of the logs, such as "val_loss", that the callback ``owner`` monitors, and which direction is better.
 
     Args:
-        name: such as "val_loss".
         mode: "min", "max", or "auto": min for a loss, else the metric's own ``higher_is_better``, as in torchmetrics.
         min_delta: a smaller change is no improvement; its sign is ignored.
-        owner: the callback's name, for messages.
 
     Attributes:
         direction: "min" or "max"; None if "auto" could not tell.
-
-    Raises:
-        ConfigError: the mode is unknown.
     """
 
     def __init__(self, name: str, *, mode: Mode, owner: str, min_delta: float = 0.0) -> None:
@@ -286,15 +251,8 @@ class Monitor:
             higher = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
             self.direction = None if higher is None else ("max" if higher else "min")
 
-    def read(self, logs: Logs) -> float | None:
-        """The monitored number; None, with a warning, if the logs lack it."""
-        if self.name in logs:
-            return logs[self.name]
-        warnings.warn(self._lacks(logs), stacklevel=2)
-        return None
-
-    def require(self, logs: Logs, *, validated: bool) -> float | None:
-        """The monitored number of an epoch; None if it is one of the validation and the epoch was not validated.
+    def read(self, logs: Logs, *, validated: bool) -> float | None:
+        """The monitored number; None if it is one of the validation and the epoch was not validated.
 
         ``validated`` says whether some epochs of this fit are. A ConfigError is raised if the logs lack the number.
         """
@@ -303,10 +261,10 @@ class Monitor:
         if validated and self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
             return None
         advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
-        raise ConfigError(f"{self._lacks(logs)}. Give one of these names as monitor{advice}")
-
-    def _lacks(self, logs: Logs) -> str:
-        return f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}"
+        raise ConfigError(
+            f"{self._owner} monitors {self.name!r}, which the logs lack; they have: {', '.join(logs) or 'nothing'}. "
+            f"Give one of these names as monitor{advice}"
+        )
 
     def is_better(self, value: float, reference: float | None) -> bool:
         """Whether ``value`` improves ``reference`` by more than ``min_delta``. NaN never does; all else beats None."""

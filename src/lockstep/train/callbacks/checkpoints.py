@@ -124,11 +124,11 @@ class ModelCheckpoint(_SavingCallback):
         state = self.model.training_state
         self._due = self._is_due_at(state.position.step)
         if self._due and (self.save_weights_only or state.at_update):
-            self._save({**logs, "batch": batch + 1}, logs)
+            self._save({**logs, "batch": batch + 1}, logs, validated=False)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.save_freq == "epoch" or self._due:
-            self._save(logs, logs)
+            self._save(logs, logs, validated=bool(self.params.get("validated")))
 
     def on_train_end(self, logs: Logs) -> None:
         if self._manager is not None:
@@ -145,10 +145,13 @@ class ModelCheckpoint(_SavingCallback):
         if manager is not None:
             manager.finish_writing()
 
-    def _save(self, names: Logs, logs: Logs) -> None:
+    def _save(self, names: Logs, logs: Logs, *, validated: bool) -> None:
         self._due = False
-        if self.save_best_only and not self._improved(logs):
-            return
+        if self.save_best_only:
+            value = self._watch.read(logs, validated=validated)
+            if value is None or not self._watch.is_better(value, self.best):
+                return
+            self.best = value
         if self._manager is None:
             what, path = "the weights", self._path(names)
             self.model.save_weights(path)
@@ -159,16 +162,6 @@ class ModelCheckpoint(_SavingCallback):
             path = self._manager.save(state.position.step, monitored=logs.get(self.monitor))
         if self.verbose:
             self._write(f"epoch {self._epoch + 1}: saved {what} to {path}")
-
-    def _improved(self, logs: Logs) -> bool:
-        """Whether the monitored number is the best so far; True if it is absent, as in Keras."""
-        value = self._watch.read(logs)
-        if value is None:
-            return True
-        better = self._watch.is_better(value, self.best)
-        if better:
-            self.best = value
-        return better
 
     def _path(self, names: Logs) -> Path:
         values = {**names, "epoch": self._epoch + 1}

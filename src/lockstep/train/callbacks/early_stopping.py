@@ -71,7 +71,7 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if epoch < self.start_from_epoch:
             return
-        value = self._watch.require(logs, validated=bool(self.params.get("validated")))
+        value = self._watch.read(logs, validated=bool(self.params.get("validated")))
         if value is None:
             return
         self.wait += 1

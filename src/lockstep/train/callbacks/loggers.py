@@ -139,7 +139,7 @@ class TensorBoard(Callback):
             self._writer(run).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
         train = self._writer("train")
         train.add_scalar("epoch_learning_rate", self.model.learning_rate, epoch)
-        train.add_scalar("epoch_examples_per_s", self.model.clock.examples_per_s, epoch)
+        train.add_scalar("epoch_examples_per_s", self.model.clock.summary().examples_per_s, epoch)
         for memory in self.model.strategy.device_memory():
             of = f"memory_mb/{memory.name.replace(':', '_')}"  # TensorBoard takes no colon
             for what, size in memory.sizes_mb().items():

@@ -121,13 +121,13 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.leave = False
         self._close_bar()
-        clock = self.model.clock
-        steps = "1 step" if clock.steps == 1 else f"{clock.steps} steps"
-        write_line(f"{self._title}: {steps}, {clock.seconds:.1f} s, {self._describe(logs)}")
+        timing = self.model.clock.summary()
+        steps = "1 step" if timing.steps == 1 else f"{timing.steps} steps"
+        write_line(f"{self._title}: {steps}, {timing.seconds:.1f} s, {self._describe(logs)}")
 
     def _describe(self, logs: Logs) -> str:
-        clock = self.model.clock
-        speed = [f"{clock.median_step_s * 1000:.0f} ms/step", f"{clock.examples_per_s:,.0f} examples/s"]
+        timing = self.model.clock.summary()
+        speed = [f"{timing.median_step_s * 1000:.0f} ms/step", f"{timing.examples_per_s:,.0f} examples/s"]
         return ", ".join([f"{name} {value:#.4g}" for name, value in logs.items()] + speed)
 
 

@@ -1,4 +1,4 @@
-"""What can be captured, and what a captured step assumes: addresses, settings, and the absence of hooks.
+"""Which steps cannot be captured, and what a captured step assumes: addresses, settings, and the absence of hooks.
 
 A replay sees new values at the same addresses. It does not see new tensors, a new ``p`` of a dropout, or another
 training mode. So all of it is compared before every replay.
@@ -6,19 +6,18 @@ training mode. So all of it is compared before every replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD, Adam, AdamW
 
 from lockstep.replicas.device.driver import DeviceDriver, driver_of
-from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
 
 _PLAIN = (bool, int, float, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _PRECISIONS: tuple[Any, ...] = (
     torch.backends.cuda.matmul,
     torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -30,127 +29,99 @@ class NotCapturableError(Exception):
     """Steps cannot be captured. The message says why, and what to do if something can be done. It never leaves fit."""
 
 
-def driver_for(strategy: Strategy) -> DeviceDriver | None:
-    """The driver of the GPU that all replicas are on; None if they are on CPUs. Several GPUs are not capturable."""
-    devices = strategy.devices
-    driver = driver_of(devices[0])
-    if driver is None:
+def driver_for(setup: TrainSetup) -> DeviceDriver | None:
+    """The driver of the GPU that all replicas are on; None on a CPU. A NotCapturableError if it cannot capture them."""
+    strategy, module, optimizer = setup.strategy, setup.module, setup.optimizer
+    driver = driver_of(strategy.devices[0])
+    if driver is None or optimizer is None:
         return None
-    if not strategy.workers.is_single:
-        raise NotCapturableError("several workers exchange gradients, and a CUDA graph cannot wait for another process")
-    if len({device.physical.name for device in devices}) > 1:
-        raise NotCapturableError("the replicas are on several GPUs, and only those of one GPU are captured together")
+    not_fused, kind = optimizer.storages.not_fused, type(optimizer.plain)
+    sparse = [each for each in module.module.modules() if isinstance(each, _EMBEDDINGS) and each.sparse]
+    refused = {
+        "several workers exchange gradients, and a CUDA graph cannot wait for another process": (
+            not strategy.workers.is_single
+        ),
+        "the replicas are on several GPUs, and only those of one GPU are captured together": (
+            len({device.physical.name for device in strategy.devices}) > 1
+        ),
+        'precision="fp16" asks on the host whether gradients overflowed; "bf16" does not': (
+            setup.config.precision == "fp16"
+        ),
+        "accumulate keeps gradients from step to step; give larger batches instead": setup.config.accumulate > 1,
+        "the module is compiled, and compiled code hides its tensors; use one of the two": module.is_compiled,
+        "the model is divided among workers": module.pipeline is not None or module.shards_weights,
+        "an embedding with sparse=True has gradients of changing size": sparse,
+        f"the update is not made by fused kernels: {not_fused}": not_fused is not None,
+        f"{kind.__name__} takes its learning rate as a number; Adam, AdamW and SGD do not": (
+            kind not in (SGD, Adam, AdamW)
+        ),
+    }
+    for reason, applies in refused.items():
+        if applies:
+            raise NotCapturableError(reason)
     return driver
 
 
-def check_setup(setup: TrainSetup) -> None:
-    """Raises a NotCapturableError if the steps of a setup cannot be captured."""
-    if setup.config.precision == "fp16":
-        raise NotCapturableError('precision="fp16" asks on the host whether gradients overflowed; "bf16" does not')
-    if setup.module.pipeline is not None or setup.module.shards_weights:
-        raise NotCapturableError("the model is divided among workers")
-    for part in setup.module.module.modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise NotCapturableError(
-                f"{type(part).__name__} with sparse=True has gradients of changing size; use sparse=False"
-            )
-
-
-def check_hooks(module: nn.Module) -> None:
-    """Raises a NotCapturableError if there are hooks: they would run once, during the capture, and never again."""
+def check_before_capture(setup: TrainSetup) -> None:
+    """Raises a NotCapturableError for hooks, which a replay would not call, and for gradients that no update takes."""
     hooked = ["all modules"] if any(_global_hooks()) else []
-    hooked += [f"a {type(part).__name__}" for part in module.modules() if any(_hooks_of(part))]
-    weights = module.parameters()
+    hooked += [f"a {type(part).__name__}" for part in setup.module.module.modules() if any(_hooks_of(part))]
+    weights = list(setup.module.module.parameters())
     hooked += ["a parameter" for each in weights if each._backward_hooks or each._post_accumulate_grad_hooks]
     if hooked:
         raise NotCapturableError(f"the hooks of {hooked[0]} would run once, during the capture; remove them")
+    if any(each.grad is not None for copy in setup.module.copies for each in copy.parameters()):
+        raise NotCapturableError("gradients are left after the update, of parameters that the optimizer does not hold")
 
 
 class StepGuards:
     """A snapshot of everything outside its inputs that a captured step depends on.
 
-    Only the user's own module is compared: what is set there reaches the other copies at the next run.
-
-    Args:
-        setup: the setup of the step.
-        free: the names of hyperparameters that may change, because the captured step reads them from tensors.
+    Only the user's own module is compared: what is set there reaches the other copies at the next run. Learning rates
+    are left out, as captured steps read them from tensors.
     """
 
-    def __init__(self, setup: TrainSetup, free: Iterable[str]) -> None:
-        self._optimizer = setup.optimizer
-        self._free = frozenset(["params", *free])
-        own = setup.module.module
-        self._modules = [_ModuleGuard(part) for part in own.modules()]
-        self._tensors = [*own.parameters(), *own.buffers()]
-        self._hooks = [*_global_hooks(), *(hooks for part in own.modules() for hooks in _hooks_of(part))]
-        self._hooked = any(self._hooks)
-        self._states = self._states_now()
-        self._addresses = self._addresses_now()
-        self._settings = self._settings_now()
+    def __init__(self, setup: TrainSetup) -> None:
+        self._setup = setup
+        self._held = self._tensors()  # so that no new tensor gets the address of one that is gone
+        self._before = self._now()
 
     def change(self) -> str | None:
         """What has changed; None if nothing has."""
-        for module in self._modules:
-            if not module.holds:
-                return f"{type(module.part).__name__} has other attributes, parameters or children than before"
-        states = self._states_now()
-        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
-            return "the state of the optimizer was loaded"
-        if self._addresses_now() != self._addresses:
-            return "weights, buffers or the state of the optimizer have moved in memory"
-        if self._settings_now() != self._settings or any(self._hooks) != self._hooked:
-            return "settings of the optimizer, of precision or of autograd have changed, or hooks"
-        return None
+        return next((name for name, now in self._now().items() if now != self._before[name]), None)
 
-    def _states_now(self) -> list[Any]:
-        """The states of the optimizers of all storages; loading a state replaces all of them together."""
-        return [] if self._optimizer is None else [each.state for each in self._optimizer.storages.every]
+    def _tensors(self) -> list[torch.Tensor]:
+        module, optimizer = self._setup.module.module, self._setup.optimizer
+        states = (
+            [] if optimizer is None else [state for each in optimizer.storages.every for state in each.state.values()]
+        )
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*module.parameters(), *module.buffers(), *values]
 
-    def _addresses_now(self) -> list[int]:
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
-        for state in self._states[:1]:
-            values = (value for each in state.values() for value in each.values())
-            addresses += [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
-        return addresses
-
-    def _settings_now(self) -> list[Any]:
-        settings: list[Any] = [tensor.requires_grad for tensor in self._tensors]
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        settings += [value for group in groups for name, value in group.items() if name not in self._free]
-        return [
-            *settings,
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cuda"),
-            torch.get_autocast_dtype("cuda"),
-            torch.are_deterministic_algorithms_enabled(),
-            # Read one by one: torch's older names for them raise errors once a program has set one of these.
-            *(each.fp32_precision for each in _PRECISIONS),
-        ]
-
-
-class _ModuleGuard:
-    """One module: its plain attributes, and which tensors and children it has.
-
-    Compared before every replay, so it takes few steps of Python: about 2 microseconds.
-    """
-
-    def __init__(self, part: nn.Module) -> None:
-        self.part = part
-        plain = [name for name, value in part.__dict__.items() if isinstance(value, _PLAIN)]
-        self._read = itemgetter(*plain)  # at least two: every module has `training` and more of torch's own
-        self._plain = self._read(part.__dict__)
-        self._attributes = len(part.__dict__)
-        self._held = [
-            (members, tuple(members.values())) for members in (part._parameters, part._buffers, part._modules)
-        ]
-
-    @property
-    def holds(self) -> bool:
-        """Whether nothing has changed."""
-        attributes = self.part.__dict__
-        if len(attributes) != self._attributes or self._read(attributes) != self._plain:
-            return False
-        return all(len(now) == len(before) and all(map(is_, now.values(), before)) for now, before in self._held)
+    def _now(self) -> dict[str, Any]:
+        parts, tensors = list(self._setup.module.module.modules()), self._tensors()
+        groups = [] if self._setup.optimizer is None else self._setup.optimizer.param_groups
+        return {
+            "the children of a module": parts,
+            "the attributes of a module": [
+                {name: value if isinstance(value, _PLAIN) else None for name, value in vars(part).items()}
+                for part in parts
+            ],
+            "the addresses of weights, buffers or the optimizer's state": [each.data_ptr() for each in tensors],
+            "which parameters are trained": [each.requires_grad for each in tensors],
+            "the settings of the optimizer": [
+                {name: value for name, value in group.items() if name not in ("params", "lr")} for group in groups
+            ],
+            "hooks": any(_global_hooks()) or any(hooks for part in parts for hooks in _hooks_of(part)),
+            "the settings of precision or autograd": [
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled("cuda"),
+                torch.get_autocast_dtype("cuda"),
+                torch.are_deterministic_algorithms_enabled(),
+                # Read one by one: torch's older names for them raise errors once a program has set one of these.
+                *(each.fp32_precision for each in _PRECISIONS),
+            ],
+        }
 
 
 def _hooks_of(part: nn.Module) -> list[Any]:

@@ -6,8 +6,8 @@
     all others               replayed
 
 The first step of each epoch is observed once more, as callbacks may have changed what Python computes with. Steps are
-of one kind if their batches have the same signature and they stand at the same place of an accumulation cycle. The
-choice depends on the steps alone and never on time, so that a program makes the same choices each time it runs.
+of one kind if their batches have the same signature. The choice depends on the steps alone and never on time, so that
+a program makes the same choices each time it runs.
 """
 
 from __future__ import annotations
@@ -15,33 +15,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+
+import torch
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.replicas.device.driver import DeviceDriver
+from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.replicas.hooks import current_observer
+from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
-from lockstep.train.cuda_graphs.capture import (
-    CapturedStep,
-    CarriedState,
-    GraphCapture,
-    Snapshot,
-    StepResults,
-    signature,
-    update_metrics,
-)
-from lockstep.train.cuda_graphs.guards import NotCapturableError, check_hooks, check_setup, driver_for
-from lockstep.train.cuda_graphs.trace import ObservedStep, StepTrace
-from lockstep.train.step import ReplicaState, StepOutput, train_step
+from lockstep.train.cuda_graphs.capture import CapturedStep, GraphCapture, StepInputs, StepResults, deferring_metrics
+from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards, driver_for
+from lockstep.train.cuda_graphs.trace import StepTrace
+from lockstep.train.step import ReplicaState, StepOutput, train_step, update_deferred_metrics
 
 _LOG = logging.getLogger("lockstep")
 
 MAX_KINDS = 32
 """With more kinds of batches in one fit, shapes change all the time and few captured steps would be replayed."""
-MAX_CAPTURES = 16
-"""With more captures in one fit, something changes all the time that each captured step assumes."""
-MAX_DIFFERENCES = 4
-"""How often a step may differ from the one before it in one fit."""
+MAX_CHANGES = 4
+"""With more changes of what captured steps assume in one fit, most of its time would go into captures."""
 
 
 @dataclass
@@ -53,10 +48,6 @@ class _Kind:
     alike: bool = False
     captured: CapturedStep | None = None
 
-    def forget(self) -> None:
-        """Drops what a change has made invalid."""
-        self.trace, self.alike, self.captured = None, False, None
-
 
 class GraphedSteps:
     """Runs the training steps of all replicas, replayed from CUDA graphs where possible.
@@ -66,101 +57,112 @@ class GraphedSteps:
 
     def __init__(self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver) -> None:
         self._strategy, self._setup, self._states = setup.strategy, setup, states
-        self._carried = CarriedState(setup.module.copies, states.values)
-        self._capture: GraphCapture | None = GraphCapture(setup, states, self._carried, driver)
+        self._capture: GraphCapture | None = GraphCapture(setup, states, driver)
         self._kinds: dict[Hashable, _Kind] = {}
-        self._captures = self._differences = 0
+        self._changes = 0
         self._alike_in = -1  # the last epoch in which a step was like the one before it of its kind
 
     @classmethod
     def create(cls, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
         """The steps of a fit; None where none can be captured: on a CPU, or for a reason that is logged."""
-        if not setup.config.graphs:
-            return None
         try:
-            driver = driver_for(setup.strategy)
-            if driver is None:
-                return None
-            check_setup(setup)
-            return cls(setup, states, driver)
+            driver = driver_for(setup) if setup.config.graphs else None
         except NotCapturableError as reason:
             _log(reason)
             return None
+        return None if driver is None else cls(setup, states, driver)
 
-    def run(self, batch: Any, due: bool, *, epoch: int) -> tuple[StepOutput, ...]:
-        """One step of every replica on a sharded batch, with an update if it is ``due``. Epochs count from 0."""
+    def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...]:
+        """One step of every replica on a sharded batch. Epochs count from 0."""
         if self._capture is None or current_observer() is not None:
-            return self._run(batch, due)
-        entering = self._carried.now()
+            return self._run(batch)
         try:
-            kind = self._kind(batch, due, entering)
-            if self._alike_in == epoch and (captured := self._captured(kind, self._capture, batch, due)) is not None:
+            inputs = StepInputs.of(batch, len(self._strategy.devices))
+            kind = self._kind(inputs)
+            if kind.alike and self._alike_in == epoch:
+                kind.captured = kind.captured or self._capture.capture(inputs)
+                results = kind.captured.replay(inputs)
                 self._setup.module.propagation.note_replay()
-                return self._complete(captured.replay(batch, entering))
+                return self._complete(results)
         except NotCapturableError as reason:
             self._give_up(reason)
-            return self._run(batch, due)
+            return self._run(batch)
         if not kind.seen:
             kind.seen = True
-            return self._run(batch, due)
-        return self._observe(kind, batch, due, epoch)
+            return self._run(batch)
+        return self._observe(kind, inputs, epoch)
 
-    def _kind(self, batch: Any, due: bool, entering: Snapshot) -> _Kind:
-        key = (signature(batch), due, entering.kind)
+    def _kind(self, inputs: StepInputs) -> _Kind:
+        key = inputs.signature()
         if key not in self._kinds and len(self._kinds) == MAX_KINDS:
             raise NotCapturableError(
                 f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or a few (buckets)"
             )
-        return self._kinds.setdefault(key, _Kind())
+        kind = self._kinds.setdefault(key, _Kind())
+        if kind.captured is not None and (change := kind.captured.guards.change()) is not None:
+            self._forget(f"{change} changed between them")
+        return kind
 
-    def _captured(self, kind: _Kind, capture: GraphCapture, batch: Any, due: bool) -> CapturedStep | None:
-        """The captured step of a kind if it can be replayed, captured now if its time has come."""
-        if kind.captured is not None and kind.captured.guards.change() is not None:
-            kind.forget()
-        if kind.alike and kind.captured is None:
-            if self._captures == MAX_CAPTURES:
-                raise NotCapturableError(f"what a captured step assumes changed {MAX_CAPTURES} times")
-            check_hooks(self._setup.module.module)
-            self._captures += 1
-            kind.captured = capture.capture(batch, due)
-        return kind.captured
+    def _forget(self, change: str) -> None:
+        """Drops all captured steps: what has changed for one kind may have changed for all."""
+        self._changes += 1
+        if self._capture is None or self._changes == MAX_CHANGES:
+            raise NotCapturableError(f"steps differ from each other: {change}")
+        for kind in self._kinds.values():
+            kind.trace, kind.alike, kind.captured = None, False, None
+        self._capture.new_pool()
 
-    def _observe(self, kind: _Kind, batch: Any, due: bool, epoch: int) -> tuple[StepOutput, ...]:
-        observed = ObservedStep(self._setup, self._states, self._carried, batch, due)
+    def _observe(self, kind: _Kind, inputs: StepInputs, epoch: int) -> tuple[StepOutput, ...]:
+        """Runs a step as usual, and compares it with the one before of its kind."""
+        setup, strategy = self._setup, self._strategy
+        trace = StepTrace(len(strategy.devices), inputs.tensors)
+        setup.module.align()  # as the run would: what was set on the user's module is no change by the step
+        guards, drawn = StepGuards(setup), _host_generators(strategy)
+        with deferring_metrics(self._states.values) as metrics, HostSyncs() as reads:
+            outputs = strategy.run(_traced_step, (trace, setup, self._states, inputs.shards))
         try:
-            observed.check()
-            self._compare(kind, observed.trace, epoch)
+            if reads.syncs:
+                operator, line = reads.syncs[0]
+                raise NotCapturableError(f"the step reads from the device at {line} ({operator})")
+            if not all(map(torch.equal, drawn, _host_generators(strategy))):
+                raise NotCapturableError("the step draws random numbers on the host, which a replay would repeat")
+            if (change := guards.change()) is not None:
+                raise NotCapturableError(f"the step changes what a captured step assumes: {change}")
+            difference = None if kind.trace is None else kind.trace.difference(trace)
+            if difference is not None:
+                self._forget(difference)
+            elif kind.trace is not None:
+                kind.alike, self._alike_in = True, epoch
+            kind.trace = trace
         except NotCapturableError as reason:
             self._give_up(reason)
-        return self._complete(observed.results)
-
-    def _compare(self, kind: _Kind, trace: StepTrace, epoch: int) -> None:
-        before, kind.trace = kind.trace, trace
-        if before is None:
-            return
-        difference = before.difference(trace)
-        if difference is None:
-            kind.alike, self._alike_in = True, epoch
-            return
-        for other in self._kinds.values():  # what has changed here may have changed in all of them
-            other.forget()
-        kind.trace = trace
-        self._differences += 1
-        if self._differences == MAX_DIFFERENCES:
-            raise NotCapturableError(f"steps differ from each other: {difference}")
+        return self._complete(StepResults(strategy.local_results(outputs), metrics))
 
     def _complete(self, results: StepResults) -> tuple[StepOutput, ...]:
-        update_metrics(self._strategy, self._states.values, results.metrics)
+        if any(results.metrics):
+            self._strategy.run(update_deferred_metrics, (self._states, PerReplica(results.metrics)))
         return results.outputs
 
-    def _run(self, batch: Any, due: bool) -> tuple[StepOutput, ...]:
-        results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
+    def _run(self, batch: Any) -> tuple[StepOutput, ...]:
+        results = self._strategy.run(train_step, (self._setup, self._states, batch, True))
         return self._strategy.local_results(results)
 
     def _give_up(self, reason: NotCapturableError) -> None:
         _log(reason)
         self._kinds.clear()
         self._capture = None  # frees the captured steps and their memory
+
+
+def _host_generators(strategy: Strategy) -> list[torch.Tensor]:
+    """The states of the replicas' host generators, if the device draws from others."""
+    on_host = strategy.devices[0].torch_device.type == "cpu"
+    return [] if on_host else [state["cpu"] for state in strategy.generators.states()]
+
+
+@wraps(train_step)  # so that the strategy's check of the first run of a step is not made again
+def _traced_step(trace: StepTrace, setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
+    with trace.in_replica():
+        return train_step(setup, state, item, True)
 
 
 def _log(reason: NotCapturableError) -> None:
