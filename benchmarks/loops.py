@@ -24,7 +24,7 @@ from benchmarks.trial import TRIAL_LIMIT_S, Batch, Layout, Trial, Workload
 from lockstep.collectives.communicator import Compression
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
-from lockstep.replicas.cpu.allocator import keep_freed_memory
+from lockstep.replicas.cpu.memory import keep_freed_memory
 
 _LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}

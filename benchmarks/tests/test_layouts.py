@@ -22,7 +22,7 @@ from benchmarks.suites.layouts import (
 )
 from benchmarks.trial import Trial, Workload
 from lockstep.plan.layout import Layout
-from lockstep.replicas.cpu.allocator import keep_freed_memory
+from lockstep.replicas.cpu.memory import keep_freed_memory
 
 MB = 2**20
 

@@ -25,8 +25,8 @@ from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBa
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.context import ReplicaContext, in_context
-from lockstep.replicas.cpu.allocator import keep_freed_memory
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
+from lockstep.replicas.cpu.memory import keep_freed_memory
 from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory

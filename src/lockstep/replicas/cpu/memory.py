@@ -1,0 +1,43 @@
+"""glibc's settings for freed memory, and the memory still available to this process."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+# mallopt's parameters in <malloc.h>, and their values: keep blocks of up to 1 GB, and up to 2 GB at the heap's top.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_SETTINGS = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2_000_000_000), (_M_ARENA_MAX, 1))
+
+
+def keep_freed_memory() -> bool:
+    """Sets glibc to keep freed blocks for the next step, process-wide; False with another C library."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(mallopt(parameter, value) == 1 for parameter, value in _SETTINGS)
+
+
+def available_mb(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """MB (2**20 bytes) that this process can take before the machine or its control group has none left. Linux only."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    (free_kb,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return max(0.0, min([free_kb / 2**10, *_group_headrooms_mb(proc, groups)]))
+
+
+def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
+    """What is left in each control group above this process that has a limit, file pages that it can reclaim included."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers:  # of the first version
+            continue
+        # In a container the path may be the host's, which is not visible here: the root is the container's then.
+        own = groups / path.lstrip("/")
+        for folder in (own, *own.parents[: len(own.parts) - len(groups.parts)]):
+            limit = folder / "memory.max"
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+                yield (int(most) - used) / 2**20
