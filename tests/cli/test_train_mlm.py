@@ -95,7 +95,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--data", "nowhere", "--layers", "2", "--pipeline", "2"], "the text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
-        (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),
+        (["--pipeline", "2"], "is 2 stages, and the model has 1 layers; choose"),
         (["--tensor", "2", "--devices", "cpu:2"], "--tensor 2 gives each worker one device; leave one of them out"),
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),

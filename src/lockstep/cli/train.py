@@ -30,7 +30,7 @@ from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.mesh_layout import check_divides
-from lockstep.parallel.pipeline_config import check_layers, split_layers
+from lockstep.parallel.pipeline_config import check_layers
 from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
@@ -266,7 +266,6 @@ class TrainMlm(TrainingCommand):
             sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
             check_divides("tensor", mesh.tensor, sizes)
             check_layers(self.mesh.pipelining(mesh), config.layers)
-            split_layers([1.0] * config.layers, self.mesh.pipelining(mesh).stages)
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains."""

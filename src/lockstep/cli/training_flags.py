@@ -82,7 +82,8 @@ class MeshFlags:
         stages_per_worker: stages that each worker of a pipeline holds; default: 2 for interleaved, zero_bubble and
             zero_bubble_v, else 1.
         shard_optimizer: divide the optimizer's state among the replicas (ZeRO stage 1).
-        shard_parameters: divide parameters, gradients and the optimizer's state among the replicas (FSDP).
+        shard_parameters: divide parameters, gradients and the optimizer's state among the replicas (FSDP), without a
+            pipeline.
         sequence_parallel: divide activations outside of the tensor parallel layers along the sequence.
     """
 

@@ -76,7 +76,7 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
         raise CollectiveError(
             f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
             f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
-            'order (or distribute it with shard="file" or "off"), and change weights and settings on all alike'
+            'order (or distribute it with shard="off"), and change weights and settings on all workers alike'
         )
 
 

@@ -28,7 +28,7 @@ def available_mb(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
 
 
 def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
-    """What is left in each control group above this process that has a limit, file pages that it can reclaim included."""
+    """What is left in each control group above this process that has a limit, with what it can reclaim."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers:  # of the first version
