@@ -88,7 +88,6 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
     {"data": 2, "tensor": 2, "shard_parameters": True},
     {"data": 2, "pipeline": 2},
     {"data": 2, "pipeline": 2, "shard_optimizer": True},
-    {"data": 2, "pipeline": 2, "shard_parameters": True},
     {"pipeline": 2, "tensor": 2},
 )
 """The arguments of ``ls.ParallelStrategy``, one row of the table each."""

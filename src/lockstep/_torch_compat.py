@@ -99,8 +99,6 @@ with _probe("telling reads and writes of gradients and data in a step"):
 with _probe("noticing writes into tensors, views and shared storage"):
     _tensor = torch.zeros(())
     _tensor._version, _tensor._is_view(), _tensor._base, _tensor.untyped_storage()._cdata
-    unsafe_view: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view
-    unsafe_view(_tensor, _tensor.shape)
 
 with _probe("updates of many tensors in one call"):
     foreach_add_: Any = torch._foreach_add_

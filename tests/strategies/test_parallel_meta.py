@@ -23,7 +23,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensor": ({"data": 1, "tensor": 4}, ("bert", "gpt2")),
     "data and tensor": ({"data": 2, "tensor": 2}, ("bert", "plain")),
     "shared weights": ({"data": 2, "tensor": 2, "shard_parameters": True}, ("bert",)),
-    "shared stages": ({"data": 2, "pipeline": 2, "shard_parameters": True}, ("gpt2",)),
     "pipeline": ({"data": 2, "pipeline": 2}, ("gpt2",)),
     "pipeline and tensor": ({"pipeline": 2, "tensor": 2}, ("bert", "gpt2", "llama")),
 }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,8 +42,6 @@ class PlanCommand:
             sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
         measure: use figures of this machine, measured in a second or two, for every device.
-        json: print JSON.
-        infeasible: list the degrees without a layout, and why.
         devices: number of devices.
         kind: kind of the devices, whose published figures are used.
         per_host: devices in a host; by default as usual for the kind.
@@ -64,8 +61,6 @@ class PlanCommand:
     model: Annotated[str, typer.Argument(metavar="MODEL")]
     top: int = 5
     measure: bool = False
-    json: bool = False
-    infeasible: bool = False
     devices: int
     kind: str | None = None
     per_host: int | None = None
@@ -88,11 +83,7 @@ class PlanCommand:
 
     def __call__(self) -> int:
         """Prints the plan."""
-        found = self.find(shape_of(self.model, sequence=self.sequence))
-        if self.json:
-            print(json_format.dumps(as_dict(found, top=self.top), indent=2))
-        else:
-            print(as_text(found, self.top, self.infeasible))
+        print(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top))
         return 0
 
     def find(self, shape: ModelShape) -> Plan:
@@ -160,43 +151,12 @@ _OPTIONS = {
 }
 
 
-def as_text(plan: Plan, top: int, infeasible: bool) -> str:
+def as_text(plan: Plan, top: int) -> str:
     """The setting, a table of the best layouts, what is infeasible, and the call for the best layout."""
     rows = [[str(place), *_cells(prediction)] for place, prediction in enumerate(plan.best_of_each[:top], 1)]
     best = plan.best.layout
     call = "\n".join([f"best: {best.call()}", *(f"      {line}" for line in _beside_the_call(best))])
-    return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan, infeasible), call])
-
-
-def as_dict(plan: Plan, *, top: int) -> dict[str, Any]:
-    """The plan for JSON."""
-    setting = plan.setting
-    return {
-        "model": {"name": setting.shape.name, "parameters": setting.shape.parameters},
-        "devices": setting.devices,
-        "kind": setting.device.name,
-        "batch": setting.batch,
-        "usable_bytes": setting.usable_memory,
-        "tried": plan.tried,
-        "fit": len(plan.ranked),
-        "layouts": [_prediction_dict(prediction) for prediction in plan.best_of_each[:top]],
-        "infeasible": [asdict(each) for each in plan.infeasible],
-    }
-
-
-def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
-    seconds = ("compute", "bubble", "tensor", "pipeline", "data", "update")
-    bytes = ("weights", "gradients", "optimizer", "activations", "total")
-    return {
-        "call": prediction.layout.call(),
-        **asdict(prediction.layout),
-        "step_s": prediction.step_s,
-        "seconds": {name: getattr(prediction, f"{name}_s") for name in seconds},
-        "bubble": prediction.bubble,
-        "bytes": {name: getattr(prediction.memory, name) for name in bytes},
-        "model_tflops": prediction.model_tflops,
-        "hardware_tflops": prediction.hardware_tflops,
-    }
+    return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan), call])
 
 
 def _setting(setting: Setting) -> str:
@@ -240,16 +200,13 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _infeasible(plan: Plan, every: bool) -> str:
+def _infeasible(plan: Plan) -> str:
     line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
     if not plan.infeasible:
         return f"{line}."
-    if every:
-        rows = [[str(each.data), str(each.pipeline), str(each.tensor), each.reason] for each in plan.infeasible]
-        return f"{line}. Infeasible:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
     kinds = Counter("fit" if each.reason.startswith("needs") else "divide" for each in plan.infeasible)
     counts = " and ".join(f"{number} {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
-    return f"{line}. Of (data, pipeline, tensor), {counts}: --infeasible lists them."
+    return f"{line}. Of (data, pipeline, tensor), {counts}."
 
 
 def _beside_the_call(layout: Layout) -> list[str]:

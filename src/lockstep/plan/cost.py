@@ -313,16 +313,14 @@ class _StepCost:
         """The exchange between copies, less what overlaps with the last microbatch's backward pass.
 
         With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
-        gathered twice per microbatch, but with zero-bubble schedules once per step.
+        gathered twice per microbatch.
         """
         layout, precision = self.layout, self.software.precision
         scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
         gather = self.ring(parameters * precision.weight, layout.data, layout.tensor)
         # Gradients are all-reduced for a sharded optimizer too.
         during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
-        if layout.shard_parameters and layout.splits_backward:
-            during = scatter + gather
-        elif layout.shard_parameters:
+        if layout.shard_parameters:
             during = layout.microbatches * (scatter + 2 * gather)
             overlapped = layout.microbatches * compute
         if not self.software.overlap_data:
