@@ -202,7 +202,7 @@ class ParallelStrategy(ThreadedStrategy):
     @property
     def generators(self) -> ReplicaGenerators:
         """Where the random numbers of this worker stand, for checkpoints."""
-        return super().generators.with_apart(self._own)
+        return super().generators.with_part(self._own)
 
     def __repr__(self) -> str:
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
