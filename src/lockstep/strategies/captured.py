@@ -1,7 +1,6 @@
-"""What a step function and the hooks of modules can reach outside of themselves, compared before and after a run.
+"""What a function can reach outside of itself, which all replicas have in common, compared before and after a run.
 
-All replicas share these objects. ``captured_by`` lists those of one function, ``state_of`` tells whether one of them
-has changed, and ``HookStores`` finds tensors that hooks keep in one place for all replicas.
+``captured_by`` lists the objects, and ``state_of`` tells whether one of them has changed.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep._torch_compat import tree_leaves
-from lockstep.errors import UsageError
-from lockstep.mirroring.module.module import MirroredModule
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _ARRAY_BYTES = 2**20
 """The contents of larger NumPy arrays are not compared."""
@@ -40,18 +34,13 @@ def plain_function(fn: Any) -> Any:
     return getattr(fn, "__func__", fn)
 
 
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The forward and backward hooks of a module, without its submodules'."""
-    for kind in _HOOKS:
-        yield from vars(module).get(kind, {}).values()
-
-
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     """Names and values that a function can reach and change: in its closure, its object and its module's globals.
 
     These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
     """
     while isinstance(fn, partial):
+        yield from mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
         fn = fn.func
     owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
     plain = plain_function(fn)
@@ -79,7 +68,7 @@ def mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[
 
 def _is_mutable(value: Any) -> bool:
     """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
-    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in (int, float)
+    simple = value is None or isinstance(value, (*CONTAINERS, torch.Tensor)) or type(value) in (int, float)
     return simple or _is_array(value) or is_generator(value)
 
 
@@ -118,63 +107,4 @@ def state_of(value: Any) -> Any:
         return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
     if isinstance(value, dict):
         return [(key, id(each)) for key, each in value.items()]
-    return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value
-
-
-class HookStores:
-    """The containers and objects outside of modules that their hooks reach, and the tensors in them before a run."""
-
-    def __init__(self, modules: Sequence[MirroredModule]) -> None:
-        self._modules = modules
-        self._before = {id(store): _tensors(store) for _, _, store in self._stores()}
-
-    def check(self, replicas: int) -> None:
-        """Called after the run, or after its failure.
-
-        Raises:
-            UsageError: a hook has kept a tensor in one place for all replicas.
-        """
-        for hook, name, store in self._stores():
-            seen = {id(each) for each in self._before.get(id(store), ())}
-            fresh = any(id(each) not in seen for each in _tensors(store))
-            by_replica = isinstance(store, dict) and set(range(replicas)) <= {key for key in store if type(key) is int}
-            if fresh and not by_replica:
-                raise UsageError(
-                    f"the hook {hook} keeps tensors of the step in {name}, outside of the module, where the replicas "
-                    "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
-                    "and read them in the step from the mirrored module (mirrored.get_submodule(name).kept)"
-                )
-
-    def _stores(self) -> Iterator[tuple[str, str, Any]]:
-        for copy in (copy for module in self._modules for copy in module.copies):
-            parts = list(copy.modules())
-            hooks = [hook for part in parts for hook in hooks_of(part)]
-            own = {id(value) for part in parts for value in vars(part).values()} if hooks else set()
-            for hook in hooks:
-                for name, store in _reached(hook):
-                    if id(store) not in own:
-                        yield getattr(hook, "__qualname__", type(hook).__name__), name, store
-
-
-def _reached(hook: Any) -> Iterator[tuple[str, Any]]:
-    while isinstance(hook, partial):
-        yield from (("an argument of a partial", value) for value in hook.args if isinstance(value, _CONTAINERS))
-        hook = hook.func
-    if isinstance(hook, FunctionType):
-        for name, value in captured_by(hook):
-            if isinstance(value, _CONTAINERS) or _is_object(value):
-                yield repr(name), value
-    holder = hook.__self__ if isinstance(hook, MethodType) else hook
-    if _is_object(holder):
-        yield f"a {type(holder).__name__}", holder
-
-
-def _is_object(value: Any) -> bool:
-    others = (nn.Module, torch.Tensor, FunctionType, type)
-    return hasattr(value, "__dict__") and not isinstance(value, others) and type(value).__module__ != "builtins"
-
-
-def _tensors(store: Any) -> list[torch.Tensor]:
-    content = store if isinstance(store, _CONTAINERS) else dict(vars(store))
-    content = list(content) if isinstance(content, (set, deque)) else content
-    return [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    return [id(each) for each in value] if isinstance(value, CONTAINERS) else value
