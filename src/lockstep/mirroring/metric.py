@@ -170,8 +170,7 @@ class MirroredMetric(nn.Module):
 
     def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, MirroredMetric]]:
         """The metrics of a MetricCollection by name."""
-        names = self._copies[0].keys(keep_base=True)
-        shown = self._copies[0].keys(keep_base=keep_base)
+        shown, names = self._copies[0].keys(keep_base=keep_base), self._copies[0].keys(keep_base=True)
         return [(name, self._child(key)) for name, key in zip(shown, names, strict=True)]
 
     def values(self, copy_state: bool = True) -> list[MirroredMetric]:
@@ -223,9 +222,7 @@ class MirroredMetric(nn.Module):
         return self  # in every copy of a module that holds it
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a mirrored metric belongs to its strategy's threads; save its state_dict() or clone() instead"
-        )
+        raise UsageError("a mirrored metric belongs to its strategy; save its state_dict() or clone() instead")
 
     def __repr__(self) -> str:
         return f"MirroredMetric({len(self._copies)} replicas of {self._copies[0]!r})"
@@ -313,10 +310,7 @@ def metric_being_updated() -> Any:
 def mirror_metric(
     owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Communicator
 ) -> MirroredMetric:
-    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
-
-    What it has counted so far is counted once. Raises UsageError if merged states cannot give the metric's value.
-    """
+    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one."""
     if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
     check_kind(metric)

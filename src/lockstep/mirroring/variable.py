@@ -35,16 +35,8 @@ class MirroredVariable(TensorLike):
         synchronization: when they are reduced: "on_write" or "on_read".
 
     Raises:
-        ConfigError: unknown aggregation or synchronization; different values for replicas that must have one; a value
-            that requires gradients.
-
-    Example:
-        >>> import lockstep as ls
-        >>> strategy = ls.MirroredStrategy()
-        >>> scale = strategy.variable(2.0)
-        >>> scale.assign_add(1.0)
-        >>> float(scale * 2)
-        6.0
+        ConfigError: unknown settings; different values for replicas that must have one; a value that requires
+            gradients.
     """
 
     def __init__(
@@ -105,10 +97,8 @@ class MirroredVariable(TensorLike):
     def read_value(self) -> torch.Tensor:
         """A new tensor: in a replica its own value; outside the value of all, or for "on_read" the aggregate.
 
-        The aggregate is over the replicas of all workers, and every worker must ask for it.
-
-        Raises:
-            UsageError: outside replicas, of a variable without aggregation whose replicas have their own values.
+        Every worker must ask for an aggregate. Raises UsageError outside replicas for one without aggregation whose
+        replicas have their own values.
         """
         context = self._context()
         if context is not None:
@@ -143,11 +133,8 @@ class MirroredVariable(TensorLike):
         """Sets the value: a tensor, a number or a variable. In replicas all must call it, if it aggregates on write.
 
         Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
-        "sum" variable gives each replica ``value`` / replicas, so that a read gives ``value`` back.
-
-        Raises:
-            ConfigError: a plain number that is summed over replicas, or a mean for a variable that is not floating;
-                outside, a PerReplica for an "on_write" variable.
+        "sum" variable gives each replica ``value`` / replicas. Raises ConfigError for a plain number that is summed
+        over replicas, a mean of what is not floating, and outside for a PerReplica for an "on_write" variable.
         """
         context, value = self._context(), read_tensors(value)
         if context is not None:

@@ -166,8 +166,8 @@ class Strategy(ABC):
 
         Args:
             fn: the step function; ``ls.get_replica_context()`` inside it is this replica's.
-            args: a tuple or list. Of a PerReplica value, also inside tuples, lists and dicts, each replica gets its own
-                item; other values go to every replica unchanged.
+            args: a tuple or list. Of a PerReplica, also inside tuples, lists and dicts, each replica gets its own item;
+                other values go to every replica unchanged.
             kwargs: keyword arguments, treated in the same way.
 
         Returns:
@@ -296,8 +296,8 @@ class Strategy(ABC):
 
         Args:
             dataset: any iterable of global batches.
-            shard: what each worker reads: its part of every batch ("batch"), its part of the files ("file"), or a
-                dataset of its own ("off").
+            shard: each worker reads its part of every batch ("batch"), of the files ("file"), or a dataset of its own
+                ("off").
             prefetch: the number of batches to read ahead; 0 for data that depends on the training's state. None is 2,
                 or 0 for generators, iterables and samplers of your own, and for data that draws random numbers.
             lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or

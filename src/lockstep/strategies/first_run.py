@@ -45,6 +45,10 @@ from lockstep.strategies.captured import (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Captured = dict[tuple[str, str], tuple[Any, Any]]
 """By the name of a hook, or "" for the step, and a name in it: the value, and its state before the run."""
+_DRAW_ADVICE = (
+    "numbers differ from run to run; draw with torch, where each replica has its own, or give each replica a generator "
+    "with ls.PerReplica"
+)
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
@@ -56,11 +60,8 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 class FirstRun:
     """The first run of one step function ``fn``.
 
-    Args:
-        modules: the strategy's mirrored modules.
-        replicas: the number of replicas of all workers.
-        rows: of each local replica's batch; None where it has none.
-        distributed: whether any argument has a value for each replica.
+    ``replicas`` are those of all workers, ``rows`` those of each local replica's batch or None, and ``distributed``
+    says whether any argument has a value for each replica.
     """
 
     def __init__(
@@ -196,8 +197,7 @@ class FirstRun:
             if lines:
                 self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
-                    "so numbers differ from run to run; draw with torch, where each replica has its own, or give each "
-                    "replica a generator of its own with ls.PerReplica"
+                    f"so {_DRAW_ADVICE}"
                 )
 
     def _warn_of_captured(self, before: Captured) -> None:
@@ -206,11 +206,7 @@ class FirstRun:
         for _, name, value in self._changed(before):
             (generators if is_generator(value) else changed)[repr(name)] = None
         if generators:
-            self._warn(
-                f"draws from {', '.join(generators)}, a random generator that all replicas have in common, so numbers "
-                "differ from run to run; draw with torch, where each replica has its own, or give each replica a "
-                "generator of its own with ls.PerReplica"
-            )
+            self._warn(f"draws from {', '.join(generators)}, which all replicas have in common, so {_DRAW_ADVICE}")
         if changed:
             self._warn(
                 f"changes {', '.join(changed)} from outside it, which every one of {len(self._rows)} replicas does; "

@@ -163,7 +163,7 @@ def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = Batch
             if "forward" in part.__dict__:
                 raise ConfigError(
                     f"the {type(part).__name__} {name!r} has a forward of its own, set on the object; define it in a "
-                    "subclass, or mirror without sync_batchnorm"
+                    f"subclass of {type(part).__name__}, or mirror without sync_batchnorm"
                 )
             own: Any = type(part)  # mypy takes the class for no Hashable
             part.__class__ = synchronised(own)

@@ -1,8 +1,7 @@
-"""Copies of a module, one for each replica, and which of them share one storage of the weights.
+"""Copies of a module, one for each replica, and which of them alias one storage of the weights.
 
-Replicas of one physical device without a memory limit share the storage of the weights, and each has its own gradients
-and buffers. With a memory limit every replica has its own weights, since the user wants to see what as many real
-devices would hold.
+Replicas of one physical device alias the weights, and each has its own gradients and buffers. With a memory limit every
+replica has its own weights, since the user wants to see what as many real devices would hold.
 """
 
 from __future__ import annotations
@@ -37,14 +36,10 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
 
 
 class Copying:
-    """Copies the user's module, or what is set on it later, for one other replica.
+    """Copies the user's module, on device ``home``, or what is set on it later, for one other replica.
 
-    Args:
-        home: the device of the user's module.
-        device: the replica's.
-        alias: share the storage of the parameters, instead of copying it.
-        leader: the copying for the replica whose storage is shared; None for the user's own.
-        known: the id of what has a copy for this replica already -> that copy.
+    With ``alias`` parameters have the storage of the user's, or of the copies that ``leader`` makes. ``known`` is the
+    id of what has a copy for this replica already -> that copy.
     """
 
     def __init__(
@@ -131,10 +126,7 @@ class _CopyingTensors(TorchFunctionMode):
 
 
 def uses_channels_last(module: nn.Module) -> bool:
-    """Whether ``memory_format="auto"`` means channels_last: the module has 2-d convolutions.
-
-    On a CPU the convolutions of MobileNetV2 in channels_last take 0.6 to 0.7 of the time of the default format.
-    """
+    """Whether "auto" means channels_last, in which MobileNetV2's 2-d convolutions take 0.6 to 0.7 of the time."""
     return any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in module.modules())
 
 

@@ -1,8 +1,4 @@
-"""The mirrored module, and how ``strategy.mirror(module)`` makes it.
-
-In a replica, calls, parameters and attributes are those of the replica's copy; outside replicas they are the user's
-module's. Names are those of the plain module, without a prefix.
-"""
+"""The mirrored module, and how ``strategy.mirror(module)`` makes it."""
 
 from __future__ import annotations
 
@@ -66,8 +62,7 @@ class MirroredModule(nn.Module):
 
     In a replica, calls, ``parameters()`` and attributes are those of the replica's copy; outside replicas they are the
     user's module's. ``load_state_dict``, ``train``, ``eval`` and ``apply`` affect all copies. Floating-point buffers,
-    such as batch-norm statistics, are each replica's own and are averaged when read outside replicas. A buffer that is
-    set outside, here or on the user's module, is set in all copies.
+    such as batch-norm statistics, are each replica's own and are averaged when read outside replicas.
 
     Attributes:
         propagation: brings what is set on the user's module to all copies.
@@ -258,11 +253,7 @@ class MirroredModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the current copy by name; outside replicas, their averages.
-
-        Raises:
-            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
-        """
+        """The buffers of the current copy by name; outside replicas, their averages, as in ``state_dict``."""
         named = self._here().named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
             yield from named
