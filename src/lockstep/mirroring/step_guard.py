@@ -61,11 +61,9 @@ _METADATA = frozenset(
 _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
-_GRAD: Any = GET_GRAD
-_SET_DATA: Any = SET_DATA
 _HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 _PLAIN = (int, float, complex, str, tuple, type(None))
-_PARAMETER = nn.Parameter
+_PARAMETER = nn.Parameter  # a global is found faster
 
 
 def refuse_forward_mode() -> Any:
@@ -258,20 +256,20 @@ class StepGuard:
                 f"the step registers a hook on {known.name!r} at {call_site()}; it would see one "
                 "replica's gradient; read or change .grad after backward(), where it is the sum over all replicas"
             )
-        if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
+        if known.replica != self._replica or (func == SET_DATA and _is_same_memory(parameter, args[1])):
             return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
-        if func == _SET_DATA:
+        if func == SET_DATA:
             raise UsageError(
                 f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
                 "it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
             )
-        if func == _GRAD and known.divided:
+        if func == GET_GRAD and known.divided:
             raise UsageError(
                 f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
                 "call optimizer.sum_gradients() there, and clip_sums(norm) and step() after strategy.run, on every "
                 "worker"
             )
-        if func == _GRAD:
+        if func == GET_GRAD:
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
@@ -298,7 +296,7 @@ class StepGuard:
             f"replica {self._replica}, at {call_site()}; use what strategy.mirror(module) returned, in closures and "
             "penalties too"
         )
-        if not isinstance(tensor, nn.Parameter) or func == _GRAD or func in _WRITERS:
+        if not isinstance(tensor, nn.Parameter) or func == GET_GRAD or func in _WRITERS:
             raise UsageError(message)
         if tensor.requires_grad and torch.is_grad_enabled():  # only reading it is harmless: its numbers are equal
             self._claims.refuse_gradient(tensor, self._replica, message)
@@ -373,7 +371,7 @@ class StepGuard:
 _CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(_WRITERS, StepGuard._write),
     **dict.fromkeys((F.embedding, F.embedding_bag), StepGuard._check_embedding),
-    **dict.fromkeys((*_HOOKS, _SET_DATA, _GRAD, SET_GRAD), StepGuard._check_parameter),
+    **dict.fromkeys((*_HOOKS, SET_DATA, GET_GRAD, SET_GRAD), StepGuard._check_parameter),
     SET_GRAD_MODE: StepGuard._check_metric,  # which every update of a torchmetrics metric calls first
     MAKE_DUAL: lambda *_: refuse_forward_mode(),
 }

@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, own_context
 from lockstep.replicas.device.streams import allocating_on
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
@@ -29,8 +31,6 @@ class MirroredVariable(TensorLike):
     Args:
         owner: the strategy.
         value: the initial value: a tensor, a number, or a PerReplica of them; the chief's, for all workers.
-        devices: the devices of the local replicas.
-        workers: all workers.
         aggregation: how the replicas' values are reduced: "none", "sum", "mean" or "only_first".
         synchronization: when they are reduced: "on_write" or "on_read".
 
@@ -41,14 +41,13 @@ class MirroredVariable(TensorLike):
 
     def __init__(
         self,
-        owner: object,
+        owner: Strategy,
         value: Any,
-        devices: Sequence[LogicalDevice],
-        workers: Communicator,
         *,
         aggregation: Aggregation,
         synchronization: Synchronization,
     ) -> None:
+        devices, workers = owner.devices, owner.workers
         choices = ("aggregation", aggregation, Aggregation), ("synchronization", synchronization, Synchronization)
         for name, chosen, known in choices:
             if chosen not in get_args(known):

@@ -16,7 +16,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -107,11 +106,8 @@ class FirstRun:
         self._warn_of_inputs()
         self._warn_of_losses()
 
-    def body(self, body: Callable[[], Any]) -> Callable[[], Any]:
+    def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
-        return partial(self._run, body)
-
-    def _run(self, body: Callable[[], Any]) -> Any:
         if len(self._rows) == 1 or sys.getprofile() is not None:
             return body()
         sys.setprofile(self._entered)

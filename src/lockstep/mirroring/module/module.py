@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, parse_to
-from lockstep.collectives.communicator import Communicator, check_agreement
+from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.batch_norm import (
@@ -31,6 +31,7 @@ from lockstep.replicas.device.streams import allocating_on
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+    from lockstep.strategies.base import Strategy
 
 _SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
 _MADE = "_made"
@@ -79,16 +80,14 @@ class MirroredModule(nn.Module):
 
     def __init__(
         self,
-        owner: object,
+        owner: Strategy,
         copies: Sequence[nn.Module],
-        devices: Sequence[LogicalDevice],
-        workers: Communicator,
         partition: PartitionPolicy,
-        peers: Callable[[], Iterable[Propagation]] = tuple,
-        *,
-        sync_batchnorm: bool = False,
+        peers: Callable[[], Iterable[Propagation]],
+        sync_batchnorm: bool,
     ) -> None:
         super().__init__()
+        devices, workers = owner.devices, partition.peers(owner.workers)
         self._owner = owner
         self._copies = tuple(copies)  # nn.Module does not register what a tuple holds: no prefix in any name
         self._groups = storage_groups(devices)
@@ -260,7 +259,7 @@ class MirroredModule(nn.Module):
             return
         averages = self._averages()
         for name, buffer in named:
-            yield name, averages.get(id(buffer), buffer)
+            yield name, averages.get(buffer.data_ptr(), buffer) if buffer.numel() else buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state of the current copy, with the plain module's keys; outside replicas, with averaged buffers.
@@ -275,10 +274,10 @@ class MirroredModule(nn.Module):
             self.exchange_buffers()
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
         if outside:
-            averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
+            averages = self._averages()
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
-                    state[key] = averages[value.data_ptr()]
+                if isinstance(value, torch.Tensor) and value.numel():
+                    state[key] = averages.get(value.data_ptr(), value)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -322,7 +321,7 @@ class MirroredModule(nn.Module):
         here = self._here()
         found = getattr(here, name)
         if len(copies) > 1 and found is here._buffers.get(name) and found is not None and get_replica_context() is None:
-            mean = self._averages().get(id(found), found)
+            mean = self._averages().get(found.data_ptr(), found)
             return found if mean.data_ptr() == found.data_ptr() else mean
         return found
 
@@ -387,29 +386,24 @@ class MirroredModule(nn.Module):
             self._buffer_averages.note_equal()
         self.propagation.note()
 
-    def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _averages(self) -> dict[int, torch.Tensor]:
+        """By the address of a buffer of the user's module."""
         self.propagation.follow()
         with torch.no_grad():
             copies, means = self._buffer_averages.buffers, self._buffer_averages.read()
         for buffers, mean in zip(copies, means, strict=True):
             self.propagation.note_read(mean, buffers)
-        return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
-
-    def _averages(self) -> dict[int, torch.Tensor]:
-        return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
+        return {buffers[0].data_ptr(): mean for buffers, mean in zip(copies, means, strict=True)}
 
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 
 
 def mirror_module(
-    owner: object,
+    owner: Strategy,
     module: nn.Module,
-    devices: Sequence[LogicalDevice],
-    workers: Communicator,
     partition: PartitionPolicy,
-    peers: Callable[[], Iterable[Propagation]] = tuple,
-    *,
+    peers: Callable[[], Iterable[Propagation]],
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
 ) -> MirroredModule:
@@ -417,6 +411,7 @@ def mirror_module(
 
     All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner.
     """
+    devices, workers = owner.devices, partition.peers(owner.workers)
     _check_can_be_mirrored(module)
     # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
     convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
@@ -432,7 +427,7 @@ def mirror_module(
     for replica, device in enumerate(devices[1:], start=1):
         with allocating_on(device):
             copies.append(copyings[replica].of(module, type(module).__name__))
-    return MirroredModule(owner, copies, devices, workers, partition, peers, sync_batchnorm=sync_batchnorm)
+    return MirroredModule(owner, copies, partition, peers, sync_batchnorm)
 
 
 def _check_can_be_mirrored(module: nn.Module) -> None:
