@@ -19,12 +19,11 @@ from lockstep.scaling.machine import this_machine
 
 SUITES: Mapping[str, tuple[str, str]] = {
     "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),
-    "peers": ("benchmarks.suites.peers", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
+    "peers": ("benchmarks.suites.cpu", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),
     "layouts": ("benchmarks.suites.layouts", "each worker's memory by layout of a sharded model, beside the estimate"),
-    "choices": ("benchmarks.suites.choices", "choices that the engine makes for replicas of a CPU, beside others"),
     "gpu": ("benchmarks.gpu.suite", "one CUDA GPU: its tests, its rates, and our step beside others, in ten minutes"),
 }
 NOTHING_TO_RUN = 77  # Automake and Meson take this exit code for a skipped test.
@@ -91,6 +90,7 @@ def _parser(name: str, pace: Pace) -> ArgumentParser:
         description=f"Measures {SUITES[name][1]}.",
         epilog=f"Example: python -m benchmarks {name} --rounds 1 --output runs/bench",
     )
+    parser.set_defaults(suite=name)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table to measure; all by default")
     parser.add_argument(
         "--rounds", type=int, default=pace.rounds, help=f"trials of each contender (default {pace.rounds})"

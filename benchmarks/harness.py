@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from statistics import fmean, median
 
 from benchmarks.step_timer import StepRecord
 from benchmarks.trial import Conditions, Contender, Trial, Workload
-from lockstep.errors import ConfigError, ReplicaError
+from lockstep.errors import ReplicaError
+from lockstep.recipes.config_checks import at_least
 
+_ROUND_MARGIN = 1.25
 _log = logging.getLogger("benchmarks")
 
 
@@ -27,27 +30,19 @@ class Memory:
     """Megabytes (2**20 bytes) of one process, or added up over several."""
 
     peak_mb: float  # the most that was resident at any time (VmHWM); of several processes the sum of their peaks
-    rss_mb: float  # resident now; pages that processes share are counted in each
     pss_mb: float  # resident now; a page that n processes share counts 1/n in each
 
 
 def memory_of(pids: Sequence[int]) -> Memory:
     """The memory of running processes together."""
-    parts = [_process_memory(pid) for pid in pids]
-    names = [field.name for field in fields(Memory)]
-    return Memory(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    peak_mb = sum(_size_mb(Path(f"/proc/{pid}/status"), "VmHWM") for pid in pids)
+    return Memory(peak_mb=peak_mb, pss_mb=sum(_size_mb(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids))
 
 
-def _process_memory(pid: int) -> Memory:
-    now = read_sizes(Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
-    ever = read_sizes(Path(f"/proc/{pid}/status").read_text().splitlines())
-    return Memory(peak_mb=ever["VmHWM"], rss_mb=now["Rss"], pss_mb=now["Pss"])
-
-
-def read_sizes(lines: Iterable[str]) -> dict[str, float]:
-    """``{"Rss": 2.1, ...}`` in megabytes from lines such as ``Rss:    2208 kB``; other lines are ignored."""
-    columns = (line.split() for line in lines)
-    return {column[0].rstrip(":"): int(column[1]) / 1024 for column in columns if column[2:3] == ["kB"]}
+def _size_mb(path: Path, name: str) -> float:
+    """From a line such as ``Pss:    2208 kB``."""
+    (kilobytes,) = (line.split()[1] for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(kilobytes) / 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +60,7 @@ class Sample:
     trained: int  # parameters that the optimizer changes
     memory: Memory  # of all processes together, during the last step
     sent_mb: float = 0.0  # MB (10**6 bytes) that left a host in a timed step, on average; 0 if not counted
-    device_reserved_mb: float = 0.0  # what torch has taken of a GPU by the last step, in all processes
-    device_used_mb: float = 0.0  # what all processes have of that GPU inside the last step
+    extra: tuple[Mapping[str, float], ...] = ()  # further numbers of a suite, of each process
     notes: tuple[str, ...] = ()  # lines from the contender's processes, each once
 
 
@@ -77,6 +71,7 @@ class Absence:
     workload: str
     contender: str
     reason: str
+    failed: bool = False  # whether it is one of ours or a baseline and failed, so that the command does too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,55 +82,68 @@ class Rounds:
     absences: tuple[Absence, ...]
 
 
-Progress = Callable[[Sample | Absence, int, int], None]
-"""Called with each outcome, how many there are by then, and how many there will be."""
+def run_rounds(trials: Sequence[Trial], *, rounds: int, until_s: float | None = None) -> Rounds:
+    """Runs every trial once a round, in turn, and logs each.
+
+    A contender that fails takes no further part, and none of its samples counts.
+
+    Args:
+        trials: in the order of a round.
+        rounds: at most so many.
+        until_s: ``time.monotonic()`` at which all must be done. What finds no time in the first round is absent;
+            another round begins only if the last one would fit, with a margin.
+    """
+    at_least("rounds", rounds, 1)
+    samples: list[Sample] = []
+    absences: list[Absence] = []
+    present = list(trials)
+    for index in range(rounds):
+        began_s = time.monotonic()
+        for trial in list(present):
+            outcome = _outcome(trial, index, until_s)
+            if isinstance(outcome, Sample):
+                samples.append(outcome)
+            elif index and _is_over(until_s):
+                break
+            else:
+                absences.append(outcome)
+                present.remove(trial)
+            _log_outcome(outcome)
+        ended_s = time.monotonic()
+        if until_s is not None and ended_s + _ROUND_MARGIN * (ended_s - began_s) > until_s:
+            break
+    away = {(absence.workload, absence.contender) for absence in absences}
+    complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in away)
+    return Rounds(samples=complete, absences=tuple(absences))
 
 
-def log_progress(outcome: Sample | Absence, done: int, planned: int) -> None:
-    """Logs an outcome in one line."""
-    who = f"{done:3d}/{planned}  {outcome.workload:12s} {outcome.contender:27s}"
+def _outcome(trial: Trial, index: int, until_s: float | None) -> Sample | Absence:
+    contender, workload = trial.contender, trial.workload.name
+    if until_s is not None:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            reason = "no time was left for it; give more time, or name it with --only"
+            return Absence(workload=workload, contender=contender.name, reason=reason)
+        trial = replace(trial, contender=replace(contender, limit_s=min(contender.limit_s, left_s)))
+    try:
+        return run_trial(trial, index)
+    except ReplicaError as error:
+        failed = contender.role != "peer" and not _is_over(until_s)
+        return Absence(workload=workload, contender=contender.name, reason=str(error), failed=failed)
+
+
+def _is_over(until_s: float | None) -> bool:
+    return until_s is not None and time.monotonic() >= until_s
+
+
+def _log_outcome(outcome: Sample | Absence) -> None:
+    who = f"{outcome.workload:16s} {outcome.contender:27s}"
     if isinstance(outcome, Absence):
-        _log.warning("%s is left out from here on: %s", who, outcome.reason)
+        _log.warning("%s not run: %s", who, outcome.reason)
         return
     times = f"{median(outcome.step_ms):8.1f} ms a step, first step after {outcome.first_step_s:5.2f} s"
     peak_mb, loss = outcome.memory.peak_mb, outcome.loss
-    _log.info("%s round %d %s, peak %5.0f MB, loss %.4f", who, outcome.round + 1, times, peak_mb, loss)
-
-
-def run_rounds(trials: Sequence[Trial], *, rounds: int, progress: Progress) -> Rounds:
-    """Runs every trial once a round, in turn; checks in the first round only.
-
-    A peer that fails takes no further part: its environment is not ours to mend, and the others' numbers stand.
-
-    Raises:
-        ReplicaError: a contender that is no peer failed.
-    """
-    if rounds < 1:
-        raise ConfigError(f"rounds={rounds} was given, expected at least 1; raise it")
-    plan = plan_rounds(trials, rounds)
-    samples: list[Sample] = []
-    absences: dict[tuple[str, str], Absence] = {}
-    for done, (index, trial) in enumerate(plan, start=1):
-        workload, contender = trial.workload.name, trial.contender
-        if (workload, contender.name) in absences:
-            continue
-        outcome: Sample | Absence
-        try:
-            outcome = run_trial(trial, index)
-            samples.append(outcome)
-        except ReplicaError as error:
-            if contender.role != "peer":
-                raise
-            outcome = Absence(workload=workload, contender=contender.name, reason=str(error))
-            absences[workload, contender.name] = outcome
-        progress(outcome, done, len(plan))
-    complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in absences)
-    return Rounds(samples=complete, absences=tuple(absences.values()))
-
-
-def plan_rounds(trials: Sequence[Trial], rounds: int) -> list[tuple[int, Trial]]:
-    """Which trial runs when: pairs of a round and a trial, in order."""
-    return [(index, trial) for index in range(rounds) for trial in trials if trial.contender.counted or index == 0]
+    _log.info("round %d  %s %s, peak %5.0f MB, loss %.4f", outcome.round + 1, who, times, peak_mb, loss)
 
 
 def run_trial(trial: Trial, index: int = 0) -> Sample:
@@ -170,8 +178,7 @@ def _sample(trial: Trial, index: int, records: Sequence[StepRecord], memory: Mem
         trained=records[0].trained,
         memory=memory,
         sent_mb=fmean(record.sent_bytes for record in records) / trial.steps / 1e6,  # each counts its whole host's
-        device_reserved_mb=sum(record.device_reserved_mb for record in records),
-        device_used_mb=max(record.device_used_mb for record in records),
+        extra=tuple(record.extra for record in records),
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
     )
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from lockstep.errors import ConfigError, ReplicaError
+from lockstep.errors import ReplicaError
+from lockstep.recipes.config_checks import positive
 
 _NAMESPACES = Path("/run/netns")
 _ADDRESSES = ("10.83.0.1", "10.83.0.2")
@@ -34,16 +35,15 @@ _numbers = count()
 class Link:
     """What joins two hosts."""
 
-    mbit: float | None  # megabits (10**6 bits) a second in each direction; None is as fast as the machine copies
+    mbit: float  # megabits (10**6 bits) a second in each direction
 
     def __post_init__(self) -> None:
-        if self.mbit is not None and not self.mbit > 0:
-            raise ConfigError(f"a link of {self.mbit:g} Mbit/s carries nothing; give a rate above 0")
+        positive("link_mbit", self.mbit)
 
     @property
     def text(self) -> str:
         """Such as "1000 Mbit/s"."""
-        return "not slowed" if self.mbit is None else f"{self.mbit:g} Mbit/s"
+        return f"{self.mbit:g} Mbit/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,10 @@ def _join(one: Host, other: Host, link: Link) -> None:
         _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/{_PREFIX_BITS}", "dev", host.interface)
         for interface in ("lo", host.interface):
             _run("ip", "-n", host.namespace, "link", "set", interface, "up")
-        if link.mbit is not None:
-            # 1 ms of the rate may go at once; the queue holds what a network card's would.
-            burst = max(64 * 1024, int(link.mbit * 1000 / 8))
-            rate = ["rate", f"{link.mbit:g}mbit", "burst", str(burst), "latency", "50ms"]
-            _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf", *rate)
+        # 1 ms of the rate may go at once; the queue holds what a network card's would.
+        burst = max(64 * 1024, int(link.mbit * 1000 / 8))
+        rate = ["rate", f"{link.mbit:g}mbit", "burst", str(burst), "latency", "50ms"]
+        _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf", *rate)
 
 
 def _run(*command: str) -> None:

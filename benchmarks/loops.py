@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,14 +25,20 @@ from lockstep.collectives.communicator import Compression
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.memory import keep_freed_memory
-from lockstep.train.callbacks.base import Callback
-from lockstep.train.model import Model
 
 _LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
-_SWITCH = "forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"  # type: ignore[operator]
-DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, _SWITCH: False}
-"""Without the broadcast of buffers, whose switch has another name in torch 2.13."""
+DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
+
+
+def layouts_of(workload: str) -> tuple[Layout, ...]:
+    """The memory formats that baselines try, the faster one first: both where there are convolutions."""
+    return ("channels_last", "contiguous") if workload.startswith("mobilenetv2") else ("contiguous",)
+
+
+def suffix_of(layout: Layout) -> str:
+    """What a contender's name says of a memory format."""
+    return " channels_last" if layout == "channels_last" else ""
 
 
 def memory_format(layout: Layout) -> torch.memory_format:
@@ -97,13 +103,17 @@ def train_alone(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
     train(trial, module, batches, timer, divisor=trial.workload.count)
 
 
-def train_ddp(trial: Trial, process: ProcessInfo, timer: StepTimer, *, halved: bool = False) -> None:
+def train_ddp(
+    trial: Trial, process: ProcessInfo, timer: StepTimer, *, keeping: bool = False, halved: bool = False
+) -> None:
     """One of ``trial.contender.processes`` processes. All of them must call it: they meet at ``process.store``.
 
-    DDP averages the processes' gradients, so each divides its sum by its part of the count. ``halved``: gradients are
-    sent in half precision, by torch's own hook. It is the one for fp16, which needs small gradients: DDP refuses the
-    one for bf16 over gloo.
+    DDP averages the processes' gradients, so each divides its sum by its part of the count. ``keeping``: freed memory
+    is kept, as by our strategies. ``halved``: gradients are sent in half precision, by torch's hook for fp16, since DDP
+    refuses the one for bf16 over gloo.
     """
+    if keeping:
+        keep_freed_memory()
     torch.set_num_threads(trial.threads_per_process)
     torch.manual_seed(0)
     world = trial.contender.processes
@@ -114,18 +124,6 @@ def train_ddp(trial: Trial, process: ProcessInfo, timer: StepTimer, *, halved: b
     shards = [split_batch(batch, world)[process.rank] for batch in trial.workload.make_batches(timer.total)]
     train(trial, wrapped, laid_out(shards, trial.contender.layout), timer, divisor=trial.workload.count / world)
     dist.destroy_process_group()
-
-
-def train_alone_keeping(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
-    """The single process, keeping freed memory."""
-    keep_freed_memory()
-    train_alone(trial, process, timer)
-
-
-def train_ddp_keeping(trial: Trial, process: ProcessInfo, timer: StepTimer, *, halved: bool = False) -> None:
-    """One of the DDP processes, keeping freed memory; see ``train_ddp``. All of them must call it."""
-    keep_freed_memory()
-    train_ddp(trial, process, timer, halved=halved)
 
 
 def split_cpu(shares: int) -> list[str]:
@@ -150,7 +148,7 @@ def train_replicas(workload: Workload, batches: Iterable[Batch], timer: StepTime
 def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], timer: StepTimer) -> None:
     """The hand-written loop over global batches; the strategy is closed at its end.
 
-    Exchange and update are measured by the replicas' clocks: from the arbaseline of the last replica at
+    Exchange and update are measured by the replicas' clocks: from the arrival of the last replica at
     ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
     """
     module = strategy.mirror(workload.make_module())
@@ -168,34 +166,10 @@ def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batc
 
     module.train()
     for x, y in strategy.distribute_dataset(batches):
-        losses, arbaselines, departures = strategy.run(step, args=(x, y))
-        exchange_s = max(strategy.local_results(departures)) - max(strategy.local_results(arbaselines))
+        losses, arrivals, departures = strategy.run(step, args=(x, y))
+        exchange_s = max(strategy.local_results(departures)) - max(strategy.local_results(arrivals))
         own = sum(map(float, strategy.local_results(losses)))  # DDP's loop does not sum over processes either
         timer.record_step(own * strategy.workers.size, exchange_s)
-    strategy.close()
-
-
-class _TimeEveryBatch(Callback):
-    def __init__(self, timer: StepTimer) -> None:
-        super().__init__()
-        self._timer = timer
-
-    def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
-        self._timer.record_step(logs["loss"])
-
-
-def fit_model(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
-    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
-    torch.set_num_threads(trial.cores)
-    torch.manual_seed(0)
-    workload = trial.workload
-    strategy = ls.MirroredStrategy(split_cpu(trial.contender.shares))
-    with strategy.scope():
-        module = workload.make_module()
-        model = Model(module)
-        model.compile(optimizer=adam(workload, module), loss=workload.loss)
-    timer.trained = trained_parameters(module)
-    model.fit(workload.make_batches(timer.total), callbacks=[_TimeEveryBatch(timer)], verbose=0)
     strategy.close()
 
 
@@ -225,18 +199,24 @@ def run_worker(trial: Trial, process: ProcessInfo, timer: StepTimer, *, compress
     torch.set_num_threads(trial.threads_per_process)
     torch.manual_seed(0)
     devices = split_cpu(trial.contender.shares // trial.contender.processes)
-    cluster = _cluster(trial.contender.processes, process)
+    cluster = cluster_of(trial, process)
     options = ls.CommunicationOptions(compression=compression)
     strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, communication=options)
     train_with(strategy, trial.workload, trial.workload.make_batches(timer.total), timer)
 
 
-def _cluster(workers: int, process: ProcessInfo) -> ls.ClusterSpec:
-    """The chief tells the others, through the file at which they meet, where its store will listen."""
-    store = FileStore(process.store, workers)
+def chief_address(trial: Trial, process: ProcessInfo) -> str:
+    """HOST:PORT where rank 0 can listen, which it chooses. All of the trial's processes must call it."""
+    store = FileStore(process.store, trial.contender.processes)
     if process.rank == 0:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1" if process.host is None else process.host.address, 0))
             host, port = probe.getsockname()
         store.set("chief", f"{host}:{port}")
-    return ls.ClusterSpec(workers=(store.get("chief").decode(), *[""] * (workers - 1)), index=process.rank)
+    return store.get("chief").decode()
+
+
+def cluster_of(trial: Trial, process: ProcessInfo) -> ls.ClusterSpec:
+    """The trial's processes as workers. All of them must call it."""
+    others = [""] * (trial.contender.processes - 1)
+    return ls.ClusterSpec(workers=(chief_address(trial, process), *others), index=process.rank)

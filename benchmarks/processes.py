@@ -77,7 +77,7 @@ class _SpawnedTrial(RunningTrial):
     def records(self) -> list[StepRecord]:
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         records: dict[int, StepRecord] = {}
-        limit = time.monotonic() + self._trial.limit_s
+        limit = time.monotonic() + self._trial.contender.limit_s
         while waiting:
             ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:
@@ -141,8 +141,14 @@ def run_body(body: Body, trial: Trial, info: ProcessInfo, connection: Connection
     if info.host is not None:
         info.host.enter()
     interface = "" if info.host is None else info.host.interface
-    warm_up, steps, started_s = trial.warm_up, trial.steps, info.started_s
-    timer = StepTimer(warm_up=warm_up, steps=steps, started_s=started_s, report=report, interface=interface)
+    timer = StepTimer(
+        warm_up=trial.warm_up,
+        steps=trial.steps,
+        started_s=info.started_s,
+        report=report,
+        interface=interface,
+        lap=trial.lap,
+    )
     try:
         body(trial, info, timer)
     except Exception as error:

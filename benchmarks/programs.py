@@ -56,17 +56,14 @@ class Program(Launcher):
     python: Path  # the environment's interpreter
     script: Path  # the program; its one argument is the job
     arguments: tuple[str, ...] = ()  # between the interpreter and the script, such as ``-m`` and a launcher
-    options: Mapping[str, str] = field(default_factory=dict)  # settings for the program
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables for its framework
-    takes_batches: bool = True  # whether the workload's batches are written; a program of ours makes its own
 
     def launch(self, trial: Trial, folder: Path) -> RunningTrial:
         """Writes the batches and starts the program, which imports both packages from the folder."""
         inputs, socket_path, guard = folder / "inputs.npz", folder / "harness", ParentDeathGuard()
         for package in _PACKAGES:
             (folder / package.name).symlink_to(package)
-        if self.takes_batches:
-            write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
+        write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
         job = {
             "workload": trial.workload.name,
             "replicas": trial.contender.shares,
@@ -76,7 +73,6 @@ class Program(Launcher):
             "threads": trial.threads_per_process,
             "learning_rate": trial.workload.learning_rate,
             "count": trial.workload.count,
-            "options": dict(self.options),
             "inputs": str(inputs),
             "source": str(folder),
             "socket": str(socket_path),
@@ -88,27 +84,10 @@ class Program(Launcher):
         return _ProgramTrial(["env", *variables, *command], trial, socket_path, guard)
 
 
-class _Member:
-    """One process that trains, as its connection shows it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid: int = _CREDENTIALS.unpack(credentials)[0]
-        self.connection = connection
-        self.handle = os.pidfd_open(self.pid)  # names this very process even when it is gone and its number taken
-
-    def end(self) -> None:
-        """Kills the process if it does not end by itself; its launcher has ended before."""
-        if not wait([self.handle], _STOP_LIMIT_S):
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-        os.close(self.handle)
-
-
 class _ProgramTrial(RunningTrial):
     def __init__(self, command: list[str], trial: Trial, socket_path: Path, guard: ParentDeathGuard) -> None:
-        self._trial = trial
-        self._members: list[_Member] = []
+        self._trial, self._guard = trial, guard
+        self._connections: list[socket.socket] = []  # one of each process that trains
         self._done = False
         with ExitStack() as stack:
             stack.callback(guard.kill)
@@ -116,24 +95,20 @@ class _ProgramTrial(RunningTrial):
             self._listener.bind(str(socket_path))
             self._listener.listen()
             self._output = stack.enter_context(tempfile.TemporaryFile())
+            out, none = self._output, subprocess.DEVNULL
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                self._process = subprocess.Popen(command, stdin=none, stdout=out, stderr=out, start_new_session=True)
             except OSError as error:
                 raise ReplicaError(f"{trial.name} could not be started: {error}") from error
             self._resources = stack.pop_all()
 
     @property
     def pids(self) -> list[int]:
-        return [member.pid for member in self._members]
+        return [_pid_behind(connection) for connection in self._connections]
 
     def records(self) -> list[StepRecord]:
-        limit = time.monotonic() + self._trial.limit_s
+        limit_s = self._trial.contender.limit_s
+        limit = time.monotonic() + limit_s
         records: list[StepRecord] = []
         waiting: list[socket.socket] = []
         ended = os.pidfd_open(self._process.pid)
@@ -149,8 +124,8 @@ class _ProgramTrial(RunningTrial):
                 waiting = [connection for connection in waiting if connection not in done]
                 if self._listener in ready:
                     connection, _ = self._listener.accept()
-                    connection.settimeout(self._trial.limit_s)
-                    self._members.append(_Member(connection))
+                    connection.settimeout(limit_s)
+                    self._connections.append(connection)
                     waiting.append(connection)
         finally:
             os.close(ended)
@@ -158,17 +133,23 @@ class _ProgramTrial(RunningTrial):
         return records
 
     def end(self) -> None:
+        handles = []
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                handles.append(os.pidfd_open(pid))
         with self._resources:
-            for member in self._members:
-                member.connection.close()
+            for connection in self._connections:
+                connection.close()
             if not (self._done and self._ends_within(END_LIMIT_S)):
                 # Asks the program first, so that a launcher can end its own processes, and then kills what is left.
                 self._signal_group(signal.SIGTERM)
                 self._ends_within(_STOP_LIMIT_S)
                 self._signal_group(signal.SIGKILL)
                 self._process.wait()
-            for member in self._members:
-                member.end()
+            self._guard.kill()  # also those that the launcher has put into sessions of their own
+            for handle in handles:
+                wait([handle], _STOP_LIMIT_S)
+                os.close(handle)
 
     def _receive(self, connection: socket.socket) -> StepRecord:
         with connection.makefile("rb") as lines:
@@ -178,11 +159,11 @@ class _ProgramTrial(RunningTrial):
         return record_of(line)
 
     def _failure(self) -> ReplicaError:
-        """The message for a process that ended too early, with the program's last words, once it has printed them."""
+        """The error for a process that ended too early, with the last exception that the program printed."""
         self._ends_within(_STOP_LIMIT_S)
         self._output.seek(0)
-        words = _last_words(self._output.read().decode(errors="replace"))
-        return ReplicaError(f"{self._trial.name} ended before its last step: {words}")
+        reason = _last_error(self._output.read().decode(errors="replace"))
+        return ReplicaError(f"{self._trial.name} ended before its last step: {reason}")
 
     def _ends_within(self, limit_s: float) -> bool:
         try:
@@ -196,6 +177,13 @@ class _ProgramTrial(RunningTrial):
             os.killpg(self._process.pid, number)
 
 
+def _pid_behind(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
 def record_of(line: bytes) -> StepRecord:
     """The record that a process sent; raises ReplicaError if the line is none."""
     try:
@@ -206,7 +194,7 @@ def record_of(line: bytes) -> StepRecord:
         raise ReplicaError(f"a program sent {line[:60]!r}, expected JSON as benchmarks/step_timer.py has it") from error
 
 
-def _last_words(output: str) -> str:
+def _last_error(output: str) -> str:
     """The last exception that a program printed, or else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if _EXCEPTION.match(line)]

@@ -31,30 +31,26 @@ COLUMNS: Mapping[str, Column] = {
     "exchange + update": lambda row: "" if row.exchange_share is None else f"{row.exchange_share:.1%}",
     "first step s": lambda row: f"{row.first_step_s:.2f}",
     "peak MB": lambda row: f"{row.memory.peak_mb:.0f}",
-    "RSS MB": lambda row: f"{row.memory.rss_mb:.0f}",
     "PSS MB": lambda row: f"{row.memory.pss_mb:.0f}",
     "sent MB": lambda row: f"{row.over_rounds(lambda sample: sample.sent_mb):.1f}",
     "loss": lambda row: f"{row.over_rounds(lambda sample: sample.loss):.4f}",
     "parameters": lambda row: f"{row.trained:,}",
 }
 MEANINGS: Mapping[str, str] = {
-    "step ms": "the median of the timed steps of all rounds together; a step of several processes is the mean of "
-    "theirs. p10, p90: a tenth of them were faster, and slower.",
-    "ratio": "to the best baseline, the one whose ratio is 1: the median step over the baseline's of the same round, "
-    "and of these the median. Below 1 is faster. Baselines are the hand-written loops on torch alone; without one the "
-    "first row is the reference.",
-    "CPU ms": "CPU time of a step, of all threads and processes together. With all cores busy it is the step times the "
-    "cores; it counts waiting in a spinning barrier, and hardly depends on what else the machine does.",
+    "step ms": "the median of all timed steps of all rounds; with several processes, of the mean of theirs. p10, p90: "
+    "the percentiles.",
+    "ratio": "the step time relative to the fastest hand-written loop on torch alone, or without one to the first row: "
+    "the median over the rounds of the quotient of the median steps of one round. Below 1 is faster.",
+    "CPU ms": "CPU time of a step, of all threads and processes together, waiting in a spinning barrier included.",
     "exchange + update": "from the moment when the last local replica arrives at `optimizer.step` to the moment when "
-    "all have left it, as part of the step. With several workers it includes the wait for a later one.",
-    "first step s": "from the start of the processes to the end of the slowest one's first step: imports, model and, "
-    "with several workers, their meeting included.",
-    "peak MB": "memory of all processes of the contender together, read inside the last step: the sum of their "
-    "resident peaks (VmHWM), which the machine must have even where a process gives some back at the end of its step.",
-    "RSS MB": "what was resident then; it counts pages that processes share in each of them, PSS divides them.",
+    "all have left it, as part of the step. With several workers it includes the wait for the last of them.",
+    "first step s": "from the start of the processes to the end of the slowest one's first step, with imports, model "
+    "and, with several workers, their rendezvous.",
+    "peak MB": "the sum of the peak resident memory (VmHWM) of all processes of the contender.",
+    "PSS MB": "resident memory in the last step; a page that processes share counts once.",
     "sent MB": "10**6 bytes that leave each host in a step, headers included, as the interface counts them.",
-    "loss": "of the last step. Every contender trains the same model on the same batches, so these agree but for "
-    "dropout, the batch statistics of each replica or process and, on TensorFlow and JAX, the initial weights.",
+    "loss": "of the last step. All train the same model on the same batches, so losses agree but for dropout, the "
+    "batch statistics of each replica or process and, on TensorFlow and JAX, the initial weights.",
     "parameters": "that the optimizer changes.",
 }
 """What the columns mean; those that need no word of their own are explained with the one before."""
@@ -89,21 +85,6 @@ def columns(*names: str) -> dict[str, Column]:
     return {name: COLUMNS[name] for name in names}
 
 
-def head(conditions: Conditions, title: str) -> str:
-    """The title and the circumstances of a run."""
-    warm_up, steps, rounds = conditions.warm_up, conditions.steps, conditions.rounds
-    facts = (
-        *conditions.machine.facts,
-        *conditions.peers,
-        ("command", f"`{conditions.command}`"),
-        (
-            "measured",
-            f"{rounds} rounds, the contenders in turn, each in fresh processes; {warm_up} warm-up steps, {steps} timed",
-        ),
-    )
-    return "\n".join([f"# {title}, {conditions.date}", "", *(f"- {name}: {text}" for name, text in facts)])
-
-
 def report_of(
     name: str,
     conditions: Conditions,
@@ -113,65 +94,66 @@ def report_of(
     *,
     meanings: Mapping[str, str] | None = None,
 ) -> Report:
-    """The report of contenders that took turns; ``name`` is that of the files, followed by the number of cores.
+    """The report of contenders that took turns; ``name`` is that of the files, after the date.
 
-    ``meanings``: further explanations, or other ones than in ``MEANINGS``.
+    ``meanings``: further explanations of columns, or other ones than in ``MEANINGS``.
     """
     shown = {name for section in sections for name in section.columns}
     known = {name: text for name, text in MEANINGS.items() if name in shown} | dict(meanings or {})
-    text = "\n\n".join([head(conditions, title), *map(section_text, sections), legend(known)]) + "\n"
+    legend = "\n".join(["## What the columns mean", "", *(f"- {name}: {text}" for name, text in known.items())])
+    absences = [absence for section in sections for absence in section.absences]
     record = {
         "conditions": asdict(conditions),
-        **sections_record(sections),
-        "samples": [asdict(sample) for sample in samples],
-    }
-    return Report(name=f"{name}-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
-
-
-def legend(meanings: Mapping[str, str]) -> str:
-    """The explanations of columns and rows."""
-    return "\n".join(["## What the columns mean", "", *(f"- {name}: {text}" for name, text in meanings.items())])
-
-
-def sections_record(sections: Sequence[Section]) -> dict[str, Any]:
-    """Comparisons and absences for the JSON."""
-    return {
         "comparisons": [
             {"workload": section.workload, **asdict(each), "value": each.value, "verdict": each.verdict}
             for section in sections
             for each in section.comparisons
         ],
-        "absences": [asdict(absence) for section in sections for absence in section.absences],
+        "absences": [asdict(absence) for absence in absences],
+        "samples": [asdict(sample) for sample in samples],
     }
+    return Report(
+        name=name,
+        date=conditions.date,
+        text="\n\n".join([_head(conditions, title), *map(_section_text, sections), legend]) + "\n",
+        record=record,
+        ok=not any(absence.failed for absence in absences),
+    )
 
 
-def section_text(section: Section) -> str:
-    """A section as Markdown."""
+def _head(conditions: Conditions, title: str) -> str:
+    warm_up, steps, rounds = conditions.warm_up, conditions.steps, conditions.rounds
+    measured = f"at most {rounds} rounds, the contenders in turn, each in fresh processes"
+    facts = (
+        *conditions.machine.facts,
+        *conditions.facts,
+        ("command", f"`{conditions.command}`"),
+        ("measured", f"{measured}; {warm_up} warm-up steps, {steps} timed"),
+    )
+    return "\n".join([f"# {title}, {conditions.date}", "", *(f"- {name}: {text}" for name, text in facts)])
+
+
+def _section_text(section: Section) -> str:
     headings = ("contender", *section.columns)
-    rows = [[row.contender.name, *(column(row) for column in section.columns.values())] for row in section.figures] + [
-        [absence.contender, "not run", *[""] * (len(headings) - 2)] for absence in section.absences
+    rows = [[row.contender.name, *(column(row) for column in section.columns.values())] for row in section.figures]
+    rows += [[absence.contender, "not run", *[""] * (len(headings) - 2)] for absence in section.absences]
+    notes = [
+        f"- {row.contender.name} logged: {note}"
+        for row in section.figures
+        for note in dict.fromkeys(note for sample in row.samples for note in sample.notes)
     ]
     lines = [
         *(f"- {row.contender.name}: {row.contender.settings}" for row in section.figures),
-        *(
-            f"- {row.contender.name} logged: {note}"
-            for row in section.figures
-            for note in dict.fromkeys(note for sample in row.samples for note in sample.notes)
-        ),
+        *notes,
         *(f"- {absence.contender}: not run: {absence.reason}" for absence in section.absences),
     ]
-    blocks = [
-        f"## {section.title}",
-        section.remark,
-        markdown_table(headings, rows),
-        comparison_table(section.comparisons),
-        "\n".join(lines),
-    ]
+    compared = _comparison_table(section.comparisons)
+    blocks = [f"## {section.title}", section.remark, markdown_table(headings, rows), compared, "\n".join(lines)]
     return "\n\n".join(block for block in blocks if block)
 
 
-def comparison_table(comparisons: Iterable[Comparison]) -> str:
-    """What is compared, beside the limits; empty without comparisons."""
+def _comparison_table(comparisons: Iterable[Comparison]) -> str:
+    """What is compared, and the limits; empty without comparisons."""
     rows = [
         [
             each.text,

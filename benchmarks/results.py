@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Literal
@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.harness import Memory, Sample
 from benchmarks.trial import Contender, Role
-from lockstep.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class Figures:
     @property
     def exchange_share(self) -> float | None:
         """Exchange and update as part of the step, the median over the rounds; None if not measured."""
-        shares = [median(sample.exchange_ms) / median(sample.step_ms) for sample in self.samples if sample.exchange_ms]
+        shares = [median(sample.exchange_ms) / median_step(sample) for sample in self.samples if sample.exchange_ms]
         return median(shares) if shares else None
 
     def over_rounds(self, value: Callable[[Sample], float]) -> float:
@@ -51,16 +50,17 @@ class Figures:
     @property
     def memory(self) -> Memory:
         """Each figure's median over the rounds."""
-        return Memory(
-            peak_mb=self.over_rounds(lambda sample: sample.memory.peak_mb),
-            rss_mb=self.over_rounds(lambda sample: sample.memory.rss_mb),
-            pss_mb=self.over_rounds(lambda sample: sample.memory.pss_mb),
-        )
+        peak_mb = self.over_rounds(lambda sample: sample.memory.peak_mb)
+        return Memory(peak_mb=peak_mb, pss_mb=self.over_rounds(lambda sample: sample.memory.pss_mb))
 
     @property
     def first_step_s(self) -> float:
-        """From process start to the end of the first step, the median over the rounds."""
+        """The median over the rounds."""
         return self.over_rounds(lambda sample: sample.first_step_s)
+
+    def most(self, name: str) -> float:
+        """The largest of an extra number of the suite, over the processes; of that the median over the rounds."""
+        return self.over_rounds(lambda sample: max(process[name] for process in sample.extra))
 
     @property
     def trained(self) -> int:
@@ -72,42 +72,31 @@ def samples_of(samples: Iterable[Sample], workload: str, contender: str) -> tupl
     return tuple(each for each in samples if (each.workload, each.contender) == (workload, contender))
 
 
-def step_ratios(samples: Iterable[Sample], others: Iterable[Sample]) -> tuple[float, ...]:
-    """In each round that both have: median step of the first / median step of the second."""
-    theirs = {sample.round: median(sample.step_ms) for sample in others}
+def median_step(sample: Sample) -> float:
+    """The median of its steps in milliseconds."""
+    return median(sample.step_ms)
+
+
+def paired_ratios(
+    samples: Iterable[Sample], others: Iterable[Sample], value: Callable[[Sample], float] = median_step
+) -> tuple[float, ...]:
+    """In each round that both have: the value of the first / the value of the second."""
+    theirs = {sample.round: value(sample) for sample in others}
     ours = sorted(samples, key=lambda sample: sample.round)
-    return tuple(median(sample.step_ms) / theirs[sample.round] for sample in ours if sample.round in theirs)
-
-
-def step_ratio(samples: Iterable[Sample], others: Iterable[Sample]) -> float:
-    """The median of ``step_ratios``; raises DataError without a common round."""
-    ratios = step_ratios(samples, others)
-    if not ratios:
-        raise DataError("two contenders without a common round were to be compared; run them in the same rounds")
-    return median(ratios)
+    return tuple(value(sample) / theirs[sample.round] for sample in ours if sample.round in theirs)
 
 
 def figures_of(contenders: Sequence[Contender], samples: Sequence[Sample], workload: str) -> list[Figures]:
-    """The figures of each contender of a workload, in their order. The ratio is to the first one without baselines."""
-    figures = []
-    for contender in contenders:
-        own = samples_of(samples, workload, contender.name)
-        if not own:
-            raise DataError(f"contender {contender.name!r} has no sample of workload {workload!r}; run it first")
-        figures.append(Figures(contender=contender, samples=own))
-    if not figures:
+    """The figures of each contender that has samples of the workload, in their order.
+
+    Ratios are to the fastest baseline, without baselines to the first contender.
+    """
+    own = {contender.name: samples_of(samples, workload, contender.name) for contender in contenders}
+    figures = [Figures(contender=each, samples=own[each.name]) for each in contenders if own[each.name]]
+    best = fastest(with_role(figures, "baseline")) or next(iter(figures), None)
+    if best is None:
         return []
-    best = best_baseline(figures) or figures[0]
-    return [
-        Figures(contender=row.contender, samples=row.samples, ratio=step_ratio(row.samples, best.samples))
-        for row in figures
-    ]
-
-
-def best_baseline(figures: Iterable[Figures]) -> Figures | None:
-    """The baseline with the lowest median step; without baselines the best peer, and None without any."""
-    figures = list(figures)
-    return fastest(with_role(figures, "baseline")) or fastest(with_role(figures, "peer"))
+    return [replace(row, ratio=median(paired_ratios(row.samples, best.samples))) for row in figures]
 
 
 def fastest(figures: Iterable[Figures]) -> Figures | None:
@@ -159,7 +148,7 @@ def compare_steps(
     bound: Literal["at most", "at least", "below"] = "at most",
 ) -> Comparison:
     """The step times of two contenders, round by round."""
-    values = () if ours is None or theirs is None else step_ratios(ours.samples, theirs.samples)
+    values = () if ours is None or theirs is None else paired_ratios(ours.samples, theirs.samples)
     if not text and ours is not None and theirs is not None:
         text = f"step time, {ours.contender.name} / {theirs.contender.name}"
     return Comparison(text=text, values=values, limit=limit, bound=bound)

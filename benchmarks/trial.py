@@ -9,32 +9,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from benchmarks.step_timer import StepRecord
 from lockstep.errors import ConfigError
+from lockstep.recipes.config_checks import at_least_each
 from lockstep.scaling.machine import Machine
 
-T = TypeVar("T")
 TRIAL_LIMIT_S = 300.0
-"""A trial that takes longer is given up, if it has no limit of its own."""
+"""A trial that takes longer is ended, if its contender has no limit of its own."""
 END_LIMIT_S = 30.0
 """Processes that have not ended so long after their last step are killed."""
 
 Layout = Literal["auto", "channels_last", "contiguous", "framework"]
 """Memory format of weights and images; "auto" leaves it to the strategy, "framework" to the other framework."""
 
-Role = Literal["ours", "baseline", "peer", "reference", "check"]
+Role = Literal["ours", "baseline", "peer", "reference"]
 """What a contender's numbers are for.
 
 ours: this package. baseline: a loop written by hand on torch alone. peer: another framework. reference: a part of the
-work, for the parallel efficiency. check: runs in the first round only, and no target depends on it.
+work, for the parallel efficiency.
 """
 
 Batch = tuple[Any, Tensor]
 """A global batch (x, y); x is a tensor or a dict of the module's keyword arguments."""
+
+
+def _is_the_contenders_own(*_: Any) -> Any:
+    raise NotImplementedError("the contenders of this workload have a model and data of their own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +47,12 @@ class Workload:
 
     name: str  # as on the command line
     title: str  # for the table: model, shapes, optimizer
-    make_module: Callable[[], nn.Module]  # random weights from torch's default generator
-    make_batches: Callable[[int], list[Batch]]  # so many global batches, the same in every process
-    loss: Callable[[Any, Tensor], tuple[Tensor, Any]]  # of (outputs, y): the sum over what is counted, and the count
-    count: int  # how many are counted in each global batch
-    learning_rate: float  # Adam's
+    make_module: Callable[[], nn.Module] = _is_the_contenders_own  # random weights from torch's default generator
+    make_batches: Callable[[int], list[Batch]] = _is_the_contenders_own  # so many, global, the same in every process
+    # Of (outputs, y): the sum over what is counted, and the count.
+    loss: Callable[[Any, Tensor], tuple[Tensor, Any]] = _is_the_contenders_own
+    count: int = 0  # how many are counted in each global batch
+    learning_rate: float = 0.0  # Adam's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +67,7 @@ class Contender:
     layout: Layout = "contiguous"
     role: Role = "baseline"
     peer: str = ""  # name of the other framework, such as "fabric"; empty in this package's own environment
-
-    @property
-    def counted(self) -> bool:
-        return self.role != "check"
+    limit_s: float = TRIAL_LIMIT_S  # a trial that takes longer is ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class Conditions:
     warm_up: int
     steps: int
     rounds: int
-    peers: tuple[tuple[str, str], ...] = ()  # each peer's name and the versions of its packages
+    facts: tuple[tuple[str, str], ...] = ()  # further names and texts for the head of the report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +101,10 @@ class Trial:
     warm_up: int  # steps before the timed ones, at least 1
     steps: int  # timed steps, at least 1
     cores: int  # CPU cores to use in all
-    limit_s: float = TRIAL_LIMIT_S  # a trial that takes longer is given up
+    lap: int = 1  # steps between two readings of the clock
 
     def __post_init__(self) -> None:
-        for name in ("warm_up", "steps", "cores"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
+        at_least_each(self, 1, "warm_up", "steps", "cores")
 
     @property
     def name(self) -> str:
@@ -118,7 +118,8 @@ class Trial:
     @property
     def too_slow(self) -> str:
         """The message for a trial that took longer than its limit."""
-        return f"{self.name} was not done after {self.limit_s:.0f} s; give it fewer --steps or a faster machine"
+        limit_s = self.contender.limit_s
+        return f"{self.name} was not done after {limit_s:.0f} s; give it fewer --steps or a faster machine"
 
 
 class RunningTrial(ABC):
@@ -150,19 +151,14 @@ class Launcher(ABC):
         """Starts them. ``folder`` is empty, for whatever they need; it outlives them."""
 
 
-def select(items: Sequence[T], only: Sequence[str] | None, *, name: Callable[[T], str]) -> list[T]:
-    """The items whose names ``--only`` gives, in their own order; all of them for None.
+def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
+    """The contenders that ``--only`` names, in their own order; all of them for None.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
     """
-    known = list(dict.fromkeys(map(name, items)))
-    unknown = [each for each in only or () if each not in known]
+    known = list(dict.fromkeys(contender.name for contender in contenders))
+    unknown = [name for name in only or () if name not in known]
     if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)} is unknown; choose from {', '.join(map(repr, known)) or 'none'}")
-    return [item for item in items if not only or name(item) in only]
-
-
-def select_contenders(contenders: Sequence[Contender], only: Sequence[str] | None) -> list[Contender]:
-    """The contenders that ``--only`` names; all of them for None."""
-    return select(contenders, only, name=lambda contender: contender.name)
+        raise ConfigError(f"--only {' '.join(unknown)} is unknown; choose from {', '.join(map(repr, known))}")
+    return [contender for contender in contenders if not only or contender.name in only]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.trial import Batch, Workload
-from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.mlm.model import BertShape, masked_token_loss, new_bert
 
@@ -112,10 +111,3 @@ _LINEAR = Workload(
 )
 WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in (_MOBILENET, _MLM, _LINEAR)}
 USUAL_WORKLOADS = ("mobilenetv2", "mlm")
-
-
-def find_workload(name: str) -> Workload:
-    """The workload of that name; raises ConfigError if there is none."""
-    if name not in WORKLOADS:
-        raise ConfigError(f"no workload is called {name!r}; choose from {', '.join(WORKLOADS)}")
-    return WORKLOADS[name]

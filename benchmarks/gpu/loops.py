@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,6 @@ from benchmarks.processes import ProcessInfo
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Batch, Trial
 from lockstep.data.sharding import split_batch
-from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback
 from lockstep.train.model import Model
 
@@ -34,37 +34,11 @@ LossOf = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How many steps a trial has.
-
-    warm_up steps | lap_steps | lap_steps | ...     the time is taken, and the device is waited for, at each |
-    """
-
-    warm_up: int  # not timed: compilation, graph capture, the choice of kernels
-    lap_steps: int  # of a timed lap
-    laps: int  # timed
-
-    def __post_init__(self) -> None:
-        for name in ("warm_up", "lap_steps", "laps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
-
-    @property
-    def steps(self) -> int:
-        return self.warm_up + self.laps * self.lap_steps
-
-    def ends_lap(self, step: int) -> bool:
-        """Whether the time is taken after so many steps."""
-        return step >= self.warm_up and (step - self.warm_up) % self.lap_steps == 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a contender's process gets beside its trial."""
 
     device: DeviceType  # "cuda" is GPU 0; "cpu" tries the programs where there is none
     precision: GpuPrecision  # of forward pass and loss; weights and optimizer are float32 in both
-    pace: Pace
 
     @property
     def torch_device(self) -> torch.device:
@@ -77,13 +51,19 @@ class Setting:
         return torch.autocast(self.device, dtype=torch.bfloat16)
 
 
-def begin_process(setting: Setting) -> torch.device:
-    """Seeds torch, allows TF32 and lets cuDNN look for its fastest algorithms: for every contender alike."""
+def begin_process(setting: Setting, timer: StepTimer | None = None) -> torch.device:
+    """Seeds torch, allows TF32 and lets cuDNN look for its fastest algorithms: for every contender alike.
+
+    ``timer`` will wait for the device at the ends of laps, and read its memory in the last step.
+    """
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    return setting.torch_device
+    device = setting.torch_device
+    if timer is not None:
+        timer.synchronize, timer.extra = partial(wait_for, device), partial(device_memory, device)
+    return device
 
 
 def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
@@ -92,12 +72,6 @@ def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
         return list(batches)
     different = {id(batch): tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), batch) for batch in batches}
     return [different[id(batch)] for batch in batches]
-
-
-def ready_batches(trial: Trial, setting: Setting) -> list[Batch]:
-    """The global batches in the contender's memory format, in pinned memory."""
-    batches = trial.workload.make_batches(setting.pace.steps)
-    return pinned(laid_out(batches, trial.contender.layout), setting.torch_device)
 
 
 def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
@@ -124,56 +98,33 @@ def _copied(batch: Batch, device: torch.device, side: torch.cuda.Stream) -> Batc
     return moved
 
 
-class LapTimer:
-    """Counts steps, and records a lap in the trial's timer when enough have been issued and done.
-
-    The steps of ``timer`` are the laps of ``pace``, the first one being the warm-up. The device is waited for, with all
-    its streams.
-    """
-
-    def __init__(self, timer: StepTimer, pace: Pace, device: torch.device) -> None:
-        self._timer, self._pace, self._device = timer, pace, device
-        self._steps = 0
-
-    def step(self, loss: Callable[[], float]) -> None:
-        """A step has been issued. ``loss`` reads the mean loss of all steps; it is called once, after the last."""
-        self._steps += 1
-        if not self._pace.ends_lap(self._steps):
-            return
-        wait_for(self._device)
-        last = self._steps == self._pace.steps
-        if last:
-            self._timer.device_reserved_mb, self._timer.device_used_mb = device_memory(self._device)
-        self._timer.record_step(loss() if last else float("nan"))
-
-
 def wait_for(device: torch.device) -> None:
     """Returns when everything issued to the device, on any stream, is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def device_memory(device: torch.device) -> tuple[float, float]:
+def device_memory(device: torch.device) -> dict[str, float]:
     """MB: what this process's allocator has taken of the device, and what all processes have of it now.
 
-    The allocator keeps what it has once taken, and so the first is a peak; torch's own peak does not serve, since
-    replicas on shares of a GPU reset it at every turn. The second is the driver's number: contexts and libraries are
-    part of it. Zeros for a CPU.
+    The allocator keeps what it has once taken, so the first is a peak; torch's own peak does not serve, since replicas
+    on shares of a GPU reset it. The second is the driver's number, with contexts and libraries. Zeros for a CPU.
     """
     if device.type != "cuda":
-        return 0.0, 0.0
+        return {"reserved_mb": 0.0, "used_mb": 0.0}
     free, total = torch.cuda.mem_get_info(device)
-    return torch.cuda.memory_reserved(device) / _MB, (total - free) / _MB
+    return {"reserved_mb": torch.cuda.memory_reserved(device) / _MB, "used_mb": (total - free) / _MB}
 
 
 def train_plain(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting, compiled: bool) -> None:
     """One process, the whole batch. ``compiled``: forward pass and loss go through torch.compile with CUDA graphs."""
-    device = begin_process(setting)
+    device = begin_process(setting, timer)
     module = make_module(trial, device)
     loss_of = loss_function(trial, setting, module, divisor=trial.workload.count)
     if compiled:
         loss_of = _compiled(loss_of)
-    train(trial, timer, setting, loss_of, ready_batches(trial, setting), module)
+    batches = laid_out(trial.workload.make_batches(timer.total), trial.contender.layout)
+    train(trial, timer, setting, loss_of, pinned(batches, device), module)
 
 
 def train_ddp(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting) -> None:
@@ -181,13 +132,13 @@ def train_ddp(trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: 
 
     DDP averages the processes' gradients, so each divides its sum by its part of the count.
     """
-    device = begin_process(setting)
+    device = begin_process(setting, timer)
     torch.set_num_threads(trial.threads_per_process)
     world, rank = trial.contender.processes, process.rank
     dist.init_process_group("gloo", init_method=f"file://{process.store}", rank=rank, world_size=world)
     wrapped = DistributedDataParallel(make_module(trial, device), **DDP_OPTIONS)
     loss_of = loss_function(trial, setting, wrapped, divisor=trial.workload.count / world)
-    batches = trial.workload.make_batches(setting.pace.steps)
+    batches = trial.workload.make_batches(timer.total)
     different = {id(batch): split_batch(batch, world)[rank] for batch in batches}  # one shard of a repeated batch
     shards = laid_out([different[id(batch)] for batch in batches], trial.contender.layout)
     train(trial, timer, setting, loss_of, pinned(shards, device), wrapped)
@@ -212,7 +163,6 @@ def train(
     device = setting.torch_device
     optimizer = adam(trial.workload, module)
     timer.trained = trained_parameters(module)
-    laps = LapTimer(timer, setting.pace, device)
     losses = torch.zeros((), device=device)
     for x, y in on_device(batches, device):
         optimizer.zero_grad()
@@ -220,7 +170,7 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.add_(loss.detach())
-        laps.step(lambda: losses.item() / setting.pace.steps)
+        timer.record_step(lambda: losses.item() / timer.total)
 
 
 def _compiled(loss_of: LossOf) -> LossOf:
@@ -233,18 +183,18 @@ def _compiled(loss_of: LossOf) -> LossOf:
     return begin_and_call
 
 
-class _LapEveryBatch(Callback):
-    """Counts the batches that have been issued; it does not read the logs, for which the loop would wait."""
+class _RecordEveryBatch(Callback):
+    """Records the batches that have been issued; it does not read the logs, for which the loop would wait."""
 
-    def __init__(self, laps: LapTimer) -> None:
+    def __init__(self, timer: StepTimer) -> None:
         super().__init__()
-        self._laps = laps
+        self._timer = timer
 
     def wants_batch_logs(self) -> bool:
         return False
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
-        self._laps.step(lambda: float(logs["loss"]))
+        self._timer.record_step(lambda: float(logs["loss"]))
 
 
 class _Notes(logging.Handler):
@@ -262,7 +212,7 @@ def train_ours(
     trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting, compiled: bool = False
 ) -> None:
     """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
-    device = begin_process(setting)
+    device = begin_process(setting, timer)
     notes, log = _Notes(), logging.getLogger("lockstep")
     log.addHandler(notes)
     log.setLevel(logging.INFO)
@@ -276,8 +226,8 @@ def train_ours(
         )
     timer.trained = trained_parameters(module)
     timer.notes = notes.lines.keys()
-    batches = pinned(workload.make_batches(setting.pace.steps), device)
-    model.fit(batches, callbacks=[_LapEveryBatch(LapTimer(timer, setting.pace, device))], verbose=0)
+    batches = pinned(workload.make_batches(timer.total), device)
+    model.fit(batches, callbacks=[_RecordEveryBatch(timer)], verbose=0)
     strategy.close()
 
 

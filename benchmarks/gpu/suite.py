@@ -1,6 +1,6 @@
 """Suite ``gpu``: one CUDA GPU, within a budget of seconds: tests that need it, its rates, then rounds of contenders.
 
-|-- tests, at most their part --|-- rates and roofline --|-- round 1 --|-- round 2, if it fits --|-- report --|
+|-- tests, at most their part --|-- rates --|-- round 1 --|-- round 2, if it fits --|-- report --|
 """
 
 from __future__ import annotations
@@ -9,176 +9,174 @@ import logging
 import re
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
 import lockstep as ls
-from benchmarks.gpu.contenders import Entrant, entrants
-from benchmarks.gpu.gpu_tests import run_suite
-from benchmarks.gpu.loops import DeviceType, Pace
-from benchmarks.gpu.report import GpuConditions, render_gpu, section_of
-from benchmarks.gpu.roofline import DeviceFacts, look_at_device, named_device
-from benchmarks.gpu.workloads import FULL, TINY, Sizes, gpu_workloads
-from benchmarks.harness import Absence, Progress, Rounds, Sample, run_trial
-from benchmarks.report import NothingToRunError, Report, Section, sections_record
-from benchmarks.trial import Conditions, Trial, Workload, select_contenders
-from benchmarks.trial import Pace as DefaultPace
+from benchmarks.gpu.device import DeviceFacts, count_flops, look_at_device, named_device
+from benchmarks.gpu.gpu_tests import run_gpu_tests
+from benchmarks.gpu.loops import (
+    COMPILE_MODE,
+    MEMORY_SHARE,
+    DeviceType,
+    Setting,
+    train_ddp,
+    train_ours,
+    train_plain,
+)
+from benchmarks.gpu.workloads import FULL, TINY, gpu_workloads, precision_of
+from benchmarks.harness import Absence, run_rounds
+from benchmarks.loops import layouts_of, suffix_of
+from benchmarks.processes import SpawnedBody
+from benchmarks.report import COLUMNS, Column, NothingToRunError, Report, Section, columns, report_of
+from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, median_step
+from benchmarks.trial import Conditions, Contender, Layout, Pace, Trial, Workload, select_contenders
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.recipes.config_checks import at_least_each
 
-PACE = DefaultPace(warm_up=10, steps=10, rounds=3)
+PACE = Pace(warm_up=10, steps=10, rounds=3)
 _LAPS = 3
-TOTAL_S = 600.0
+ONE, FOUR, ONE_COMPILED, DDP = "lockstep-1", "lockstep-4", "lockstep-1 compiled", "ddp-4"
+EAGER, COMPILED = "eager", "compiled"
+_SHARES = 4
+BUDGET_S = 600.0
 """Ten minutes, with everything."""
-WRITING_S = 15.0
-"""Kept for ending processes and writing the table."""
-ROOFLINE_LIMIT_S = 90.0
-"""For measuring the device's rates and counting the steps' work."""
-TRIAL_LIMIT_S = 150.0
-"""For one trial; torch.compile is what takes long."""
-_LEAST_S = 60.0
+_LEAST_BUDGET_S = 60.0
+_WRITING_S = 15.0
+_RATES_LIMIT_S = 60.0
+_TRIAL_LIMIT_S = 150.0  # torch.compile is what takes long
 _TESTS_PART = 0.4
-_MARGIN = 1.25
 _LEAST_TORCH = (2, 11)
 _log = logging.getLogger("benchmarks")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """The seconds of a whole run, at least a minute."""
+def contenders_for(workload: Workload, device: DeviceType) -> tuple[Contender, ...]:
+    """The contenders in the order of importance: when the time runs out, the last ones are left out."""
+    setting = Setting(device=device, precision=precision_of(workload.name))
+    first, *others = layouts_of(workload.name)
 
-    total_s: float = TOTAL_S
+    def contender(
+        name: str, settings: str, body: Callable[..., None], *, shares: int = 1, **fields: object
+    ) -> Contender:
+        options = {} if body is train_ddp else {"compiled": COMPILED in name}
+        # Each trial is forked from a process that has imported this module alone.
+        launcher = SpawnedBody(body=partial(body, setting=setting, **options), preloaded=__name__)
+        common = {"name": name, "settings": settings, "launcher": launcher, "limit_s": _TRIAL_LIMIT_S}
+        return Contender(**common, shares=shares, **fields)  # type: ignore[arg-type]
 
-    def __post_init__(self) -> None:
-        if not self.total_s >= _LEAST_S:
-            raise ConfigError(f"budget_s={self.total_s:g} was given, expected at least {_LEAST_S:.0f}; raise it")
+    def ours(name: str, where: str, shares: int = 1) -> Contender:
+        settings = f"MirroredStrategy on {where}, one process, Model.fit, memory_format auto"
+        return contender(name, settings, train_ours, shares=shares, role="ours", layout="auto")
 
-    @property
-    def tests_s(self) -> float:
-        """What the tests may take; what they leave goes to the benchmark."""
-        return _TESTS_PART * self.total_s
+    def plain(name: str, how: str, layout: Layout) -> Contender:
+        settings = f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead"
+        return contender(name + suffix_of(layout), settings, train_plain, layout=layout)
 
-    def left_s(self, spent_s: float) -> float:
-        """What is left for measuring after so many seconds; never below 0."""
-        return max(0.0, self.total_s - WRITING_S - spent_s)
-
-    def trial_limit_s(self, spent_s: float) -> float:
-        """After how long a trial that begins now is given up."""
-        return min(TRIAL_LIMIT_S, self.left_s(spent_s))
-
-    def admits(self, expected_s: float, spent_s: float) -> bool:
-        """Whether a trial that is expected to take so long may begin now."""
-        return expected_s <= self.left_s(spent_s)
-
-    def admits_round(self, taken_s: Sequence[float], spent_s: float) -> bool:
-        """Whether another round may begin: whether as much as the last one's trials took fits, and a margin."""
-        return _MARGIN * sum(taken_s) <= self.left_s(spent_s)
-
-    def text(self, trials: int, expected_s: float) -> str:
-        """What is planned, for the terminal."""
-        return (
-            f"budget {self.total_s:.0f} s: tests at most {self.tests_s:.0f}, rates and roofline at most "
-            f"{ROOFLINE_LIMIT_S:.0f}, writing {WRITING_S:.0f}; the rest for {trials} trials a round, expected to take "
-            f"{expected_s:.0f}; more rounds while a whole one fits"
-        )
-
-    def refusal(self, expected_s: float, spent_s: float) -> str:
-        """Why a trial did not begin."""
-        return (
-            f"of the {self.total_s:.0f} s for everything {self.left_s(spent_s):.0f} were left, and it is expected to "
-            f"take {expected_s:.0f}; run it with a larger --budget-s, or alone with --only"
-        )
+    by_compiler = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}"
+    quarter = f"{_SHARES} logical devices, each with 1/{_SHARES} of {MEMORY_SHARE:.0%} of the GPU's memory"
+    ddp = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph, no"
+    return (
+        ours(ONE, "the undivided GPU"),
+        plain(EAGER, "eager", first),
+        ours(FOUR, quarter, _SHARES),
+        contender(DDP, f"{ddp} buffer broadcast, {first}", train_ddp, shares=_SHARES, processes=_SHARES, layout=first),
+        plain(COMPILED, by_compiler, first),
+        ours(ONE_COMPILED, "the undivided GPU, compile_module=True"),
+        *(plain(EAGER, "eager", layout) for layout in others),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A trial to come."""
-
-    workload: Workload
-    entrant: Entrant
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.workload.name, self.entrant.contender.name
-
-    def absence(self, reason: str) -> Absence:
-        return Absence(workload=self.workload.name, contender=self.entrant.contender.name, reason=reason)
+MAX_EAGER_RATIO = 1.0
+"""One replica's step over that of the best eager loop."""
+MAX_BEST_RATIO = 0.7
+"""One replica's step of bert_tiny over that of the best hand-written loop, torch.compile's included."""
+MAX_FOUR_RATIO = 1.15
+"""The step of four logical devices over that of the undivided GPU, on the same global batch."""
+MAX_DDP_RATIO = 0.2
+"""The step of four logical devices over that of four DDP processes on the same GPU."""
+MAX_FOUR_MS = 20.0
+"""bert_tiny's step on four logical devices; the published run took 240 ms on an RTX 4090."""
 
 
-Entered = Sequence[tuple[Workload, Sequence[Entrant]]]
+def comparisons_of(workload: str, rows: Sequence[Figures]) -> list[Comparison]:
+    """What is compared on a workload; who did not run is in comparisons that were not measured."""
+    own: Mapping[str, Figures] = {row.contender.name: row for row in rows}
+    one, four, ddp = own.get(ONE), own.get(FOUR), own.get(DDP)
+    loops = [row for row in rows if row.contender.role == "baseline" and row.contender.processes == 1]
+    eager, compiled = (
+        fastest(row for row in loops if row.contender.name.startswith(name)) for name in (EAGER, COMPILED)
+    )
+    found = [
+        compare_steps(one, eager, MAX_EAGER_RATIO, text=f"{ONE} / best eager loop"),
+        compare_steps(four, one, MAX_FOUR_RATIO, text=f"{FOUR} / {ONE}, the same global batch"),
+        compare_steps(four, ddp, MAX_DDP_RATIO, text=f"{FOUR} / {DDP}"),
+    ]
+    if workload.startswith("mlm"):
+        best = None if compiled is None else fastest(loops)  # eager alone is not "the best" loop
+        best_one = fastest(own[name] for name in (ONE, ONE_COMPILED) if name in own)
+        values = () if four is None else tuple(map(median_step, four.samples))
+        found += [
+            compare_steps(best_one, best, MAX_BEST_RATIO, text=f"{ONE} or {ONE_COMPILED} / best loop"),
+            Comparison(text=f"{FOUR}, a step", values=values, limit=MAX_FOUR_MS, bound="below", unit=" ms"),
+        ]
+    return found
 
 
-def in_turn(entered: Entered) -> list[Planned]:
-    """The order of a round: workload by workload those who are no peers, then likewise the peers. Pure."""
-    planned = [Planned(workload=workload, entrant=each) for workload, all_of_it in entered for each in all_of_it]
-    return sorted(planned, key=lambda one: one.entrant.contender.role == "peer")
+_MEANINGS = {
+    "models": "every contender trains the same modules, in torch alone, from the same weights, on the same batches in "
+    "pinned memory, with Adam, `fused=True`. All may use TF32 in fp32, and cuDNN looks for its fastest algorithms.",
+    "step ms": "the median lap, divided by its number of steps. At the end of a lap the device is waited for, with all "
+    "its streams, and never between. lowest, highest: of all laps of all rounds.",
+    "/ least": "to the time that the FLOPs of the step take at the rate of large matrix products, which no program can "
+    "be faster than. FLOPs are counted by torch.utils.flop_counter: matrix products and convolutions, forward and "
+    "backward. The rates are those of products of 8192 x 8192 matrices, the best of three tries, in this run.",
+    "first step s": "from the start of the processes to the end of the warm-up: CUDA, model, torch.compile, graph "
+    "capture and the choice of kernels. torch and this package are imported already, and compiled code that an earlier "
+    "run has left in torch's cache shortens it.",
+    "torch's MB": "what torch's allocator has taken by the last step, of all processes. on the GPU: what the driver "
+    "says all processes had inside the last step, without what others had before the run.",
+    "logged": "what the package logged, such as why whole steps were not captured as a CUDA graph; a row of ours on a "
+    "GPU that logged nothing of graphs has captured them.",
+    "loss": "the mean over all steps. Dropout masks, and batch statistics of each replica or process, differ.",
+}
 
 
-def run_budgeted(
-    planned: Sequence[Planned],
-    *,
-    pace: Pace,
-    cores: int,
-    rounds: int,
-    budget: Budget,
-    started_s: float,
-    progress: Progress,
-    run: Callable[[Trial, int], Sample] = run_trial,
-) -> Rounds:
-    """Runs the trials of a round (``planned``) in turn, and further rounds while there is time, at most ``rounds``.
+def section_of(
+    workload: Workload, figures: Sequence[Figures], absences: Sequence[Absence], facts: DeviceFacts, *, compared: bool
+) -> Section:
+    """The table of a workload."""
+    flops = count_flops(workload)
+    least_ms = facts.least_ms(workload.name, flops)
 
-    Who fails, or finds no time in the first round, is absent, and takes no further part; the others' numbers stand.
-    ``started_s`` is ``time.monotonic()`` at the beginning of the whole run.
-    """
-    absences = {one.key: one.absence(one.entrant.absent) for one in planned if one.entrant.absent}
-    samples: list[Sample] = []
-    taken: list[float] = []
-    for index in range(rounds):
-        present = [one for one in planned if one.key not in absences]
-        if index and not (present and budget.admits_round(taken, time.monotonic() - started_s)):
-            break
-        taken = []
-        for done, one in enumerate(present, start=1):
-            began_s = time.monotonic()
-            outcome = _outcome(one, index, pace, cores, budget, began_s - started_s, run)
-            taken.append(time.monotonic() - began_s)
-            if isinstance(outcome, Absence):
-                absences[one.key] = outcome
-            else:
-                samples.append(outcome)
-            progress(outcome, done, len(present))
-    complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in absences)
-    return Rounds(samples=complete, absences=tuple(absences.values()))
+    def reserved_mb(row: Figures) -> float:
+        return row.over_rounds(lambda sample: sum(process["reserved_mb"] for process in sample.extra))
 
-
-def _outcome(
-    one: Planned,
-    index: int,
-    pace: Pace,
-    cores: int,
-    budget: Budget,
-    spent_s: float,
-    run: Callable[[Trial, int], Sample],
-) -> Sample | Absence:
-    expected_s = one.entrant.expected_s
-    if index == 0 and not budget.admits(expected_s, spent_s):
-        return one.absence(budget.refusal(expected_s, spent_s))
-    # For the step timer the warm-up is one step, and so is each timed lap.
-    trial = Trial(workload=one.workload, contender=one.entrant.contender, warm_up=1, steps=pace.laps, cores=cores)
-    try:
-        return run(replace(trial, limit_s=budget.trial_limit_s(spent_s)), index)
-    except LockstepError as error:
-        return one.absence(str(error))
-
-
-def per_step(sample: Sample, pace: Pace) -> Sample:
-    """A sample whose times, CPU time included, are of a step instead of a lap. Pure."""
-    step_ms = tuple(lap_ms / pace.lap_steps for lap_ms in sample.step_ms)
-    return replace(sample, step_ms=step_ms, cpu_ms=sample.cpu_ms / pace.lap_steps)
+    shown: dict[str, Column] = {
+        "step ms": lambda row: f"{row.median_ms:.2f}",
+        "lowest": lambda row: f"{min(row.steps):.2f}",
+        "highest": lambda row: f"{max(row.steps):.2f}",
+        "ratio": COLUMNS["ratio"],
+        "/ least": lambda row: "" if least_ms is None else f"{row.median_ms / least_ms:.2f}",
+        "first step s": lambda row: f"{row.first_step_s:.1f}",
+        "torch's MB": lambda row: f"{reserved_mb(row):.0f}",
+        "on the GPU MB": lambda row: f"{max(0.0, row.most('used_mb') - facts.used_mb):.0f}",
+        **columns("loss", "parameters"),
+        "rounds": lambda row: str(len(row.samples)),
+    }
+    least = "" if least_ms is None else f", at least {least_ms:.2f} ms on this device"
+    return Section(
+        workload=workload.name,
+        title=workload.title,
+        columns=shown,
+        figures=figures,
+        comparisons=comparisons_of(workload.name, figures) if compared else (),
+        absences=absences,
+        remark=f"A step has {flops / 1e9:.1f} GFLOP{least}.",
+    )
 
 
 def reason_not_to_run() -> str:
@@ -196,11 +194,9 @@ def reason_not_to_run() -> str:
 
 def flags(parser: ArgumentParser) -> None:
     """The flags of this suite."""
-    parser.add_argument("--workload", nargs="+", default=(), help="mlm, mobilenetv2; both by default")
+    parser.add_argument("--workload", nargs="+", choices=("mlm", "mobilenetv2"), default=("mlm", "mobilenetv2"))
     parser.add_argument("--tests", type=Path, help="folder of tests: first run those that need a GPU, as make gpu does")
-    parser.add_argument(
-        "--budget-s", type=float, default=TOTAL_S, help=f"seconds for everything (default {TOTAL_S:.0f})"
-    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds for all (default {BUDGET_S:.0f})")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the programs at tiny sizes, without a GPU"
     )
@@ -215,107 +211,62 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
         NothingToRunError: there is no GPU.
     """
     device: DeviceType = asked.device
-    pace = Pace(warm_up=conditions.warm_up, lap_steps=conditions.steps, laps=_LAPS)
-    budget = Budget(total_s=asked.budget_s)
-    if conditions.rounds < 1:
-        raise ConfigError(f"rounds={conditions.rounds} was given, expected at least 1; raise it")
+    at_least_each(conditions, 1, "rounds", "warm_up", "steps")
+    if not asked.budget_s >= _LEAST_BUDGET_S:
+        raise ConfigError(f"budget_s={asked.budget_s:g} was given, expected at least {_LEAST_BUDGET_S:.0f}; raise it")
     if device == "cuda" and (reason := reason_not_to_run()):
         raise NothingToRunError(f"{reason}; nothing was run, no table was written")
-    started_s = time.monotonic()
-    entered = enter(device, pace, asked.workload, asked.only)
-    planned = in_turn(entered)
-    plan = budget.text(len(planned), sum(one.entrant.expected_s for one in planned if not one.entrant.absent))
-    _log.info("%s", plan)
-    tests = None if asked.tests is None else run_suite(asked.tests.resolve(), limit_s=budget.tests_s)
-    facts = device_facts(device, partial(look_at_device, device, _sizes(device)))
-    rounds = run_budgeted(
-        planned,
-        pace=pace,
-        cores=conditions.machine.cores,
-        rounds=conditions.rounds,
-        budget=budget,
-        started_s=started_s,
-        progress=partial(_log_progress, pace),
-    )
-    samples = [per_step(sample, pace) for sample in rounds.samples]
-    sections = [
-        section_of(workload, [one.contender for one in all_of_it], samples, absences=rounds.absences, facts=facts)
-        for workload, all_of_it in entered
+    until_s = time.monotonic() + asked.budget_s - _WRITING_S
+    wanted = wanted_contenders(device, asked.workload, asked.only)
+    failure = ""
+    facts = [("tests that need a GPU", "not asked for")]
+    if asked.tests is not None:
+        failure = run_gpu_tests(asked.tests.resolve(), limit_s=_TESTS_PART * asked.budget_s)
+        facts = [("tests that need a GPU", failure or "all passed")]
+    found = device_facts(device, partial(look_at_device, device))
+    facts = [("device", found.text), *facts, ("budget", f"{asked.budget_s:.0f} s; rounds as long as a whole one fits")]
+    trials = trials_in_turn(wanted, conditions)
+    rounds = run_rounds(trials, rounds=conditions.rounds, until_s=until_s)
+    sections = []
+    for workload, contenders in wanted:
+        absences = [absence for absence in rounds.absences if absence.workload == workload.name]
+        figures = figures_of(contenders, rounds.samples, workload.name)
+        sections.append(section_of(workload, figures, absences, found, compared=device == "cuda"))
+    name, title = "gpu-programs-tried-on-a-cpu", "The GPU benchmark's programs tried on a CPU: no figure of a GPU"
+    if device == "cuda":
+        slug = re.sub(r"[^a-z0-9]+", "-", found.name.lower()).strip("-")
+        name, title = f"gpu-{slug}", f"GPU benchmark of {found.name}"
+    described = replace(conditions, facts=tuple(facts))
+    report = report_of(name, described, title, sections, rounds.samples, meanings=_MEANINGS)
+    return replace(report, ok=report.ok and not failure)
+
+
+Wanted = Sequence[tuple[Workload, Sequence[Contender]]]
+
+
+def wanted_contenders(device: DeviceType, workloads: Sequence[str], only: Sequence[str] | None) -> Wanted:
+    """The workloads that are wanted ("mlm", "mobilenetv2"), each with the contenders that are."""
+    known = gpu_workloads(FULL if device == "cuda" else TINY)
+    chosen = [workload for name, workload in known.items() if name.partition("-")[0] in workloads]
+    every = [(workload, contenders_for(workload, device)) for workload in chosen]
+    names = {each.name for each in select_contenders([each for _, of_one in every for each in of_one], only)}
+    return [(workload, [each for each in of_one if each.name in names]) for workload, of_one in every]
+
+
+def trials_in_turn(wanted: Wanted, conditions: Conditions) -> list[Trial]:
+    """A round: one trial of each contender, workload by workload. The clock is read at the ends of laps."""
+    warm_up, steps, cores = conditions.warm_up, conditions.steps, conditions.machine.cores
+    return [
+        Trial(workload=workload, contender=each, warm_up=warm_up, steps=_LAPS * steps, cores=cores, lap=steps)
+        for workload, of_one in wanted
+        for each in of_one
     ]
-    described = GpuConditions(
-        date=conditions.date,
-        machine=conditions.machine,
-        device=device,
-        facts=facts,
-        command=conditions.command,
-        pace=pace,
-        budget=plan,
-        spent_s=time.monotonic() - started_s,
-        suite=tests,
-    )
-    return gpu_report(described, sections, samples, ok=tests is None or tests.ok)
 
 
 def device_facts(device: DeviceType, look: Callable[[], DeviceFacts]) -> DeviceFacts:
-    """The device's rates; where they cannot be measured its name alone, and why: the trials may run all the same."""
+    """The device's rates; where they cannot be measured its name alone: the trials may run all the same."""
     try:
-        return ls.launch(look, workers=1, timeout_s=ROOFLINE_LIMIT_S)
+        return ls.launch(look, workers=1, timeout_s=_RATES_LIMIT_S)
     except LockstepError as error:
-        return named_device(device, trouble=str(error))
-
-
-def _sizes(device: DeviceType) -> Sizes:
-    return FULL if device == "cuda" else TINY
-
-
-def enter(device: DeviceType, pace: Pace, workloads: Sequence[str], only: Sequence[str] | None) -> Entered:
-    """The workloads that are wanted ("mlm", "mobilenetv2"; all if empty), each with the contenders that are.
-
-    Raises:
-        ConfigError: a name is nobody's.
-    """
-    known = gpu_workloads(_sizes(device))
-    wanted = [name for name in known if not workloads or name.partition("-")[0] in workloads]
-    if not wanted:
-        raise ConfigError(f"--workload {' '.join(workloads)} is not run on a GPU; choose mlm or mobilenetv2")
-    entered = [(known[name], entrants(known[name], device, pace)) for name in wanted]
-    chosen = select_contenders([one.contender for _, all_of_it in entered for one in all_of_it], only)
-    names = {contender.name for contender in chosen}
-    return [(workload, [one for one in all_of_it if one.contender.name in names]) for workload, all_of_it in entered]
-
-
-def gpu_report(
-    conditions: GpuConditions, sections: Sequence[Section], samples: Sequence[Sample], *, ok: bool = True
-) -> Report:
-    """The report of a run; ``ok`` is whether the tests passed."""
-    rooflines = {section.workload: conditions.facts.roofline(section.workload) for section in sections}
-    record = {
-        "conditions": asdict(conditions),
-        **sections_record(sections),
-        "rooflines": {name: asdict(roofline) for name, roofline in rooflines.items() if roofline is not None},
-        "samples": [asdict(sample) for sample in samples],
-    }
-    text = render_gpu(conditions, sections)
-    return Report(name=f"gpu-{slug(conditions)}", date=conditions.date, text=text, record=record, ok=ok)
-
-
-def slug(conditions: GpuConditions) -> str:
-    """The device's name as part of a file's: ``nvidia-h100-80gb-hbm3``."""
-    if conditions.device == "cpu":
-        return "programs-tried-on-a-cpu"
-    return re.sub(r"[^a-z0-9]+", "-", conditions.facts.name.lower()).strip("-")
-
-
-def _log_progress(pace: Pace, outcome: Sample | Absence, done: int, planned: int) -> None:
-    who = f"{done:3d}/{planned}  {outcome.workload:16s} {outcome.contender:22s}"
-    if isinstance(outcome, Absence):
-        _log.warning("%s not run: %s", who, outcome.reason)
-        return
-    _log.info(
-        "%s %9.2f ms a step, ready after %5.1f s, torch has taken %6.0f MB, loss %.4f",
-        who,
-        median(outcome.step_ms) / pace.lap_steps,
-        outcome.first_step_s,
-        outcome.device_reserved_mb,
-        outcome.loss,
-    )
+        _log.warning("the device's rates were not measured: %s", error)
+        return named_device(device)

@@ -39,17 +39,14 @@ def make_work(workload: str, batches: list[dict[str, np.ndarray]]) -> Work:
 
 
 def _mobilenet() -> keras.Model:
-    channels_first = keras.config.image_data_format() == "channels_first"
-    shape = (3, _PIXELS, _PIXELS) if channels_first else (_PIXELS, _PIXELS, 3)
+    shape = (_PIXELS, _PIXELS, 3)
     body = keras.applications.MobileNetV2(input_shape=shape, include_top=False, weights=None, pooling="avg")
     features = layers.Dropout(_CLASSIFIER_DROPOUT)(body.output)
     return keras.Model(body.input, layers.Dense(_CLASSES)(features))
 
 
 def _laid_out(images: np.ndarray) -> np.ndarray:
-    """Images [rows, 3, pixels, pixels] in the order of axes that Keras is set to."""
-    if keras.config.image_data_format() == "channels_first":
-        return images
+    """Images [rows, 3, pixels, pixels] as [rows, pixels, pixels, 3]."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1))
 
 

@@ -33,7 +33,6 @@ class Job:
     threads: int  # of each replica: an equal part of the cores, at least one
     learning_rate: float  # Adam's
     count: int  # how many examples, or masked tokens, the loss of a global batch is divided by
-    options: dict[str, str]  # settings of this contender that its program knows
     inputs: str  # path of the batches, an .npz file
     source: str  # folder that the packages ``lockstep`` and ``benchmarks`` lie in
     socket: str  # path at which the harness listens

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.loops import laid_out, memory_format, trained_parameters
 from benchmarks.trial import Batch
-from benchmarks.workloads import find_workload
+from benchmarks.workloads import WORKLOADS
 from lockstep.data.sharding import split_batch
 
 
@@ -35,7 +35,7 @@ class TorchWork:
 
 def make_work(job: Job, rank: int) -> TorchWork:
     """A process's part of the job."""
-    workload = find_workload(job.workload)
+    workload = WORKLOADS[job.workload]
     divisor = workload.count / job.replicas
 
     def loss_of(model: Any, x: Any, y: Tensor) -> Tensor:

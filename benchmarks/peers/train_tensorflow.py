@@ -11,7 +11,6 @@ from program import Job, load_batches, start_timer, take_job
 def main() -> None:
     """Trains as the job says."""
     job = take_job()
-    _set_threads(job)
     strategy = _split_cpu(job.replicas)
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -23,12 +22,6 @@ def main() -> None:
     batches = _distributed(strategy, work, job.replicas)
     for index in range(timer.total):
         timer.record_step(float(step(*batches[index % len(batches)])))
-
-
-def _set_threads(job: Job) -> None:
-    """``intra`` threads work on an operator and ``inter`` operators run at once; 0 leaves the number to TensorFlow."""
-    tf.config.threading.set_intra_op_parallelism_threads(int(job.options["intra"]))
-    tf.config.threading.set_inter_op_parallelism_threads(int(job.options["inter"]))
 
 
 def _split_cpu(replicas: int) -> tf.distribute.Strategy:
@@ -59,18 +52,14 @@ def _make_step(job: Job, strategy: tf.distribute.Strategy, model: keras.Model, o
     """One training step of all replicas, as a graph; the loss of the global batch."""
     per_example = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
-    @tf.function(jit_compile=job.options["xla"] == "forward_backward")
-    def gradients_of(x, y):
+    def replica_step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(per_example(y, model(x, training=True))) / job.count
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    def replica_step(x, y):
-        loss, gradients = gradients_of(x, y)
+        gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    @tf.function(jit_compile=job.options["xla"] == "step")
+    @tf.function
     def step(x, y):
         return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(replica_step, args=(x, y)), axis=None)
 

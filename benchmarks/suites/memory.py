@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lockstep as ls
-from benchmarks.report import Report, head, legend
-from benchmarks.trial import Conditions, Pace, select
-from lockstep import config
-from lockstep.errors import ConfigError
+from benchmarks.harness import Absence, Sample, run_rounds, trials_of
+from benchmarks.loops import split_cpu
+from benchmarks.processes import ProcessInfo, SpawnedBody
+from benchmarks.report import Column, Report, Section, columns, report_of
+from benchmarks.results import Figures, figures_of, paired_ratios
+from benchmarks.step_timer import StepTimer
+from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least
-from lockstep.recipes.memory import Lora, MemoryChoices, loading, trained_parameters, with_choices
+from lockstep.recipes.config_checks import at_least, at_least_each
+from lockstep.recipes.memory import Lora, MemoryChoices, trained_parameters, with_choices
 from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
-from lockstep.report import markdown_table
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
@@ -33,34 +32,19 @@ from lockstep.train.compile import Precision, PrecisionName
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 FULL = "full, fp32"
 """What the others are compared with: nothing is done."""
-TRIAL_LIMIT_S = 1200.0
+_LIMIT_S = 1200.0
 _RATE = 2e-5
-_log = logging.getLogger("benchmarks")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One row of the table: what is done, and the precision of the forward pass."""
-
-    name: str
-    choices: MemoryChoices
-    precision: PrecisionName = "fp32"
-
-
 _LORA = Lora(r=8)
-_ROWS: tuple[tuple[str, MemoryChoices, PrecisionName], ...] = (
-    (FULL, MemoryChoices(), "fp32"),
-    ("bf16", MemoryChoices(), "bf16"),
-    ("checkpointing", MemoryChoices(gradient_checkpointing=True), "fp32"),
-    ("bf16 + checkpointing", MemoryChoices(gradient_checkpointing=True), "bf16"),
-    ("LoRA", MemoryChoices(lora=_LORA), "fp32"),
-    ("LoRA + checkpointing", MemoryChoices(lora=_LORA, gradient_checkpointing=True), "fp32"),
-    ("LoRA + bf16", MemoryChoices(lora=_LORA, load_in="bf16"), "bf16"),
-    ("LoRA + bf16 + checkpointing", MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True), "bf16"),
-    ("LoRA + 8-bit", MemoryChoices(lora=_LORA, load_in="8bit"), "bf16"),
-    ("LoRA + 4-bit", MemoryChoices(lora=_LORA, load_in="4bit"), "bf16"),
-)
-_CHOICES = tuple(Choice(name=name, choices=choices, precision=precision) for name, choices, precision in _ROWS)
+_CHOICES: dict[str, tuple[MemoryChoices, PrecisionName]] = {
+    FULL: (MemoryChoices(), "fp32"),
+    "bf16": (MemoryChoices(), "bf16"),
+    "checkpointing": (MemoryChoices(gradient_checkpointing=True), "fp32"),
+    "bf16 + checkpointing": (MemoryChoices(gradient_checkpointing=True), "bf16"),
+    "LoRA": (MemoryChoices(lora=_LORA), "fp32"),
+    "LoRA + checkpointing": (MemoryChoices(lora=_LORA, gradient_checkpointing=True), "fp32"),
+    "LoRA + bf16": (MemoryChoices(lora=_LORA, load_in="bf16"), "bf16"),
+    "LoRA + bf16 + checkpointing": (MemoryChoices(lora=_LORA, load_in="bf16", gradient_checkpointing=True), "bf16"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +61,7 @@ class ReviewsWork:
     replicas: int = 2  # shares of the CPU
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas"):
-            at_least(name, getattr(self, name), 1)
+        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas")
         at_least("rows", self.rows, self.replicas)
 
     @property
@@ -86,96 +69,75 @@ class ReviewsWork:
         return (
             f"A training step of the reviews' classifier: {self.layers} layers of width {self.hidden}, "
             f"{self.vocabulary:,} tokens in its vocabulary, {self.rows} reviews of {self.tokens} tokens on "
-            f"{self.replicas} replicas, AdamW."
+            f"{self.replicas} replicas, AdamW"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTrial:
-    """What a fresh process measures."""
-
-    choice: Choice
-    work: ReviewsWork
-    warm_up: int  # steps before the timed ones
-    steps: int  # timed steps
-
-    def __post_init__(self) -> None:
-        at_least("warm_up", self.warm_up, 0)
-        at_least("steps", self.steps, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a choice takes. MB are 2**20 bytes."""
-
-    peak_mb: float  # the most that was resident during the steps, above what was before the model was made
-    weights_mb: float  # of all parameters
-    optimizer_mb: float  # of the optimizer's state
-    trained: int  # numbers that are trained
-    step_ms: tuple[float, ...]  # one a timed step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One choice over all rounds, with its ratios to the full training; without samples the reason why."""
-
-    name: str
-    reason: str = ""
-    samples: tuple[Measured, ...] = ()
-    peak_ratio: float = 0.0
-    step_ratio: float = 0.0
-
-
-def chosen(only: Sequence[str] | None) -> list[Choice]:
+def contenders(work: ReviewsWork, only: Sequence[str] | None = None) -> list[Contender]:
     """The choices that ``--only`` names, and always what they are compared with; all of them for None."""
-    return select(_CHOICES, None if only is None else (FULL, *only), name=lambda choice: choice.name)
+    every = [
+        Contender(
+            name=name,
+            settings=f"load_in={choices.load_in}, precision={precision}, memory_format auto",
+            launcher=SpawnedBody(body=partial(train_with_choices, choices=choices, precision=precision, work=work)),
+            shares=work.replicas,
+            layout="auto",
+            role="baseline" if name == FULL else "ours",
+            limit_s=_LIMIT_S,
+        )
+        for name, (choices, precision) in _CHOICES.items()
+    ]
+    return select_contenders(every, only and (FULL, *only))
 
 
-def why_not(choice: Choice, device: torch.device) -> str:
-    """Why a choice cannot be measured on ``device``; empty if it can."""
-    try:
-        loading(choice.choices, device)
-    except (ConfigError, ImportError) as error:
-        return str(error)
-    return ""
-
-
-def measured(trial: MemoryTrial) -> Measured:
-    """Measures in a fresh process; see ``ls.launch`` for the errors."""
-    return ls.launch(_measure_on_cpu, workers=1, args=(trial,), timeout_s=TRIAL_LIMIT_S)
-
-
-def _measure_on_cpu(trial: MemoryTrial) -> Measured:
-    (cpu,) = config.list_physical_devices("CPU")
-    shares = [config.LogicalDeviceConfiguration() for _ in range(trial.work.replicas)]
-    config.set_logical_device_configuration(cpu, shares)
-    with closing(MirroredStrategy(seed=0)) as strategy:
-        return measure_choice(trial, strategy)
-
-
-def measure_choice(trial: MemoryTrial, strategy: MirroredStrategy) -> Measured:
-    """Measures in this process."""
+def train_with_choices(
+    trial: Trial,
+    process: ProcessInfo,
+    timer: StepTimer,
+    *,
+    choices: MemoryChoices,
+    precision: PrecisionName,
+    work: ReviewsWork,
+) -> None:
+    """Trains, and measures the peak above what this process had before it made the model."""
     bert = require("transformers.models.bert.modeling_bert", "transformers")
     require("peft", "text")  # imported first, so that it is not part of the measurement
-    before_mb = resident_mb()
-    module = with_choices(_model(bert, trial.work), trial.choice.choices, task="SEQ_CLS").train()
-    # Of what is trained alone, as the Trainer does; fused, and so without temporaries the size of the weights.
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], _RATE, fused=True)
-    step = _step(module, optimizer, strategy, trial)
-    give_back_freed_memory()
-    ends = [time.perf_counter()]
-    with ResidentPeak() as peak:
-        for _ in range(trial.warm_up + trial.steps):
-            step()
-            ends.append(time.perf_counter())
-    timed = ends[trial.warm_up :]
-    return Measured(
-        peak_mb=peak.peak_mb - before_mb,
-        weights_mb=tensors_mb(module.parameters()),
-        optimizer_mb=tensors_mb(each for state in optimizer.state.values() for each in state.values()),
-        trained=trained_parameters(module),
-        step_ms=tuple(1000 * (after - before) for before, after in pairwise(timed)),
-    )
+    with closing(MirroredStrategy(split_cpu(work.replicas), seed=0)) as strategy:
+        before_mb = resident_mb()
+        module = with_choices(_model(bert, work), choices, task="SEQ_CLS").train()
+        # Of what is trained alone, as the Trainer does; fused, and so without temporaries the size of the weights.
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], _RATE, fused=True)
+        autocast = Precision(precision, "cpu").autocast
+        mirrored, updating = strategy.mirror(module), strategy.mirror(optimizer)
+        ids = torch.randint(0, work.vocabulary, (work.rows, work.tokens))
+        (batch,) = strategy.distribute_dataset([(ids, torch.arange(work.rows) % 2)])
+
+        def step(shard: tuple[Tensor, Tensor]) -> Tensor:
+            tokens, labels = shard
+            with autocast():
+                logits = mirrored(input_ids=tokens).logits
+            loss = compute_average_loss(F.cross_entropy(logits.float(), labels, reduction="none"))
+            torch.autograd.backward(loss)
+            updating.step()
+            updating.zero_grad()
+            return loss.detach()
+
+        def total_loss() -> float:
+            return sum(map(float, strategy.local_results(losses)))
+
+        timer.trained = trained_parameters(module)
+        give_back_freed_memory()
+        with ResidentPeak() as peak:
+            for index in range(timer.total):
+                losses = strategy.run(step, (batch,))
+                if index < timer.total - 1:
+                    timer.record_step(total_loss)
+        timer.extra = lambda: {
+            "peak_mb": peak.peak_mb - before_mb,
+            "weights_mb": tensors_mb(module.parameters()),
+            "optimizer_mb": tensors_mb(each for state in optimizer.state.values() for each in state.values()),
+        }
+        timer.record_step(total_loss)
 
 
 def _model(bert: Any, work: ReviewsWork) -> Any:
@@ -192,84 +154,42 @@ def _model(bert: Any, work: ReviewsWork) -> Any:
     )
 
 
-def _step(
-    module: Any, optimizer: torch.optim.Optimizer, strategy: MirroredStrategy, trial: MemoryTrial
-) -> Callable[[], None]:
-    work, precision = trial.work, Precision(trial.choice.precision, "cpu")
-    mirrored, updating = strategy.mirror(module), strategy.mirror(optimizer)
-    ids = torch.randint(0, work.vocabulary, (work.rows, work.tokens))
-    (batch,) = strategy.distribute_dataset([(ids, torch.arange(work.rows) % 2)])
-
-    def in_replica(shard: tuple[Tensor, Tensor]) -> None:
-        tokens, labels = shard
-        with precision.autocast():
-            logits = mirrored(input_ids=tokens).logits
-        torch.autograd.backward(compute_average_loss(F.cross_entropy(logits.float(), labels, reduction="none")))
-        updating.step()
-        updating.zero_grad()
-
-    return lambda: strategy.run(in_replica, (batch,))
-
-
 def tensors_mb(values: Iterable[Any]) -> float:
     """Megabytes (2**20 bytes) of those that are tensors, each storage once."""
     sizes = {each.data_ptr(): each.numel() * each.element_size() for each in values if isinstance(each, Tensor)}
     return sum(sizes.values()) / 2**20
 
 
-def row_of(choice: Choice, rounds: Sequence[Mapping[str, Measured]], reason: str) -> Row:
-    """The row of a choice, from what every choice took in each round, by name, or from why it was not measured."""
-    if reason:
-        return Row(name=choice.name, reason=reason)
-    pairs = [(each[choice.name], each[FULL]) for each in rounds]
-    return Row(
-        name=choice.name,
-        samples=tuple(own for own, _ in pairs),
-        peak_ratio=median(own.peak_mb / full.peak_mb for own, full in pairs),
-        step_ratio=median(median(own.step_ms) / median(full.step_ms) for own, full in pairs),
-    )
-
-
-_HEADINGS = ("choice", "trained", "weights MB", "optimizer MB", "peak MB", "of full", "step ms", "step of full")
 _MEANINGS = {
     "bf16": 'without LoRA the forward and backward pass in bfloat16 (`precision="bf16"`), the weights in float32. '
     'With LoRA the frozen weights are kept in bfloat16 too (`load_in="bf16"`).',
     "LoRA": "r=8 beside query and value, and the head in full. checkpointing: gradient checkpointing of every layer.",
-    "trained": "numbers that the optimizer changes.",
     "weights MB": "of all parameters, one copy for all replicas of the CPU. optimizer: its state, two numbers for each "
     "trained one with AdamW.",
-    "peak MB": "the most that was resident during the steps, above what the process had before the model was made: "
-    "weights, gradients, optimizer state, activations and what the operations need in between. of full: relative to "
-    "the first row.",
-    "step ms": "the median; relative to the first row's of the same round, and of these the median.",
+    "peak MB": "the peak resident memory of the steps, above that before the model was made. of full: relative to the "
+    "first row's of the same round, and of these the median.",
+    "ratio": "the step time relative to the first row's of the same round, and of these the median.",
 }
 
 
-def render_choices(conditions: Conditions, work: ReviewsWork, rows: Sequence[Row]) -> str:
-    """The whole report."""
-    parts = [
-        head(conditions, "Memory against each choice"),
-        work.title,
-        markdown_table(_HEADINGS, [_cells(row) for row in rows]),
-        "\n".join(f"- {row.name}: not run: {row.reason}" for row in rows if row.reason),
-        legend(_MEANINGS),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def section_of(work: ReviewsWork, figures: Sequence[Figures], absences: Sequence[Absence] = ()) -> Section:
+    """The table; figures without the first choice's have no ratio of memory."""
 
+    def peak(sample: Sample) -> float:
+        return sample.extra[0]["peak_mb"]
 
-def _cells(row: Row) -> list[str]:
-    if not row.samples:
-        return [row.name, "not run", *[""] * (len(_HEADINGS) - 2)]
-    first = row.samples[0]
-    return [
-        row.name,
-        f"{first.trained:,}",
-        *(f"{value:,.0f}" for value in (first.weights_mb, first.optimizer_mb)),
-        f"{median(sample.peak_mb for sample in row.samples):,.0f}",
-        f"{row.peak_ratio:.2f}",
-        f"{median(median(sample.step_ms) for sample in row.samples):,.0f}",
-        f"{row.step_ratio:.2f}",
-    ]
+    def of_full(row: Figures) -> str:
+        full = figures[0]
+        return f"{median(paired_ratios(row.samples, full.samples, peak)):.2f}" if full.contender.name == FULL else ""
+
+    memory: dict[str, Column] = {
+        "weights MB": lambda row: f"{row.most('weights_mb'):,.0f}",
+        "optimizer MB": lambda row: f"{row.most('optimizer_mb'):,.0f}",
+        "peak MB": lambda row: f"{row.most('peak_mb'):,.0f}",
+        "of full": of_full,
+    }
+    shown = {**columns("parameters"), **memory, **columns("step ms", "ratio")}
+    return Section(workload="reviews", title=work.title, columns=shown, figures=figures, absences=absences)
 
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
@@ -279,19 +199,9 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
 
 def measure_choices(conditions: Conditions, work: ReviewsWork, only: Sequence[str] | None) -> Report:
     """Measures the choices that ``only`` names."""
-    at_least("rounds", conditions.rounds, 1)
-    wanted = chosen(only)
-    reasons = {choice.name: why_not(choice, torch.device("cpu")) for choice in wanted}
-    for name, reason in reasons.items():
-        if reason:
-            _log.warning("%-28s not run: %s", name, reason)
-    rounds: list[dict[str, Measured]] = [{} for _ in range(conditions.rounds)]
-    for found in rounds:
-        for choice in (choice for choice in wanted if not reasons[choice.name]):
-            trial = MemoryTrial(choice=choice, work=work, warm_up=conditions.warm_up, steps=conditions.steps)
-            own = found[choice.name] = measured(trial)
-            _log.info("%-28s peak %6.0f MB, %8.0f ms a step", choice.name, own.peak_mb, median(own.step_ms))
-    rows = [row_of(choice, rounds, reasons[choice.name]) for choice in wanted]
-    record = {"conditions": asdict(conditions), "work": asdict(work), "rows": [asdict(row) for row in rows]}
-    text = render_choices(conditions, work, rows)
-    return Report(name=f"memory-cpu-{conditions.machine.cores}", date=conditions.date, text=text, record=record)
+    chosen = contenders(work, only)
+    workload = Workload(name="reviews", title=work.title)
+    rounds = run_rounds(trials_of(workload, chosen, conditions), rounds=conditions.rounds)
+    section = section_of(work, figures_of(chosen, rounds.samples, workload.name), rounds.absences)
+    name, title = f"memory-cpu-{conditions.machine.cores}", "Memory against each choice"
+    return report_of(name, conditions, title, [section], rounds.samples, meanings=_MEANINGS)

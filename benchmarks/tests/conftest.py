@@ -43,7 +43,7 @@ class Make:
             first_step_s=3.0 + round_,
             loss=1.5,
             trained=1000,
-            memory=Memory(peak_mb=100.0 + round_, rss_mb=99.0 + round_, pss_mb=98.0 + round_),
+            memory=Memory(peak_mb=100.0 + round_, pss_mb=98.0 + round_),
         )
 
     def figures(
@@ -61,7 +61,7 @@ class Make:
         exchange_ms = () if share is None else (share * median_ms,)
         sample = replace(
             self.sample(who.name, median_ms, exchange_ms=exchange_ms),
-            memory=Memory(peak_mb=peak_mb, rss_mb=peak_mb - 1, pss_mb=peak_mb - 2),
+            memory=Memory(peak_mb=peak_mb, pss_mb=peak_mb - 2),
             first_step_s=first_step_s,
             trained=trained,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness import memory_of, plan_rounds, read_sizes, run_rounds, run_trial
+from benchmarks import harness
+from benchmarks.harness import Rounds, Sample, memory_of, run_rounds, run_trial, trials_of
 from benchmarks.suites.cpu import contenders_for
 from benchmarks.trial import Trial
 from benchmarks.workloads import WORKLOADS
@@ -24,20 +26,15 @@ def trial(name: str, **changes: int) -> Trial:
 
 @pytest.mark.workers
 def test_contenders_take_turns_and_do_the_same_work():
-    seen: list[tuple[str, int, int]] = []
-    ours, ddp = run_rounds(
-        [trial("lockstep-2"), trial("ddp-2")],
-        rounds=1,
-        progress=lambda sample, done, planned: seen.append((sample.contender, done, planned)),
-    ).samples
+    ours, ddp = run_rounds([trial("lockstep-2"), trial("ddp-2")], rounds=1).samples
 
-    assert seen == [("lockstep-2", 1, 2), ("ddp-2", 2, 2)]
+    assert (ours.contender, ddp.contender) == ("lockstep-2", "ddp-2")
     # The third step's loss follows from two updates, so it agrees only if the gradients and the updates do.
     assert ours.loss == pytest.approx(ddp.loss, rel=1e-4)
     assert len(ours.step_ms) == len(ddp.step_ms) == len(ours.exchange_ms) == 2
     assert all(0 < part < whole for part, whole in zip(ours.exchange_ms, ours.step_ms, strict=True))
     assert ddp.exchange_ms == ()
-    assert ddp.memory.rss_mb > 1.5 * ours.memory.rss_mb
+    assert ddp.memory.peak_mb > 1.5 * ours.memory.peak_mb
     assert min(ours.first_step_s, ddp.first_step_s) > 0.1
     assert min(ours.cpu_ms, ddp.cpu_ms) > 0
     assert ours.trained == ddp.trained == 55298
@@ -77,11 +74,55 @@ def test_a_contender_that_fails_is_named_and_leaves_no_process(capfd: pytest.Cap
     assert "layout='auto' is for our strategies" in capfd.readouterr().err
 
 
-def test_the_plan_is_in_turn_and_has_the_checks_once():
-    trials = [trial("lockstep-2"), trial("single"), trial("lockstep-2 fit")]
-    plan = [(index, planned.contender.name) for index, planned in plan_rounds(trials, 2)]
+class Clock:
+    """Trials that take made-up seconds of a made-up clock."""
 
-    assert plan == [(0, "lockstep-2"), (0, "single"), (0, "lockstep-2 fit"), (1, "lockstep-2"), (1, "single")]
+    def __init__(self, make: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+        self.now, self.ran, self._make, self._seconds = 0.0, [], make, seconds
+        monkeypatch.setattr(harness, "run_trial", self.run)
+        monkeypatch.setattr(harness.time, "monotonic", lambda: self.now)
+
+    def run(self, trial: Trial, index: int) -> Sample:
+        name, limit_s = trial.contender.name, trial.contender.limit_s
+        self.ran.append((index, name, limit_s))
+        self.now += min(self._seconds[name], limit_s)
+        if name == "broken" or self._seconds[name] > limit_s:
+            raise ReplicaError("it broke")
+        return replace(self._make.sample(name, 10.0, round_=index), workload="linear")
+
+    def rounds(self, make: Any, **limits: Any) -> Rounds:
+        contenders = [make.contender(name, role="peer" if name == "jax" else "ours") for name in self._seconds]
+        conditions = replace(make.conditions(), warm_up=1, steps=1)
+        return run_rounds(trials_of(WORKLOADS["linear"], contenders, conditions), **limits)
+
+
+def test_who_fails_takes_no_further_part_and_the_others_go_on(make: Any, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(make, monkeypatch, {"a": 1.0, "broken": 1.0, "b": 1.0, "jax": 301.0})
+    rounds = clock.rounds(make, rounds=2)
+
+    assert [(index, name) for index, name, _ in clock.ran] == [
+        *((0, "a"), (0, "broken"), (0, "b"), (0, "jax"), (1, "a"), (1, "b"))
+    ]
+    assert [sample.contender for sample in rounds.samples] == ["a", "b", "a", "b"]
+    # Another framework's environment is not ours to mend, so the command does not fail with it.
+    assert [(each.contender, each.reason, each.failed) for each in rounds.absences] == [
+        ("broken", "it broke", True),
+        ("jax", "it broke", False),
+    ]
+
+
+def test_rounds_go_on_while_a_whole_one_fits(make: Any, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(make, monkeypatch, {"a": 20.0, "b": 15.0, "slow": 500.0, "late": 1.0})
+    rounds = clock.rounds(make, rounds=9, until_s=100.0)
+
+    assert clock.ran == [(0, "a", 100.0), (0, "b", 80.0), (0, "slow", 65.0)]
+    assert [sample.contender for sample in rounds.samples] == ["a", "b"]
+    assert [(each.contender, each.failed) for each in rounds.absences] == [("slow", False), ("late", False)]
+    assert rounds.absences[1].reason.startswith("no time was left for it")
+
+    clock = Clock(make, monkeypatch, {"a": 20.0, "b": 15.0})
+    clock.rounds(make, rounds=9, until_s=110.0)
+    assert [index for index, *_ in clock.ran] == [0, 0, 1, 1]  # 40 s are left: a round, but not its margin
 
 
 @pytest.mark.parametrize("name", ["warm_up", "steps", "cores"])
@@ -92,7 +133,7 @@ def test_a_trial_of_nothing_is_refused(name: str):
 
 def test_no_rounds_are_refused():
     with pytest.raises(ConfigError, match="rounds=0 was given, expected at least 1"):
-        run_rounds([trial("single")], rounds=0, progress=lambda *_: None)
+        run_rounds([trial("single")], rounds=0)
 
 
 @pytest.mark.parametrize(("name", "threads"), [("single", 2), ("ddp-2", 1), ("ddp-4", 1)])
@@ -100,25 +141,14 @@ def test_the_cores_are_divided_among_the_processes(name: str, threads: int):
     assert trial(name).threads_per_process == threads
 
 
-def test_sizes_are_read_in_megabytes():
-    lines = [
-        "5575b357b000-7ffc48a53000 ---p 00000000 00:00 0   [rollup]",
-        "Rss:     2048 kB",
-        "Threads:\t3",
-        "Pss:  512 kB",
-    ]
-
-    assert read_sizes(lines) == {"Rss": 2.0, "Pss": 0.5}
-
-
 def test_our_own_memory_is_in_order():
     memory = memory_of([os.getpid()])
 
-    assert 10 < memory.pss_mb <= memory.rss_mb <= memory.peak_mb * 1.01
+    assert 10 < memory.pss_mb <= memory.peak_mb * 1.01
 
 
 def test_the_memory_of_several_processes_is_added_up():
     once, twice = memory_of([os.getpid()]), memory_of([os.getpid()] * 2)
 
-    assert twice.rss_mb == pytest.approx(2 * once.rss_mb, rel=0.05)
+    assert twice.pss_mb == pytest.approx(2 * once.pss_mb, rel=0.05)
     assert twice.peak_mb == pytest.approx(2 * once.peak_mb, rel=0.05)

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import hosts
 from benchmarks.harness import run_trial
 from benchmarks.hosts import Host, Link, divide_cores, two_hosts, why_no_hosts
-from benchmarks.processes import SpawnedBody
 from benchmarks.suites.workers import on_two_hosts
 from benchmarks.trial import Trial
 from benchmarks.workloads import WORKLOADS
@@ -123,9 +122,5 @@ def test_each_host_has_half_of_the_cores(cores: list[int], parts: tuple[tuple[in
 
 @pytest.mark.parametrize("mbit", [0.0, -1.0, float("nan")])
 def test_a_link_carries_something(mbit: float):
-    with pytest.raises(ConfigError, match=r"a link of .* Mbit/s carries nothing; give a rate above 0"):
+    with pytest.raises(ConfigError, match=r"link_mbit="):
         Link(mbit=mbit)
-
-
-def test_a_contender_on_this_machine_has_no_link():
-    assert SpawnedBody(body=lambda *_: None).link is None

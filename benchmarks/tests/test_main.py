@@ -18,7 +18,7 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
     (table,) = tmp_path.glob("*.md")
     assert "| single |" in table.read_text()
     assert f"command: `python -m benchmarks {' '.join(words)}" in table.read_text()
-    assert caplog.messages[0].startswith("  1/1  linear       single")
+    assert caplog.messages[0].startswith("round 1  linear           single")
     assert caplog.messages[-1] == f"written to {table}"
 
 
@@ -43,13 +43,14 @@ def test_bad_words_are_one_line_and_write_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_peers_without_environments_are_rows_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    words = ["cpu", "--workload", "mlm", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--peers", "only"]
+def test_frameworks_without_environments_are_rows_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.frameworks.ENVIRONMENTS", tmp_path / "none")
+    words = ["peers", "--workload", "mlm", "--only", "fabric-2", "jax-2", "--output", str(tmp_path / "out")]
 
-    assert main([*words, "--environments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 0
+    assert main(words) == 0
 
     (table,) = (tmp_path / "out").glob("*.md")
-    for name in ("accelerate-2", "fabric-2", "tensorflow-2", "jax-2"):
+    for name in ("fabric-2", "jax-2"):
         assert f"| {name} | not run |" in table.read_text()
         assert f"- {name}: not run: {tmp_path / 'none'}" in table.read_text()
 
@@ -61,7 +62,7 @@ def test_an_interrupt_is_one_line_and_writes_nothing(
     def interrupt(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("benchmarks.suites.cpu.log_progress", interrupt)  # in the midst of a run
+    monkeypatch.setattr("benchmarks.harness._log_outcome", interrupt)  # in the midst of a run
     words = ["cpu", "--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
 
     assert main([*words, "--output", str(tmp_path)]) == 130

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import run_rounds, run_trial
+from benchmarks.harness import run_trial
 from benchmarks.programs import Program, record_of
-from benchmarks.trial import Contender, Role, Trial
+from benchmarks.trial import Contender, Trial
 from benchmarks.workloads import WORKLOADS
 from lockstep.errors import ReplicaError
 
@@ -22,7 +22,7 @@ sys.path.insert(0, {peers!r})
 from program import load_batches, start_timer, take_job
 
 job = take_job()
-if job.options.get("processes") and "RANK" not in os.environ:
+if job.replicas > 1 and "RANK" not in os.environ:
     subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {{"RANK": "1"}})
 batches = load_batches(job)
 timer = start_timer(job, trained=11)
@@ -33,12 +33,12 @@ for index in range(timer.total):
 
 @pytest.fixture
 def make_trial(tmp_path: Path):
-    def make(text: str, *, processes: int = 1, role: Role = "peer", **changes: object) -> Trial:
+    def make(text: str, *, processes: int = 1, **changes: object) -> Trial:
         script = tmp_path / "train.py"
         script.write_text(text.format(peers=str(PEERS)))
         program = Program(python=Path(sys.executable), script=script, **changes)  # type: ignore[arg-type]
         contender = Contender(
-            name="tiny-1", settings="", launcher=program, shares=processes, processes=processes, role=role
+            name="tiny-1", settings="", launcher=program, shares=processes, processes=processes, role="peer"
         )
         return Trial(workload=WORKLOADS["linear"], contender=contender, warm_up=1, steps=5, cores=2)
 
@@ -54,15 +54,15 @@ def test_a_program_trains_on_the_batches_of_the_workload(make_trial):
     assert sample.loss == pytest.approx(expected)
     assert (len(sample.step_ms), sample.trained) == (5, 11)
     assert sample.first_step_s > 0.05
-    assert 5 < sample.memory.rss_mb <= sample.memory.peak_mb * 1.01
+    assert 5 < sample.memory.pss_mb <= sample.memory.peak_mb * 1.01
 
 
 @pytest.mark.workers
 def test_every_process_that_a_program_starts_is_measured(make_trial):
     one = run_trial(make_trial(WHOLE))
-    two = run_trial(make_trial(WHOLE, processes=2, options={"processes": "2"}))
+    two = run_trial(make_trial(WHOLE, processes=2))
 
-    assert two.memory.rss_mb > 1.5 * one.memory.rss_mb
+    assert two.memory.pss_mb > 1.5 * one.memory.pss_mb
 
 
 @pytest.mark.workers
@@ -78,7 +78,7 @@ def test_a_program_is_given_its_arguments_and_variables_and_the_package(make_tri
 
 @pytest.mark.workers
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "reason"),
     [
         ("raise ValueError('no such layer')", "ValueError: no such layer"),
         ("print('halfway')", "halfway"),
@@ -89,29 +89,11 @@ def test_a_program_is_given_its_arguments_and_variables_and_the_package(make_tri
         ),
     ],
 )
-def test_the_last_words_of_a_program_that_fails_are_told(make_trial, text: str, words: str):
+def test_the_last_error_of_a_program_that_fails_is_the_reason(make_trial, text: str, reason: str):
     with pytest.raises(
-        ReplicaError, match=f"contender 'tiny-1' on workload 'linear' ended before its last step: {words}"
+        ReplicaError, match=f"contender 'tiny-1' on workload 'linear' ended before its last step: {reason}"
     ):
         run_trial(make_trial(text))
-
-
-@pytest.mark.workers
-def test_a_peer_that_fails_takes_no_further_part_and_the_others_go_on(make_trial):
-    broken, seen = make_trial("raise ValueError('broken')"), []
-    rounds = run_rounds(
-        [broken], rounds=2, progress=lambda outcome, done, planned: seen.append((outcome.contender, done, planned))
-    )
-
-    assert (rounds.samples, seen) == ((), [("tiny-1", 1, 2)])
-    (absence,) = rounds.absences
-    assert absence.reason.endswith("ValueError: broken")
-
-
-@pytest.mark.workers
-def test_only_peers_are_forgiven(make_trial):
-    with pytest.raises(ReplicaError, match="ValueError: broken"):
-        run_rounds([make_trial("raise ValueError('broken')", role="baseline")], rounds=1, progress=lambda *_: None)
 
 
 @pytest.mark.workers
@@ -120,8 +102,9 @@ def test_a_program_that_hangs_is_ended_with_all_its_processes(make_trial, tmp_pa
     hang = f"\nopen({str(pids)!r}, 'a').write(str(os.getpid()) + ' ')\nimport threading; threading.Event().wait()\n"
     text = WHOLE.replace("for index", hang.replace("{", "{{").replace("}", "}}") + "for index")
 
+    trial = make_trial(text, processes=2)
     with pytest.raises(ReplicaError, match="was not done after 6 s"):
-        run_trial(replace(make_trial(text, processes=2, options={"processes": "2"}), limit_s=6.0))
+        run_trial(replace(trial, contender=replace(trial.contender, limit_s=6.0)))
 
     numbers = [int(pid) for pid in pids.read_text().split()]
     assert len(numbers) == 2

@@ -49,24 +49,23 @@ def test_cpu_time_counts_the_timed_steps_only(records):
     assert 0.04 <= records[0].cpu_s < 0.2
 
 
-def test_steps_that_do_not_tell_the_exchange_apart_have_none(records):
-    timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
-    timer.record_step(0.0)
-    timer.record_step(0.0)
+def test_the_device_is_waited_for_at_the_ends_of_laps_only(records):
+    timer = StepTimer(warm_up=2, steps=4, started_s=time.monotonic(), report=records.append, lap=2)
+    waits: list[int] = []
+    read: list[int] = []
+    begun: list[int] = []
+    timer.synchronize = lambda: waits.append(begun[-1])
+    timer.extra, timer.trained = lambda: {"step": begun[-1]}, 7
+    for step in range(1, timer.total + 1):
+        begun.append(step)
+        timer.record_step(lambda: read.append(begun[-1]) or 1.5)
 
-    assert records[0].exchange_s == ()
+    assert (waits, read) == ([2, 4, 6], [6])
+    assert (len(records[0].step_s), records[0].loss, records[0].exchange_s) == (2, 1.5, ())
+    assert (records[0].extra, records[0].trained) == ({"step": 6}, 7)
 
 
-def test_the_record_tells_how_many_parameters_are_trained(records):
-    timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
-    timer.trained = 7
-    timer.record_step(0.0)
-    timer.record_step(0.0)
-
-    assert records[0].trained == 7
-
-
-def test_the_stopwatch_needs_python_alone():
+def test_the_step_timer_needs_python_alone():
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'lockstep', 'numpy'} & sys.modules.keys())"
     command = [sys.executable, "-I", "-S", "-c", code, timer_module.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

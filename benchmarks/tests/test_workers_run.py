@@ -28,13 +28,13 @@ def test_one_command_measures_and_writes_the_table(
     assert text.startswith("# Many workers on CPUs, ")
     assert "## One host: one linear layer" in text
     assert "| workers-2 | " in text
-    assert "| workers-2 / ddp-2 | at most 1.00 | " in text
+    assert "| step time, workers-2 / ddp-2 | at most 1.00 | " in text
     assert "## Two hosts, link 1000 Mbit/s: one linear layer" in text
     assert "| hosts-2x2 | not run | " in text
     assert "- hosts-2x2: not run: no root here" in text
     record = json.loads(table.with_suffix(".json").read_text())
     assert [sample["contender"] for sample in record["samples"]] == ["workers-2", "ddp-2"]
-    assert [one["text"] for one in record["comparisons"]] == ["workers-2 / ddp-2"]
+    assert [one["text"] for one in record["comparisons"]] == ["step time, workers-2 / ddp-2"]
     # Both have done one update of the same weights on the same batch.
     assert record["samples"][0]["loss"] == pytest.approx(record["samples"][1]["loss"], rel=1e-4)
     assert caplog.messages[-1] == f"written to {table}"
@@ -44,7 +44,7 @@ def test_one_command_measures_and_writes_the_table(
     ("words", "message"),
     [
         (["--only", "ddp-4"], "--only ddp-4 is unknown; choose from 'workers-2', 'ddp-2', 'ddp-2 keeping'"),
-        (["--link-mbit", "0"], "a link of 0 Mbit/s carries nothing; give a rate above 0"),
+        (["--link-mbit", "0"], "link_mbit=0.0"),
     ],
 )
 def test_bad_words_are_one_line_and_write_nothing(

@@ -89,7 +89,7 @@ def test_two_causes_are_both_found(verified: Verified):
 def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
     experiments = verified("decay_by_hand").experiments
 
-    assert [(each.what, each.outcome.split(":")[0]) for each in experiments] == [
+    assert [(what, outcome.split(":")[0]) for what, outcome in experiments] == [
         ("all replicas with one, as written", "step 1"),
         ("all replicas with one, weights held between updates", "equal"),
     ]
@@ -99,11 +99,11 @@ def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
     report = verified("learning_rate")
 
     assert report.tolerance.noise
-    assert "one replica with itself, weights moved by one rounding error" in [each.what for each in report.experiments]
+    assert "one replica with itself, weights moved by one rounding error" in dict(report.experiments)
 
 
 def test_what_the_difference_does_not_need_is_no_cause(verified: Verified):
     report = verified("harmless_dropout")
 
-    assert "all replicas with one, without dropout" in [each.what for each in report.experiments]
+    assert "all replicas with one, without dropout" in dict(report.experiments)
     assert [finding.cause for finding in report.findings] == ["weight penalty"]

@@ -17,11 +17,11 @@ from lockstep.verify.compare import (
     summed_gradients,
     tensor_difference,
 )
-from lockstep.verify.trace import BatchRecord, BatchTensor, StepTrace, UpdateRecord
+from lockstep.verify.trace import BatchRecord, StepTrace, UpdateRecord
 
 
 def batch(*replicas: tuple[int, ...]) -> BatchRecord:
-    return BatchRecord(arguments=(BatchTensor(name="x", replicas=replicas),))
+    return BatchRecord(arguments={(1, "x"): replicas})
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_another_number_of_batches_is_counted():
 
 
 def test_a_constant_beside_divided_rows_is_no_fault():
-    constant = BatchTensor(name="weights", replicas=((7, 8), (7, 8)))
-    ours = BatchRecord(arguments=(constant, *batch((1,), (2,)).arguments))
-    reference = BatchRecord(arguments=(BatchTensor(name="weights", replicas=((7, 8),)), *batch((1, 2)).arguments))
+    constant = {(1, "weights"): ((7, 8), (7, 8))}
+    ours = BatchRecord(arguments={**constant, **batch((1,), (2,)).arguments})
+    reference = BatchRecord(arguments={(1, "weights"): ((7, 8),), **batch((1, 2)).arguments})
 
     assert compare_batches([ours], [reference]).verdict == "same"
     assert compare_batches([ours], [reference]).name == "x"
@@ -58,11 +58,8 @@ def test_a_constant_beside_divided_rows_is_no_fault():
 
 
 def test_a_batch_that_came_past_the_arguments_is_known_by_what_the_module_got():
-    constant = BatchTensor(name="weights", replicas=((7, 8), (7, 8)))
-    ours = BatchRecord(arguments=(constant,), inputs=batch((1,), (2,)).arguments)
-    reference = BatchRecord(
-        arguments=(BatchTensor(name="weights", replicas=((7, 8),)),), inputs=batch((1, 2)).arguments
-    )
+    ours = BatchRecord(arguments={(1, "weights"): ((7, 8), (7, 8))}, inputs=batch((1,), (2,)).arguments)
+    reference = BatchRecord(arguments={(1, "weights"): ((7, 8),)}, inputs=batch((1, 2)).arguments)
 
     assert compare_batches([ours], [reference]).verdict == "same"
 

@@ -19,7 +19,7 @@ def test_a_loop_with_an_uneven_last_batch_a_scheduler_and_arguments_is_equal(ver
     assert len(report.comparison.steps) == 4
     assert [len(step.batch.rows) for step in report.comparison.steps] == [8, 8, 3, 8]
     assert report.comparison.start.parameters["0.weight"].shape == (5, 6)
-    assert [each.what for each in report.experiments] == ["all replicas with one, as written"]
+    assert list(dict(report.experiments)) == ["all replicas with one, as written"]
 
 
 def test_everything_is_compared_by_name_and_in_the_order_of_a_step(verified: Verified):

@@ -13,7 +13,6 @@ from lockstep.verify.config import Interventions
 from lockstep.verify.interventions import (
     active_dropouts,
     intervene_before_first_step,
-    intervene_before_run,
     local_batch_norms,
     one_shard,
     without_randomness,
@@ -42,17 +41,10 @@ def test_what_can_be_switched_is_named(make_strategy: Make):
 
 def test_synchronised_batch_norms_are_in_every_copy(make_strategy: Make):
     module = make_strategy(2).mirror(network())
-    intervene_before_first_step([module], Interventions(batch_norm="synced"))
+    intervene_before_first_step([module], Interventions(sync_batch_norm=True))
 
     assert module.has_sync_batchnorm
     assert local_batch_norms([module]) == []
-
-
-def test_frozen_batch_norms_are_so_in_every_copy(make_strategy: Make):
-    module = make_strategy(2).mirror(network())
-    intervene_before_run([module], Interventions(batch_norm="frozen"))
-
-    assert [copy[1].training for copy in module.copies] == [False, False]
 
 
 def test_a_nudge_moves_every_weight_once_by_a_rounding_error(make_strategy: Make):

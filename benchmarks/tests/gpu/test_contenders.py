@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ import torch
 from tests.stand_in import stand_in_gpus
 
 import lockstep as ls
-from benchmarks.gpu.contenders import entrants
+from benchmarks.gpu.device import look_at_device
 from benchmarks.gpu.loops import (
-    LapTimer,
-    Pace,
     Setting,
     begin_process,
     on_device,
@@ -28,22 +25,19 @@ from benchmarks.gpu.loops import (
     train_ours,
     train_plain,
 )
-from benchmarks.gpu.peers import PACKAGES, missing
-from benchmarks.gpu.roofline import look_at_device
+from benchmarks.gpu.suite import contenders_for, trials_in_turn, wanted_contenders
 from benchmarks.gpu.workloads import TINY, gpu_workloads, precision_of
 from benchmarks.harness import run_trial
-from benchmarks.processes import ProcessInfo, SpawnedBody
+from benchmarks.processes import ProcessInfo
 from benchmarks.step_timer import StepRecord, StepTimer
 from benchmarks.trial import Trial
-from lockstep.errors import ConfigError, ReplicaError
+from lockstep.errors import ReplicaError
 from lockstep.recipes.mlm.model import BertShape
 
-PACE = Pace(warm_up=2, lap_steps=2, laps=2)
+WARM_UP, LAP, STEPS = 2, 2, 4
 # Without dropout every step is the same in every program.
 SIZES = replace(TINY, shape=BertShape(**{**vars(TINY.shape), "dropout": 0.0}))
 WORK = gpu_workloads(SIZES)
-LIMIT_S = 170
-ROOT = Path(__file__).parents[3]
 
 
 def needs_gpu(test: Any) -> Any:
@@ -64,20 +58,21 @@ def _switches_as_before() -> Iterator[None]:
     log.handlers = handlers
 
 
-def trial(name: str, workload: str = "mlm-fp32") -> Trial:
-    contender = next(one.contender for one in entrants(WORK[workload], "cpu", PACE) if one.contender.name == name)
-    return Trial(workload=WORK[workload], contender=contender, warm_up=1, steps=PACE.laps, cores=2)
+def trial(name: str, workload: str = "mlm-fp32", **fields: Any) -> Trial:
+    (contender,) = (one for one in contenders_for(WORK[workload], "cpu") if one.name == name)
+    contender = replace(contender, **fields)
+    return Trial(workload=WORK[workload], contender=contender, warm_up=WARM_UP, steps=STEPS, cores=2, lap=LAP)
 
 
 def trained(
     trial: Trial, body: Callable[..., None], precision: str = "fp32", device: str = "cpu", **how: Any
 ) -> StepRecord:
     records: list[StepRecord] = []
-    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
+    timer = StepTimer(warm_up=WARM_UP, steps=STEPS, started_s=time.monotonic(), report=records.append, lap=LAP)
     process = ProcessInfo(rank=0, started_s=0.0, store="", guard="")
-    body(trial, process, timer, setting=Setting(device=device, precision=precision, pace=PACE), **how)
+    body(trial, process, timer, setting=Setting(device=device, precision=precision), **how)
     (record,) = records
-    assert len(record.step_s) == PACE.laps
+    assert len(record.step_s) == STEPS // LAP
     assert record.trained > 0
     return record
 
@@ -93,18 +88,18 @@ def test_ours_and_the_hand_written_loop_do_the_same_work(fresh_devices: object, 
 
 def by_hand() -> float:
     """The mean loss of a loop over the same batches."""
-    begin_process(Setting(device="cpu", precision="fp32", pace=PACE))
+    begin_process(Setting(device="cpu", precision="fp32"))
     workload = WORK["mlm-fp32"]
     module = workload.make_module()
     optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
     losses = []
-    for x, y in workload.make_batches(PACE.steps):
+    for x, y in workload.make_batches(WARM_UP + STEPS):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(module(**x), y.flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return sum(losses) / PACE.steps
+    return sum(losses) / (WARM_UP + STEPS)
 
 
 def test_the_undivided_device_trains_pictures_in_bf16(fresh_devices: object):
@@ -126,7 +121,7 @@ def test_on_a_gpu_s_stand_in_the_steps_are_recorded_whole_and_nothing_waits(
         record = trained(trial(name, workload), train_ours, precision_of(workload))
 
     assert driver.waits == 0
-    assert [graph.replays for graph in driver.graphs] == [PACE.steps - 3]
+    assert [graph.replays for graph in driver.graphs] == [(WARM_UP + STEPS) - 3]
     assert record.notes == ()
     if workload == "mlm-fp32":
         assert record.loss == pytest.approx(by_hand(), rel=1e-5)
@@ -174,7 +169,7 @@ def test_the_compiled_loop_marks_its_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
     compiled = trained(trial("compiled"), train_plain, compiled=True)
 
-    assert (asked, len(begun)) == (["reduce-overhead"], PACE.steps)
+    assert (asked, len(begun)) == (["reduce-overhead"], (WARM_UP + STEPS))
     assert compiled.loss == pytest.approx(by_hand(), rel=1e-6)
 
 
@@ -184,58 +179,9 @@ def test_four_processes_do_the_same_work_within_the_trial_s_own_limit():
     sample = run_trial(trial("ddp-4"))
 
     assert sample.loss == pytest.approx(by_hand(), rel=1e-5)
-    assert (sample.device_reserved_mb, sample.device_used_mb) == (0.0, 0.0)
+    assert sample.extra == ({"reserved_mb": 0.0, "used_mb": 0.0},) * 4
     with pytest.raises(ReplicaError, match="'eager' on workload 'mlm-fp32' was not done after 0 s"):
-        run_trial(replace(trial("eager"), limit_s=0.01))
-
-
-PEERS = """
-import json, sys, time
-from benchmarks.gpu import peers
-from benchmarks.step_timer import StepTimer
-from benchmarks.processes import ProcessInfo
-from tests_of_the_gpu_benchmark import PACE, trial
-from benchmarks.gpu.loops import Setting
-
-said = {}
-for name in sys.argv[1:]:
-    records = []
-    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=records.append)
-    body = getattr(peers, f"train_{name}")
-    setting = Setting(device="cpu", precision="fp32", pace=PACE)
-    body(trial(name), ProcessInfo(rank=0, started_s=0.0, store="", guard=""), timer, setting=setting)
-    said[name] = records[0].loss, records[0].trained, len(records[0].step_s)
-print("SAID", json.dumps(said))
-"""
-
-
-@pytest.mark.slow
-def test_the_peers_that_are_here_do_the_same_work(python: Callable[..., Any], tmp_path: Path):
-    here = [name for name in PACKAGES if not missing(name)]
-    (tmp_path / "tests_of_the_gpu_benchmark.py").symlink_to(__file__)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    process = python("-c", PEERS, *here, TQDM_DISABLE="1")
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    said = json.loads(next(line for line in out.splitlines() if line.startswith("SAID")).removeprefix("SAID"))
-
-    assert set(said) == set(here)
-    for name, (loss, parameters, blocks) in said.items():
-        assert loss == pytest.approx(by_hand(), rel=1e-5), name
-        assert (parameters, blocks) == (trained(trial("eager"), train_plain, compiled=False).trained, PACE.laps)
-
-
-def test_a_peer_that_is_not_installed_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.gpu.peers.find_spec", lambda name: None)
-    reasons = {one.contender.name: one.absent for one in entrants(WORK["mlm-bf16"], "cuda", PACE) if one.absent}
-
-    assert reasons == {
-        "accelerate": "accelerate is not installed",
-        "fabric": "lightning_fabric is not installed",
-        "trainer": "transformers is not installed",
-    }
-    monkeypatch.setattr("benchmarks.gpu.peers.find_spec", lambda name: object() if name == "transformers" else None)
-    assert missing("trainer") == "accelerate, which it needs, is not installed"
+        run_trial(trial("eager", limit_s=0.01))
 
 
 def test_batches_come_in_order_and_as_they_are_on_a_cpu():
@@ -267,31 +213,15 @@ def test_on_a_gpu_ours_and_the_hand_written_loop_do_the_same_work(name: str, fre
     assert ours.loss == pytest.approx(eager.loss, rel=1e-3)  # TF32
     assert ours.notes == ()
     for record in (eager, ours):
-        assert 0 < record.device_reserved_mb < record.device_used_mb
+        assert 0 < record.extra["reserved_mb"] < record.extra["used_mb"]
 
 
 @needs_gpu
-def test_a_gpu_s_rates_and_costs_are_measured():
-    facts = look_at_device("cuda", TINY)
+def test_a_gpu_s_rates_are_measured():
+    facts = look_at_device("cuda")
 
     assert facts.name == torch.cuda.get_device_name(0)
-    assert set(facts.costs) == set(WORK)
     assert facts.matmul_flops["bf16"] > 0 < facts.matmul_flops["fp32"]
-    assert facts.copy_bytes_s > 1e9
-
-
-def test_the_device_is_waited_for_between_laps_only(monkeypatch: pytest.MonkeyPatch):
-    waits: list[int] = []
-    read: list[int] = []
-    begun: list[int] = []
-    monkeypatch.setattr("benchmarks.gpu.loops.wait_for", lambda device: waits.append(begun[-1]))
-    timer = StepTimer(warm_up=1, steps=PACE.laps, started_s=time.monotonic(), report=lambda record: None)
-    laps = LapTimer(timer, PACE, torch.device("cpu"))
-    for step in range(1, PACE.steps + 1):
-        begun.append(step)
-        laps.step(lambda: read.append(begun[-1]) or 0.0)
-
-    assert (waits, read) == ([2, 4, 6], [6])
 
 
 def test_a_logical_device_gets_its_part_of_four_fifths():
@@ -299,19 +229,25 @@ def test_a_logical_device_gets_its_part_of_four_fifths():
     assert share_mb(24564, 4) == 4912
 
 
-@pytest.mark.parametrize("name", ["warm_up", "lap_steps", "laps"])
-def test_a_pace_of_nothing_is_refused(name: str):
-    with pytest.raises(ConfigError, match=f"{name}=0 was given, expected at least 1"):
-        replace(PACE, **{name: 0})
-
-
-def test_the_bodies_of_the_roster_are_these():
-    bodies = {one.contender.name: one.contender.launcher for one in entrants(WORK["mlm-fp32"], "cuda", PACE)}
-    functions = {name: launcher.body.func for name, launcher in bodies.items() if isinstance(launcher, SpawnedBody)}
+def test_the_programs_of_the_contenders_are_these_and_travel_to_their_processes():
+    bodies = {
+        one.name: pickle.loads(pickle.dumps(one)).launcher.body for one in contenders_for(WORK["mlm-fp32"], "cuda")
+    }
+    functions = {name: body.func for name, body in bodies.items()}
 
     assert functions["lockstep-1"] is functions["lockstep-4"] is functions["lockstep-1 compiled"] is train_ours
-    assert [launcher.body.keywords.get("compiled") for name, launcher in bodies.items() if "compiled" in name] == [
-        True
-    ] * 2
     assert functions["eager"] is functions["compiled"] is train_plain
     assert functions["ddp-4"] is train_ddp
+    compiled = {name for name, body in bodies.items() if body.keywords.get("compiled")}
+    assert compiled == {"compiled", "lockstep-1 compiled"}
+
+
+def test_a_round_goes_workload_by_workload_and_reads_the_clock_after_laps(make: Any):
+    wanted = wanted_contenders("cpu", ["mobilenetv2"], ["eager", "lockstep-1"])
+    trials = trials_in_turn(wanted, replace(make.conditions(), warm_up=3, steps=5))
+
+    assert [(each.workload.name, each.contender.name) for each in trials] == [
+        *(("mobilenetv2-bf16", "lockstep-1"), ("mobilenetv2-bf16", "eager")),
+        *(("mobilenetv2-fp32", "lockstep-1"), ("mobilenetv2-fp32", "eager")),
+    ]
+    assert {(each.warm_up, each.steps, each.lap) for each in trials} == {(3, 15, 5)}

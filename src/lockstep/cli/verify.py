@@ -9,11 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.atomic_files import atomic_write
 from lockstep.cli.flags import BEFORE_A_PROGRAM, command
-from lockstep.errors import ConfigError
 from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.report import render, to_json
+from lockstep.verify.report import render
 from lockstep.verify.report import verify as run_verification
 
 _RECIPES = ("mlm", "images")
@@ -38,7 +36,6 @@ class Verify:
         steps: number of optimizer updates to compare.
         devices: how to divide the devices before the program starts, as in lockstep devices. Default: as the program
             does.
-        json: also write the report as JSON.
         timeout_s: time limit of each run, in seconds.
         quiet: print only the report, not what is running.
     """
@@ -47,7 +44,6 @@ class Verify:
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS")] = None
     steps: int = 3
     devices: Annotated[str | None, typer.Option(metavar="SPEC")] = None
-    json: Annotated[Path | None, typer.Option(metavar="FILE")] = None
     timeout_s: float = 300.0
     quiet: bool = False
 
@@ -55,13 +51,8 @@ class Verify:
         """Verifies, and prints the report."""
         program = find_program(self.program, tuple(self.arguments or ()))
         config = VerifyConfig(program=program, steps=self.steps, devices=self.devices, timeout_s=self.timeout_s)
-        file = None if self.json is None else self.json.expanduser()
-        if file is not None and file.is_dir():
-            raise ConfigError(f"--json {str(self.json)!r} is a folder, expected a file; give it a name")
         report = run_verification(config, progress=None if self.quiet else _print_progress)
         print(render(report))
-        if file is not None:
-            atomic_write(file, to_json(report))
         return 0 if report.sound else 1
 
 

@@ -131,7 +131,7 @@ def _plot_trace(axes: Any, trace: PipelineTrace, length: float) -> None:
         shades = [1 + (stages.index(slot.action.stage) > 0) for slot in slots]
         spans = [(slot.begin - trace.begin, slot.end - slot.begin) for slot in slots]
         colors = [_ACTIONS[slot.action.kind][shade] for slot, shade in zip(slots, shades, strict=True)]
-        axes.hlines(worker, 0, trace.length, _GREY, "dotted", linewidth=0.8)  # seen where the worker waits
+        axes.hlines(worker, 0, trace.length, _GREY, "dotted", linewidth=0.8, zorder=0)  # seen where the worker waits
         axes.broken_barh(spans, (worker - 0.42, 0.84), facecolors=colors, edgecolor="white", linewidth=0.4)
         for slot, shade, (begin, width) in zip(slots, shades, spans, strict=True):
             if width >= _NARROW * length:

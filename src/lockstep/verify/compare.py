@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lockstep.verify.trace import BatchRecord, BatchTensor, EndRecord, Rows, StartRecord, StepTrace, UpdateRecord
+from lockstep.verify.trace import BatchRecord, BatchTensors, EndRecord, Rows, StartRecord, StepTrace, UpdateRecord
 
 # Batches.
 
@@ -58,18 +58,18 @@ def shard_sizes(batches: Sequence[BatchRecord]) -> tuple[int, ...] | None:
     sizes = []
     for batch in batches:
         # A tensor that all replicas have whole, such as class weights, says nothing about shards.
-        divided = [leaf for leaf in batch.arguments if len(leaf.replicas) == 1 or len(set(leaf.replicas)) > 1]
-        sizes += [tuple(map(len, leaf.replicas)) for leaf in divided[:1] or batch.inputs[:1]]
+        divided = [rows for rows in batch.arguments.values() if len(rows) == 1 or len(set(rows)) > 1]
+        sizes += [tuple(map(len, rows)) for rows in [*divided, *batch.inputs.values()][:1]]
     return tuple(sum(column) for column in zip(*sizes, strict=True)) if sizes else None
 
 
 def _compare_batch(ours: BatchRecord, reference: BatchRecord) -> BatchComparison:
-    compared = [_compare_tensor(mine, other) for mine, other in zip(ours.arguments, reference.arguments, strict=False)]
+    compared = _compare_tensors(ours.arguments, reference.arguments)
     if len(ours.arguments) == len(reference.arguments) and any(each.verdict == "same" for each in compared):
         # Beside a tensor that is divided, one that all replicas have whole is a constant of the step.
         same = next(each for each in compared if each.verdict == "same")
         return next((each for each in compared if each.verdict not in ("same", "undistributed")), same)
-    inputs = [_compare_tensor(mine, other) for mine, other in zip(ours.inputs, reference.inputs, strict=False)]
+    inputs = _compare_tensors(ours.inputs, reference.inputs)
     if inputs and all(each.verdict == "undistributed" for each in compared):  # the batch may have come as a closure
         return _first_not_same(inputs) or SAME_BATCH
     return _first_not_same([*compared, *inputs]) or SAME_BATCH
@@ -79,20 +79,26 @@ def _first_not_same(found: Sequence[BatchComparison]) -> BatchComparison | None:
     return next((each for each in found if each.verdict != "same"), None)
 
 
-def _compare_tensor(ours: BatchTensor, reference: BatchTensor) -> BatchComparison:
-    mine: Rows = tuple(chain.from_iterable(ours.replicas))
-    other: Rows = tuple(chain.from_iterable(reference.replicas))
-    replicas = len(ours.replicas)
+def _compare_tensors(ours: BatchTensors, reference: BatchTensors) -> list[BatchComparison]:
+    return [
+        _compare_rows(key[-1], mine, other)
+        for (key, mine), other in zip(ours.items(), reference.values(), strict=False)
+    ]
+
+
+def _compare_rows(name: str, replicas: tuple[Rows, ...], reference: tuple[Rows, ...]) -> BatchComparison:
+    mine: Rows = tuple(chain.from_iterable(replicas))
+    other: Rows = tuple(chain.from_iterable(reference))
     verdict: Verdict = "different"
     if mine == other:
         verdict = "same"
-    elif replicas > 1 and all(rows == other for rows in ours.replicas):
+    elif len(replicas) > 1 and all(rows == other for rows in replicas):
         verdict = "undistributed"
-    elif replicas > 1 and len(mine) == replicas * len(other):
+    elif len(replicas) > 1 and len(mine) == len(replicas) * len(other):
         verdict = "scaled"
     elif Counter(mine) == Counter(other):
         verdict = "reordered"
-    return BatchComparison(verdict=verdict, name=ours.name, rows=mine, reference_rows=other)
+    return BatchComparison(verdict=verdict, name=name, rows=mine, reference_rows=other)
 
 
 # Tensors.
@@ -222,18 +228,28 @@ def fit_gradients(
     ``reference``: the single replica's gradients. ``shards``: number of rows of each replica, None if unknown.
     ``weights``: the parameters before the update.
     """
-    replicas = len(update.replicas)
+    replicas, total = len(update.replicas), summed_gradients(update)
+
+    def fit(kind: FitKind, factors: Sequence[float], penalty: float = 0.0) -> GradientFit:
+        weighted, residuals = _weighted_sum(update, factors), []
+        for name, expected in reference.items():
+            found = weighted.get(name, torch.zeros_like(expected))
+            if penalty and name in weights:
+                found = found - penalty * weights[name].double()
+            amount, size = _largest(found - expected), _largest(expected)
+            residuals.append(Difference(step=update.step, kind="gradient", name=name, amount=amount, size=size))
+        return GradientFit(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
+
     fits = []
     if shards is not None and any(shards):
-        fits.append(_fit("shares", update, reference, [rows / sum(shards) for rows in shards]))
-    total = summed_gradients(update)
+        fits.append(fit("shares", [rows / sum(shards) for rows in shards]))
     (factor,) = _least_squares([total], reference)
-    fits.append(_fit("uniform", update, reference, [factor] * replicas))
+    fits.append(fit("uniform", [factor] * replicas))
     rest = {name: gradient - reference[name] for name, gradient in total.items() if name in reference}
     (penalty,) = _least_squares([{name: weights[name] for name in rest if name in weights}], rest)
-    fits.append(_fit("weight penalty", update, reference, [1.0] * replicas, penalty, weights))
+    fits.append(fit("weight penalty", [1.0] * replicas, penalty))
     columns = [_weighted_sum(update, [float(own == replica) for own in range(replicas)]) for replica in range(replicas)]
-    fits.append(_fit("per replica", update, reference, _least_squares(columns, reference)))
+    fits.append(fit("per replica", _least_squares(columns, reference)))
     return tuple(fits)
 
 
@@ -259,42 +275,11 @@ def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return sum(float(a[name].double().flatten() @ b[name].double().flatten()) for name in a if name in b)
 
 
-def _fit(
-    kind: FitKind,
-    update: UpdateRecord,
-    reference: Mapping[str, Tensor],
-    factors: Sequence[float],
-    penalty: float = 0.0,
-    weights: Mapping[str, Tensor] | None = None,
-) -> GradientFit:
-    weighted = _weighted_sum(update, factors)
-    residuals = []
-    for name, expected in reference.items():
-        found = weighted.get(name, torch.zeros_like(expected))
-        if weights is not None and name in weights:
-            found = found - penalty * weights[name].double()
-        amount, size = _largest(found - expected), _largest(expected)
-        residuals.append(Difference(step=update.step, kind="gradient", name=name, amount=amount, size=size))
-    return GradientFit(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
-
-
 # Runs.
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterPair:
-    """The parameters of both runs, by name."""
-
-    ours: Mapping[str, Tensor]
-    reference: Mapping[str, Tensor]
-
-    def after(self, ours: UpdateRecord, reference: UpdateRecord) -> ParameterPair:
-        """The parameters after an update and what changed after it."""
-        mine, other = ours.replicas[0], reference.replicas[0]
-        return ParameterPair(
-            ours={**self.ours, **mine.parameters, **mine.changed_after},
-            reference={**self.reference, **other.parameters, **other.changed_after},
-        )
+ParameterPair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""The parameters of both runs, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,16 +347,18 @@ def compare_updates(
     batch = compare_batches(ours.batches, reference.batches)
     expected = summed_gradients(reference)
     gradients = tuple(_by_name(step, "gradient", summed_gradients(ours), expected))
-    updated = ParameterPair(ours=first.parameters, reference=other.parameters)
-    changed_before = ParameterPair(ours=first.changed_before, reference=other.changed_before)
-    changed_after = ParameterPair(ours=first.changed_after, reference=other.changed_after)
+    updated = first.parameters, other.parameters
+    changed_before, changed_after = (
+        (first.changed_before, other.changed_before),
+        (first.changed_after, other.changed_after),
+    )
     differences = (
         _rows_difference(step, batch),
         *_changed(step, "weight changed before update", before, changed_before),
         *(_compare_outputs(step, ours, reference) if batch.verdict == "same" else ()),
         _loss_difference(ours, reference),
         *gradients,
-        *_by_name(step, "weight", updated.ours, updated.reference),
+        *_by_name(step, "weight", *updated),
         *_changed(step, "weight changed after update", updated, changed_after),
         *_by_name(step, "buffer", ours.buffers, reference.buffers),
     )
@@ -380,10 +367,10 @@ def compare_updates(
         step=step,
         batch=batch,
         differences=differences,
-        fits=() if equal else fit_gradients(ours, expected, shard_sizes(ours.batches), before.reference),
+        fits=() if equal else fit_gradients(ours, expected, shard_sizes(ours.batches), before[1]),
         update_scale=_update_scale(updated, before),
         changed=tuple(
-            {**changed_before.ours, **changed_after.ours, **changed_before.reference, **changed_after.reference}
+            dict.fromkeys(name for pair in (changed_before, changed_after) for each in pair for name in each)
         ),
         losses=tuple(trace.loss for trace in ours.replicas),
     )
@@ -398,9 +385,11 @@ def _by_name(
 
 def _changed(step: int, kind: Kind, before: ParameterPair, now: ParameterPair) -> Iterator[Difference]:
     """The parameters that changed in either run; the other run may still have the value from before."""
-    for name in {**now.reference, **now.ours}:
-        ours = now.ours.get(name, before.ours.get(name))
-        yield tensor_difference(step, kind, name, ours, now.reference.get(name, before.reference.get(name)))
+    for name in {**now[1], **now[0]}:
+        ours, reference = (
+            changed.get(name, unchanged.get(name)) for changed, unchanged in zip(now, before, strict=True)
+        )
+        yield tensor_difference(step, kind, name, ours, reference)
 
 
 def _rows_difference(step: int, batch: BatchComparison) -> Difference:
@@ -432,9 +421,11 @@ def _loss(replicas: Sequence[StepTrace]) -> float:
 
 def _update_scale(after: ParameterPair, before: ParameterPair) -> float | None:
     """The one factor between the changes of all weights in both runs, to 1 %."""
-    names = [name for name in after.reference if all(name in m for m in (after.ours, before.ours, before.reference))]
-    mine = [(after.ours[name].double() - before.ours[name].double()).flatten() for name in names]
-    other = [(after.reference[name].double() - before.reference[name].double()).flatten() for name in names]
+    names = [name for name in after[1] if all(name in each for each in (after[0], *before))]
+    mine, other = (
+        [(new[name].double() - old[name].double()).flatten() for name in names]
+        for new, old in zip(after, before, strict=True)
+    )
     square = sum(float(each @ each) for each in other)
     if not square:
         return None

@@ -51,7 +51,6 @@ class VerifyConfig:
 
 
 Randomness = Literal["unchanged", "no dropout", "constant"]
-BatchStatistics = Literal["unchanged", "synced", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,7 @@ class Interventions:
 
     # "no dropout" turns dropout off; "constant" also replaces every other random draw in a replica
     randomness: Randomness = "unchanged"
-    # "synced" takes batch statistics over the global batch; "frozen" uses the running statistics
-    batch_norm: BatchStatistics = "unchanged"
+    sync_batch_norm: bool = False  # take batch statistics over the global batch
     hold_weights: bool = False  # before each run, restore the parameters to their values after the last update
     shards: int = 1  # if above 1, the single replica calls its module once per shard, as that many replicas would
     shard: int | None = None  # give the single replica only this one of the ``shards``, as its whole batch

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.verify.compare import (
     Comparison,
     Difference,
-    ParameterPair,
     StepComparison,
     Tolerance,
     compare_starts,
     compare_updates,
 )
 from lockstep.verify.config import Interventions, RunConfig, VerifyConfig
-from lockstep.verify.runner import RunPair, RunProcess, run_pair
+from lockstep.verify.runner import RunPair, run_pair
 from lockstep.verify.trace import EndRecord, StartRecord, UpdateRecord
 
 Progress = Callable[[str], None]
@@ -25,7 +26,7 @@ GROSS = 150
 
 
 class ChildTracebackError(Exception):
-    """Traceback and last output of the program in its process; the cause of the error that reports its failure."""
+    """Traceback and last output of the program; the cause of the error that reports its failure."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -137,8 +138,7 @@ def describe(left: RunConfig, right: RunConfig) -> str:
     parts = {
         "without dropout": changes.randomness == "no dropout",
         "without random draws": changes.randomness == "constant",
-        "batch statistics of the whole batch": changes.batch_norm == "synced",
-        "batch norms in evaluation mode": changes.batch_norm == "frozen",
+        "batch statistics of the whole batch": changes.sync_batch_norm,
         "weights held between updates": changes.hold_weights,
         "the module called shard by shard on the one": right.interventions.shards > 1,
     }
@@ -148,16 +148,17 @@ def describe(left: RunConfig, right: RunConfig) -> str:
 
 def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
     starts: tuple[StartRecord, StartRecord] | None = None
-    weights: ParameterPair | None = None
+    weights: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     steps: list[StepComparison] = []
     draws = False
     for ours, reference in pair.records():
         if isinstance(ours, StartRecord) and isinstance(reference, StartRecord):
             starts = ours, reference
-            weights = ParameterPair(ours=ours.parameters, reference=reference.parameters)
-        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord) and weights is not None:
+            weights = dict(ours.parameters), dict(reference.parameters)
+        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord):
             steps.append(compare_updates(ours, reference, weights, Tolerance(unit=2.0**-23)))
-            weights = weights.after(ours, reference)
+            for own, update in zip(weights, (ours, reference), strict=True):
+                own.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})
             draws = draws or any(trace.draws for trace in (*ours.replicas, *reference.replicas))
     ends = _ends(config, pair)
     if starts is None or not steps:
@@ -168,7 +169,7 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
         initial=compare_starts(*starts),
         steps=tuple(steps),
         ends=ends,
-        extra=len(pair.left.waiting) - len(pair.right.waiting),
+        extra=pair.extra,
         draws=draws,
     )
 
@@ -176,29 +177,18 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
 def _ends(config: VerifyConfig, pair: RunPair) -> tuple[EndRecord, EndRecord]:
     """How both runs ended; raises if one or both failed."""
     left, right = (process.end or EndRecord() for process in (pair.left, pair.right))
-    if left.error and right.error:
-        raise ConfigError(f"{config.program.name} fails by itself: {_failure(pair.right, right)}") from _traceback(
-            pair.right, right
-        )
-    for process, end in ((pair.left, left), (pair.right, right)):
-        if end.error:
-            which = "all replicas and not on one" if process.run.all_replicas else "one replica and not on all replicas"
-            raise ReplicaError(f"{config.program.name} fails on {which}: {_failure(process, end)}") from _traceback(
-                process, end
-            )
-    return left, right
-
-
-def _failure(process: RunProcess, end: EndRecord) -> str:
-    output = process.last_output().splitlines()
-    # Where there is only an exit code, the last line that the program printed tells more.
-    last = f": {output[-1]}" if end.error.startswith("exit code") and output else ""
-    return f"{end.error}{f' ({end.place})' if end.place else ''}{last}"
-
-
-def _traceback(process: RunProcess, end: EndRecord) -> ChildTracebackError:
+    if not left.error and not right.error:
+        return left, right
+    process, end = (pair.right, right) if right.error else (pair.left, left)
     output = process.last_output()
-    return ChildTracebackError(end.traceback + (f"\nthe program's last output:\n{output}\n" if output else ""))
+    # Where there is only an exit code, the last line that the program printed tells more.
+    last = f": {output.splitlines()[-1]}" if end.error.startswith("exit code") and output else ""
+    failure = f"{end.error}{f' ({end.place})' if end.place else ''}{last}"
+    cause = ChildTracebackError(end.traceback + (f"\nthe program's last output:\n{output}\n" if output else ""))
+    if left.error and right.error:
+        raise ConfigError(f"{config.program.name} fails by itself: {failure}") from cause
+    which = "all replicas and not on one" if process.run.all_replicas else "one replica and not on all replicas"
+    raise ReplicaError(f"{config.program.name} fails on {which}: {failure}") from cause
 
 
 def _nothing_to_compare(end: EndRecord) -> str:

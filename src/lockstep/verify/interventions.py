@@ -45,7 +45,7 @@ def active_dropouts(modules: Sequence[MirroredModule]) -> list[str]:
 def intervene_before_first_step(modules: Sequence[MirroredModule], interventions: Interventions) -> None:
     """Synchronises batch norms, nudges weights, shards the forward. Called outside replicas, before the first run."""
     for module in modules:
-        if interventions.batch_norm == "synced":
+        if interventions.sync_batch_norm:
             for duplicate in module.copies:
                 convert_sync_batch_norm(duplicate)
             module.has_sync_batchnorm = has_sync_batch_norm(module.module)
@@ -53,14 +53,6 @@ def intervene_before_first_step(modules: Sequence[MirroredModule], interventions
             _nudge(module, interventions.nudge)
         if interventions.shards > 1 and interventions.shard is None:
             module.module.forward = _forward_by_shard(module.module.forward, interventions.shards)
-
-
-def intervene_before_run(modules: Sequence[MirroredModule], interventions: Interventions) -> None:
-    """Freezes batch norms. Called outside replicas, before every run, which resets the copies' training mode first."""
-    if interventions.batch_norm == "frozen":
-        for part in (part for module in modules for copy in module.copies for part in copy.modules()):
-            if isinstance(part, BatchNormBase):
-                part.eval()
 
 
 def _named_modules(modules: Sequence[MirroredModule]) -> Iterator[tuple[str, nn.Module]]:

@@ -26,12 +26,7 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.hooks import Observer, observing
 from lockstep.strategies.base import Strategy
 from lockstep.verify.config import RunConfig
-from lockstep.verify.interventions import (
-    active_dropouts,
-    intervene_before_first_step,
-    intervene_before_run,
-    local_batch_norms,
-)
+from lockstep.verify.interventions import active_dropouts, intervene_before_first_step, local_batch_norms
 from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord, UpdateRecord, tensors_with_rows
 
 
@@ -174,7 +169,6 @@ class Recorder(Observer):
             raise EnoughRecordedError
         if not torch.is_grad_enabled():
             return
-        intervene_before_run(strategy.mirrored_modules, self._run.interventions)
         self._runs += 1
         for trace, (args, kwargs) in zip(self._traces, views, strict=True):
             named = {f"args{path}": leaf for path, leaf in tensors_with_rows(args)}

@@ -1,12 +1,10 @@
-"""``verify``, the entry point, and its report: as text for a person and as JSON for a program."""
+"""``verify``, the entry point, and its report as text."""
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from lockstep.report import text_table
 from lockstep.verify.causes import Finding, explain
@@ -19,14 +17,6 @@ _WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One pair of runs."""
-
-    what: str  # what was compared
-    outcome: str  # the first difference beyond rounding, or "equal"
-
-
-@dataclass(frozen=True, kw_only=True)
 class VerifyReport:
     """The result of a verification."""
 
@@ -35,7 +25,8 @@ class VerifyReport:
     tolerance: Tolerance  # what counted as rounding
     first: Difference | None = None  # the first difference beyond rounding; None if there is none
     findings: tuple[Finding, ...] = ()  # the causes; empty if nothing differs, or if no hypothesis explains it
-    experiments: tuple[Experiment, ...] = field(default=(), repr=False)  # every pair of runs, in order
+    # every pair of runs, in order: what was compared, and the first difference beyond rounding, or "equal"
+    experiments: tuple[tuple[str, str], ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -46,14 +37,6 @@ class VerifyReport:
     def sound(self) -> bool:
         """Whether nothing is wrong: the runs are equal, or differ by dropout alone, whose masks are a replica's own."""
         return self.equal or (bool(self.findings) and all(finding.by_definition for finding in self.findings))
-
-    def largest(self) -> list[Difference]:
-        """The largest relative difference of each kind, in the order of a step."""
-        found: dict[str, Difference] = {}
-        for each in self.comparison.differences:
-            if each.kind not in found or each.relative > found[each.kind].relative:
-                found[each.kind] = each
-        return [found[kind] for kind in KINDS if kind in found]
 
 
 def verify(config: VerifyConfig, *, progress: Progress | None = None) -> VerifyReport:
@@ -77,9 +60,7 @@ def verify(config: VerifyConfig, *, progress: Progress | None = None) -> VerifyR
         tolerance=tolerance,
         first=first,
         findings=findings,
-        experiments=tuple(
-            Experiment(what=what, outcome=_outcome(comparison.first(tolerance))) for what, comparison in runner.done
-        ),
+        experiments=tuple((what, _outcome(comparison.first(tolerance))) for what, comparison in runner.done),
     )
 
 
@@ -91,45 +72,19 @@ def _outcome(first: Difference | None) -> str:
 
 def render(report: VerifyReport) -> str:
     """The report as text: a table of differences, the verdict and, if there is a difference, its causes."""
-    parts = [_title(report), *_notes(report)]
-    if report.first is None:
-        parts += [_table(report, report.largest()), _equal(report)]
-    else:
-        beyond = [each for each in report.comparison.differences if not report.tolerance.covers(each)]
-        first = sorted(beyond, key=lambda each: each.order)[:MAX_TABLE_ROWS]
-        parts += [_table(report, first), _different(report.first), *_causes(report)]
-    return "\n\n".join(parts)
-
-
-def to_json(report: VerifyReport) -> str:
-    """The report as a JSON object, with all experiments. Numbers that are not finite are null."""
-    comparison = report.comparison
-    found: dict[str, Any] = {
-        "program": report.config.program.name,
-        "equal": report.equal,
-        "sound": report.sound,
-        "replicas": len(comparison.start.devices),
-        "devices": list(comparison.start.devices),
-        "updates": len(comparison.steps),
-        "asked_updates": report.config.steps,
-        "first": None if report.first is None else _as_dict(report, report.first),
-        "largest": [_as_dict(report, each) for each in report.largest()],
-        "causes": [vars(finding) for finding in report.findings],
-        "experiments": [vars(each) for each in report.experiments],
-        "tolerance": {
-            "relative": report.tolerance.relative,
-            "noise_factor": NOISE_FACTOR,
-            "measured": bool(report.tolerance.noise),
-        },
-        "notes": _notes(report),
-    }
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-
-
-def _title(report: VerifyReport) -> str:
     comparison, devices = report.comparison, report.comparison.start.devices
     updates = _count(len(comparison.steps), "update")
-    return f"{report.config.program.name}: {updates} on {len(devices)} replicas ({', '.join(devices)}) and on one"
+    title = f"{report.config.program.name}: {updates} on {len(devices)} replicas ({', '.join(devices)}) and on one"
+    if report.first is None:
+        largest: dict[str, Difference] = {}
+        for each in comparison.differences:
+            largest[each.kind] = max(each, largest.get(each.kind, each), key=lambda each: each.relative)
+        shown, verdict = [largest[kind] for kind in KINDS if kind in largest], [_equal(report)]
+    else:
+        beyond = [each for each in comparison.differences if not report.tolerance.covers(each)]
+        shown = sorted(beyond, key=lambda each: each.order)[:MAX_TABLE_ROWS]
+        verdict = [_different(report.first), *_causes(report)]
+    return "\n\n".join([title, *_notes(report), _table(report, shown), *verdict])
 
 
 def _notes(report: VerifyReport) -> list[str]:
@@ -138,8 +93,7 @@ def _notes(report: VerifyReport) -> list[str]:
         which = "all replicas" if comparison.extra > 0 else "one replica"
         notes.append(f"note: the run on {which} made {_count(abs(comparison.extra), 'update')} more than the other")
     elif len(comparison.steps) < report.config.steps:
-        asked = _count(report.config.steps, "update")
-        notes.append(f"note: the program ended before the {asked} asked for; those that it made were compared")
+        notes.append(f"note: the program ended before the {_count(report.config.steps, 'update')} asked for")
     if comparison.ends[0].strategies > 1:
         notes.append(
             f"note: the program made {comparison.ends[0].strategies} strategies of several devices; the first one, on "
@@ -174,7 +128,7 @@ def _different(first: Difference) -> str:
 
 def _causes(report: VerifyReport) -> list[str]:
     if not report.findings:
-        tried = "\n".join(f"  {each.what}: {each.outcome}" for each in report.experiments)
+        tried = "\n".join(f"  {what}: {outcome}" for what, outcome in report.experiments)
         return [f"cause: none of the hypotheses explains it; what was tried:\n{tried}"]
     return [
         "\n".join(
@@ -192,14 +146,6 @@ def _causes(report: VerifyReport) -> list[str]:
 def _entry(name: str, text: str) -> list[str]:
     indent = f"  {name:<8}"
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=" " * 10, break_long_words=False)
-
-
-def _as_dict(report: VerifyReport, difference: Difference) -> dict[str, Any]:
-    numbers = {"relative": difference.relative, "allowed": report.tolerance.of(difference)}
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in {**vars(difference), **numbers}.items()
-    }
 
 
 def _number(value: float) -> str:

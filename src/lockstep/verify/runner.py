@@ -20,11 +20,10 @@ import tempfile
 import time
 import traceback as tracebacks
 import uuid
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -37,8 +36,6 @@ from lockstep.verify.interventions import one_shard, without_randomness
 from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording
 from lockstep.verify.trace import EndRecord, Message, ReadyRecord, StartRecord, UpdateRecord
 
-MAX_AHEAD = 2
-"""Records that one run may be ahead of the other. Its process then blocks, so memory stays small."""
 START_TIMEOUT_S = 120.0
 """Time limit for a process to start, before its program begins."""
 _EXIT_TIMEOUT_S = 5.0
@@ -55,30 +52,39 @@ class RunProcess:
 
     def __init__(self, config: VerifyConfig, run: RunConfig, folder: Path) -> None:
         self.run = run
-        self.is_ready = False
-        self.waiting: deque[StartRecord | UpdateRecord] = deque()
         self.end: EndRecord | None = None
+        self._timeout_s = config.timeout_s
+        self.deadline = time.monotonic() + START_TIMEOUT_S
         self._output = folder / "output"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        self.connection, far = context.Pipe(duplex=False)
+        self._connection, far = context.Pipe(duplex=False)
         self._process = context.Process(target=_child_main, args=(config, run, folder, far))
         self._process.start()
         far.close()
 
-    def receive(self) -> None:
+    def next_record(self) -> StartRecord | UpdateRecord | None:
+        """The next record, or None at the end of the run. Raises ReplicaError after the time limit."""
+        message = None if self.end is not None else self.receive()
+        return message if isinstance(message, StartRecord | UpdateRecord) else None
+
+    def receive(self) -> Message:
+        if not self._connection.poll(max(0.0, self.deadline - time.monotonic())):
+            which = "all replicas" if self.run.all_replicas else "one replica"
+            output = self.last_output()
+            raise ReplicaError(
+                f"the run on {which} did not finish within {self._timeout_s:g} s; give it more with --timeout-s, "
+                f"or fewer --steps" + (f"; its last output: {output.splitlines()[-1]}" if output else "")
+            )
         try:
-            message: Message = pickle.loads(self.connection.recv_bytes())
+            message: Message = pickle.loads(self._connection.recv_bytes())
         except EOFError:
             self._process.join(_EXIT_TIMEOUT_S)
             code = self._process.exitcode
             message = EndRecord(error=f"the process ended with exit code {code} in the middle of the run")
-        if isinstance(message, ReadyRecord):
-            self.is_ready = True
-        elif isinstance(message, EndRecord):
+        if isinstance(message, EndRecord):
             self.end = message
-        else:
-            self.waiting.append(message)
+        return message
 
     def last_output(self) -> str:
         """The end of what the program printed."""
@@ -89,8 +95,8 @@ class RunProcess:
     def stop(self) -> None:
         """Waits for a process that has sent its last message; kills any other, and all that the program started."""
         if self.end is not None:
-            wait([self._process.sentinel], _EXIT_TIMEOUT_S)
-        self.connection.close()
+            self._process.join(_EXIT_TIMEOUT_S)
+        self._connection.close()
         if self._process.pid is not None:
             # Refused where the whole group has ended, or where the process has no group of its own yet.
             with suppress(ProcessLookupError, PermissionError):
@@ -103,41 +109,24 @@ class RunProcess:
 class RunPair:
     """The two runs of a comparison."""
 
-    def __init__(self, processes: Sequence[RunProcess], timeout_s: float) -> None:
-        self.left, self.right = processes
+    def __init__(self, left: RunProcess, right: RunProcess, timeout_s: float) -> None:
+        self.left, self.right = left, right
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + START_TIMEOUT_S
+        self.extra = 0  # records of the left run without a counterpart; negative if the right one made more
 
     def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
-        """The records of both runs in pairs. Records without a counterpart stay in ``waiting``.
-
-        Raises ReplicaError if a run took longer than the time limit.
-        """
-        while starting := [each for each in (self.left, self.right) if not each.is_ready and each.end is None]:
-            self._receive(starting)
-        self._deadline = time.monotonic() + self._timeout_s
+        """The records of both runs in pairs. A run that is ahead blocks as it sends, so memory stays small."""
+        for each in (self.left, self.right):
+            each.receive()  # a ReadyRecord
+        self.left.deadline = self.right.deadline = time.monotonic() + self._timeout_s
         while True:
-            while self.left.waiting and self.right.waiting:
-                yield self.left.waiting.popleft(), self.right.waiting.popleft()
-            running = [each for each in (self.left, self.right) if each.end is None]
-            if not running:
+            ours, reference = self.left.next_record(), self.right.next_record()
+            if ours is None and reference is None:
                 return
-            # After one run has ended, the records of the other have no counterpart, and are only counted.
-            self._receive([each for each in running if len(each.waiting) < MAX_AHEAD or len(running) == 1])
-
-    def _receive(self, processes: Sequence[RunProcess]) -> None:
-        connections: list[Connection] = [each.connection for each in processes]
-        ready = wait(connections, max(0.0, self._deadline - time.monotonic()))
-        if not ready:
-            which = "all replicas" if processes[0].run.all_replicas else "one replica"
-            output = processes[0].last_output()
-            raise ReplicaError(
-                f"the run on {which} did not finish within {self._timeout_s:g} s; give it more with --timeout-s, "
-                f"or fewer --steps" + (f"; its last output: {output.splitlines()[-1]}" if output else "")
-            )
-        for each in processes:
-            if each.connection in ready:
-                each.receive()
+            if ours is not None and reference is not None:
+                yield ours, reference
+            else:
+                self.extra += 1 if reference is None else -1
 
 
 @contextmanager
@@ -151,10 +140,9 @@ def run_pair(config: VerifyConfig, left: RunConfig, right: RunConfig) -> Iterato
         processes = []
         for name, run in (("left", left), ("right", right)):
             (folder / name).mkdir()
-            process = RunProcess(config, run, folder / name)
-            stack.callback(process.stop)
-            processes.append(process)
-        yield RunPair(processes, config.timeout_s)
+            processes.append(RunProcess(config, run, folder / name))
+            stack.callback(processes[-1].stop)
+        yield RunPair(processes[0], processes[1], config.timeout_s)
 
 
 # In the child process.

@@ -23,20 +23,16 @@ Rows = tuple[int, ...]
 """One fingerprint per row."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchTensor:
-    """A tensor of the batch."""
-
-    name: str  # its path in the arguments
-    replicas: tuple[Rows, ...]  # the fingerprints of its rows, per replica
+BatchTensors = Mapping[tuple[Any, ...], tuple[Rows, ...]]
+"""The tensors with rows of a batch by their key, which ends in a name, each with its rows per replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord:
     """The batch of one ``strategy.run``."""
 
-    arguments: tuple[BatchTensor, ...] = ()  # the tensors with rows among the arguments of ``run``
-    inputs: tuple[BatchTensor, ...] = ()  # the tensors with rows that mirrored modules were called with
+    arguments: BatchTensors = field(default_factory=dict)  # those among the arguments of ``run``
+    inputs: BatchTensors = field(default_factory=dict)  # those that mirrored modules were called with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +115,9 @@ class UpdateRecord:
         return found
 
 
-def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> tuple[BatchTensor, ...]:
+def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> BatchTensors:
     keys = [key for key in _keys(replicas) if key[0] == run]
-    return tuple(BatchTensor(name=key[-1], replicas=tuple(rows.get(key, ()) for rows in replicas)) for key in keys)
+    return {key: tuple(rows.get(key, ()) for rows in replicas) for key in keys}
 
 
 def _keys(mappings: Iterable[Mapping[Any, Any]]) -> list[Any]:
