@@ -460,14 +460,15 @@ def _storage(tensor: torch.Tensor) -> int:
 @contextmanager
 def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
     """Inside the block a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
-    owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
+    plain = [module.module for module in mirrored]
+    # A mirrored metric is one object in all copies.
+    owners = {id(part): each for each in plain for part in each.modules() if not isinstance(part, MirroredMetric)}
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()
         if context is not None and context.local_replica > 0 and id(part) in owners:
-            name = type(owners[id(part)].module).__name__
             raise UsageError(
-                f"the step calls the plain {name}, which is replica 0's copy, in "
+                f"the step calls the plain {type(owners[id(part)]).__name__}, which is replica 0's copy, in "
                 f"replica {context.replica_id_in_sync_group}; call what strategy.mirror(module) returned"
             )
 
@@ -476,11 +477,3 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its parts, except mirrored metrics, which are one object in all copies."""
-    if not isinstance(module, MirroredMetric):
-        yield module
-        for child in module.children():
-            yield from _own_parts(child)

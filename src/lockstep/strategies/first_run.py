@@ -10,14 +10,17 @@ time, and hooks that keep tensors of all replicas in one place. Later runs are n
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
+import sysconfig
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -30,20 +33,16 @@ from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_ca
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, loss_warnings
-from lockstep.strategies.captured import (
-    CONTAINERS,
-    LIBRARIES,
-    captured_by,
-    is_generator,
-    is_of_the_user,
-    mutable_in,
-    plain_function,
-    state_of,
-)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Captured = dict[tuple[str, str], tuple[Any, Any]]
 """By the name of a hook, or "" for the step, and a name in it: the value, and its state before the run."""
+_CONTAINERS = (list, dict, set, deque)
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_ARRAY_BYTES = 2**20
+"""The contents of larger NumPy arrays are not compared."""
+_LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
+"""The folders of torch and of this package, whose own functions are not looked at."""
 _DRAW_ADVICE = (
     "numbers differ from run to run; draw with torch, where each replica has its own, or give each replica a generator "
     "with ls.PerReplica"
@@ -159,15 +158,15 @@ class FirstRun:
         """Of the step, and of each hook by its name, the names and values that they reach outside of the modules."""
         parts = [part for module in self._modules for part in module.module.modules()]
         kept = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
-        own = {id(value) for value in kept if isinstance(value, CONTAINERS) or hasattr(value, "__dict__")}
+        own = {id(value) for value in kept if isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")}
         for hook in (hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             found = [] if id(getattr(hook, "__self__", hook)) in own else captured_by(hook)
             yield from ((name, *each) for each in found if id(each[1]) not in own)
         yield from (("", *each) for each in captured_by(self._fn))
         owner = getattr(self._fn, "__self__", None)
-        if isinstance(owner, nn.Module) and is_of_the_user(owner) and id(owner) not in own:
-            yield from (("", *each) for each in mutable_in(f"{type(owner).__name__}.", vars(owner).items()))
+        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
+            yield from (("", *each) for each in _mutable_in(f"{type(owner).__name__}.", vars(owner).items()))
 
     def _changed(self, before: Captured) -> Iterator[tuple[str, str, Any]]:
         """What has changed, except dicts that have a key for each replica."""
@@ -200,7 +199,7 @@ class FirstRun:
         generators: dict[str, None] = {}
         changed: dict[str, None] = {}
         for _, name, value in self._changed(before):
-            (generators if is_generator(value) else changed)[repr(name)] = None
+            (generators if _is_generator(value) else changed)[repr(name)] = None
         if generators:
             self._warn(f"draws from {', '.join(generators)}, which all replicas have in common, so {_DRAW_ADVICE}")
         if changed:
@@ -239,13 +238,13 @@ class FirstRun:
                 return
 
     def _warn_of_losses(self) -> None:
-        code = getattr(plain_function(self._fn), "__code__", None)
-        if self._distributed and not (code is not None and code.co_filename.startswith(LIBRARIES)):
+        code = getattr(_plain_function(self._fn), "__code__", None)
+        if self._distributed and not (code is not None and code.co_filename.startswith(_LIBRARIES)):
             for message in loss_warnings(self._passes, self._rows, self._replicas):
                 self._warn(message)
 
     def _warn(self, what: str) -> None:
-        plain = plain_function(self._fn)
+        plain = _plain_function(self._fn)
         code = getattr(plain, "__code__", None)
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = getattr(plain, "__qualname__", type(self._fn).__qualname__)
@@ -261,7 +260,7 @@ def _unseen() -> Iterator[None]:
 
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
@@ -297,7 +296,7 @@ def _generator_states() -> dict[str, Any]:
 def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
     """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
-    libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
+    libraries = (*_LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     found: dict[str, None] = {}
     for code, names in ran.items():
         values = [names.get(each) for each in code.co_names]
@@ -307,3 +306,86 @@ def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
         if draws and not code.co_filename.startswith(libraries):
             found[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
     return list(found)
+
+
+def _plain_function(fn: Any) -> Any:
+    """The function under partials and bound methods."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__func__", fn)
+
+
+def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function can reach and change: in its closure, its object and its module's globals.
+
+    These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
+    """
+    while isinstance(fn, partial):
+        yield from _mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
+        fn = fn.func
+    owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
+    plain = _plain_function(fn)
+    code: CodeType | None = getattr(plain, "__code__", None)
+    if code is not None and code.co_filename.startswith(_LIBRARIES):
+        return
+    if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
+        yield from _mutable_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
+    if code is not None:
+        cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
+        yield from _mutable_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
+        yield from _mutable_in("", [(name, plain.__globals__.get(name)) for name in code.co_names])
+
+
+def _mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Those of the given names and values that a program can change, and such attributes of the user's objects."""
+    for name, value in items:
+        if _is_mutable(value):
+            yield prefix + name, value
+        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
+            for attribute, kept in vars(value).items():
+                if _is_mutable(kept):
+                    yield f"{prefix}{name}.{attribute}", kept
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
+    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in (int, float)
+    return simple or _is_array(value) or _is_generator(value)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Whether a value is an object of a class that belongs to no library."""
+    kind = type(value)
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES)))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a random generator of Python or NumPy."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random.")
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # not assigned yet
+        return False
+
+
+def state_of(value: Any) -> Any:
+    """A value that is equal as long as the container, number or generator has not changed."""
+    if _is_generator(value):
+        return pickle.dumps(value)
+    if value is None or isinstance(value, torch.Tensor):
+        return id(value)
+    if _is_array(value):
+        return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
+    if isinstance(value, dict):
+        return [(key, id(each)) for key, each in value.items()]
+    return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value

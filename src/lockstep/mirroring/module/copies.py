@@ -35,7 +35,7 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
     return tuple(tuple(members) for members in groups.values())
 
 
-class Copying:
+class Copying(TorchFunctionMode):
     """Copies the user's module, on device ``home``, or what is set on it later, for one other replica.
 
     With ``alias`` parameters have the storage of the user's, or of the copies that ``leader`` makes. ``known`` is the
@@ -51,10 +51,8 @@ class Copying:
         leader: Copying | None = None,
         known: Mapping[int, Any] | None = None,
     ) -> None:
-        self._alias = alias
-        self._device = device
-        self._leader = leader
-        self._mode = _CopyingTensors(home, device)
+        super().__init__()
+        self._home, self._device, self._alias, self._leader = home, device, alias, leader
         # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
         self._memo: dict[int, Any] = dict(known or {})
 
@@ -66,13 +64,23 @@ class Copying:
                 source = parameter if self._leader is None else self._leader._memo.get(id(parameter), parameter)
                 self._memo[id(parameter)] = _copy_parameter(source, self._device, self._alias)
         try:
-            with self._mode:
+            with self:
                 return copy.deepcopy(value, self._memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, PickleError) as error:
             raise UsageError(
                 f"{name} cannot be copied for every replica ({error}); mirror a module that copy.deepcopy can copy, "
                 "and keep what it cannot copy outside the module"
             ) from error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
+        if func is not _DEEPCOPY:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            duplicate = func(*args) if tensor.is_leaf else tensor.detach().clone()
+            memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
+        return memo[id(tensor)]
 
 
 class Copyings(dict[int, Copying]):
@@ -105,24 +113,6 @@ class Copyings(dict[int, Copying]):
         source = self[leader] if alias and leader else None
         copying = Copying(home, self._devices[replica], alias=alias, leader=source, known=known)
         return self.setdefault(replica, copying)
-
-
-class _CopyingTensors(TorchFunctionMode):
-    """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
-
-    def __init__(self, home: torch.device, device: torch.device) -> None:
-        super().__init__()
-        self._home = home
-        self._device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not _DEEPCOPY:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            duplicate = func(*args) if tensor.is_leaf else tensor.detach().clone()
-            memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
-        return memo[id(tensor)]
 
 
 def uses_channels_last(module: nn.Module) -> bool:
