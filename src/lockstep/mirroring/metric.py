@@ -67,10 +67,7 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
 
 
 def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
-    """One state of a metric, given its value on every replica and the metric's own reduction.
-
-    Lists are joined in replica order and tensors stacked along a new first dimension; then the reduction is applied.
-    """
+    """A metric's reduction of one state's values on all replicas: lists joined in their order, or tensors stacked."""
     if isinstance(states[0], list):
         joined = [item for state in states for item in state]
         return reduction(joined) if joined and reduction is not None else joined

@@ -222,10 +222,7 @@ class StepGuard:
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at a call of a torch function; returns PROCEED, or the result if the call was made here.
-
-        Raises UsageError if the call would give other numbers than one device.
-        """
+        """Refuses a call of a torch function, makes it for all replicas and returns its result, or returns PROCEED."""
         for arg in args:  # written out: this runs at every call of a torch function
             kind = type(arg)
             if kind is tuple or kind is list:
@@ -389,10 +386,7 @@ class _Write:
 
 
 def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
-    """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
-
-    Raises UsageError if replicas would not write the same; if workers would not, their next exchange says so.
-    """
+    """Changes a weight in place as one device does: the first replica makes the call, and all have the result."""
     first, *others = writes
     name = getattr(first.func, "__name__", first.func)
     if is_random(first.func):

@@ -53,19 +53,14 @@ class Term:
 
 @dataclass(slots=True)
 class Passes:
-    """The backward passes of one replica, in a step's first run.
+    """The backward passes of one replica, in a step's first run."""
 
-    Attributes:
-        losses: the terms of each loss.
-        mixed: the functions in the graph that compare or combine items along dimension 0, with its size.
-        gradients: what ``torch.autograd.grad`` gave for weights, by the line that called it.
-        twice: whether losses may hold gradients, which are matrix products over rows by themselves.
-    """
-
-    losses: list[list[Term]] = field(default_factory=list)
-    mixed: set[tuple[str, int]] = field(default_factory=set)
-    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
-    twice: bool = False
+    losses: list[list[Term]] = field(default_factory=list)  # the terms of each
+    mixed: set[tuple[str, int]] = field(default_factory=set)  # functions that combine items along dim 0, with its size
+    gradients: dict[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # from torch.autograd.grad, by the line of the call
+    twice: bool = False  # whether losses may hold gradients, which are matrix products over rows by themselves
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:

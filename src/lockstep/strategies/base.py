@@ -92,15 +92,12 @@ R = TypeVar("R")
 
 
 class Strategy(ABC):
-    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others.
-
-    Attributes:
-        devices: the logical devices of the local replicas, in replica order.
-        workers: the workers that run this strategy's replicas.
-    """
+    """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
 
     devices: tuple[LogicalDevice, ...]
+    """The logical devices of the local replicas, in replica order."""
     workers: Communicator
+    """The workers that run this strategy's replicas."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())

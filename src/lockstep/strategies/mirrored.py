@@ -29,12 +29,6 @@ class MirroredStrategy(ThreadedStrategy):
         ConfigError: an unknown device, or one named twice.
         UsageError: the environment declares a job of several workers.
         ClusterError: the environment declares a job in a form that cannot be followed.
-
-    Example:
-        >>> import torch, lockstep as ls
-        >>> strategy = ls.MirroredStrategy()
-        >>> with strategy.scope():
-        ...     model = ls.Model(torch.nn.Linear(4, 1))
     """
 
     def __init__(

@@ -81,6 +81,7 @@ class WorkerJob:
         self._optimizers = 0
         self._membership: Membership | None = None
         self._gpus: tuple[int, ...] = ()
+        self._nccl = False
         self.workers: Communicator = SingleWorkerCommunicator(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
@@ -88,15 +89,12 @@ class WorkerJob:
             infos = self._membership.infos
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
+            # Tensors on GPUs go between workers by NCCL; else through host memory.
+            self._nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
             replicas = [info["replicas"] for info in infos]
             self.workers = DistributedCommunicator(
                 self._membership, replicas, nccl=self._nccl, timeout_s=options.timeout_s
             )
-
-    @property
-    def _nccl(self) -> bool:
-        """Whether tensors on GPUs go between workers by NCCL; else through host memory."""
-        return each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
 
     def check_gpus(self) -> None:
         """Raises a ClusterError on every worker unless each has a GPU of its own, or none has one."""

@@ -27,10 +27,7 @@ _PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
 
 
 class SyncBatchNorm:
-    """Mixin, before the module's own class, of a batch norm whose statistics are those of the global batch.
-
-    Outside replicas the module works as before. In training every replica must call it, also with an empty shard.
-    """
+    """Mixin of a batch norm with the statistics of the global batch: in training every replica must call it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward with the statistics of all replicas."""

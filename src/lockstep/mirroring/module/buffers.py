@@ -146,10 +146,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 
 def _trains_buffers(module: nn.Module) -> bool | None:
-    """Whether a submodule with floating-point buffers is in training mode; None if no submodule has any.
-
-    For MobileNetV2's 214 submodules it takes 2 us in training, 30 in evaluation.
-    """
+    """Whether a submodule with floating-point buffers is in training mode; None if no submodule has any."""
     found: bool | None = None
     # A part of a divided model does not hold the model as a child.
     parts = [module] if module._modules else list(module.modules())

@@ -467,11 +467,7 @@ def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format
 def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
     if isinstance(memory_format, torch.memory_format):
         return memory_format
-    if memory_format == "preserve":
-        return None
-    if memory_format == "auto":
-        return torch.channels_last if uses_channels_last(module) else None
-    raise ConfigError(
-        f'memory_format={memory_format!r} is unknown; choose "auto", "preserve", torch.channels_last '
-        "or torch.contiguous_format"
-    )
+    if memory_format not in ("auto", "preserve"):
+        known = '"auto", "preserve", torch.channels_last or torch.contiguous_format'
+        raise ConfigError(f"memory_format={memory_format!r} is unknown; choose {known}")
+    return torch.channels_last if memory_format == "auto" and uses_channels_last(module) else None
