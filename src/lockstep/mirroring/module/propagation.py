@@ -43,7 +43,7 @@ _NO_ATTRIBUTES = frozenset([*_REGISTRIES, *_HOOK_FLAGS, *_OF_USER_ALONE])
 
 _DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
-_MAX_CONTAINERS = 20_000
+_MAX_CONTAINERS = 2_000  # are described at every run, which takes 2 us each
 _MAX_ITEMS = 10_000
 """Larger containers are not looked into: comparing one would take more than 0.5 ms at every run."""
 _COMPARED_BYTES = 4096
