@@ -10,6 +10,7 @@ by the next one.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -19,8 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from lockstep.errors import ReplicaError
-from lockstep.recipes.config_checks import positive
+from lockstep.errors import ConfigError, ReplicaError
 
 _NAMESPACES = Path("/run/netns")
 _ADDRESSES = ("10.83.0.1", "10.83.0.2")
@@ -38,7 +38,8 @@ class Link:
     mbit: float  # megabits (10**6 bits) a second in each direction
 
     def __post_init__(self) -> None:
-        positive("link_mbit", self.mbit)
+        if not 0 < self.mbit < math.inf:
+            raise ConfigError(f"link_mbit={self.mbit} was given, expected a finite number above 0")
 
     @property
     def text(self) -> str:

@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from lockstep.config import DeviceRegistry, LogicalDevice
+    from lockstep.replicas.context import ReplicaContext
     from lockstep.strategies.mirrored import MirroredStrategy
 
 TESTS = Path(__file__).parent
@@ -350,6 +351,26 @@ def python(forks: Forks, tmp_path: Path) -> Iterator[Callable[..., Program]]:
             return stack.enter_context(closing(Program(forks, words, folder, {**os.environ, **variables})))
 
         yield start
+
+
+def here() -> ReplicaContext:
+    """The context of the replica that calls it."""
+    from lockstep.replicas.context import get_replica_context
+
+    context = get_replica_context()
+    assert context is not None
+    return context
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """torch computes on one thread: tiny models are faster so."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -51,8 +51,7 @@ WRITES_FILES = (
     "report.py",
     "scaling/plots.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
-    "recipes/images/pixels.py",  # decoded pictures, too many for memory, grow in a file mapped into it
-    "recipes/images/folder.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
+    "recipes/images/dataset.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read
     "integrations/transformers/sync.py",  # the replicas' numbers beside transformers' own in its checkpoints
     "verify/runner.py",  # a folder for what the runs say, gone with them
@@ -66,7 +65,6 @@ PRINTS = (
 DRIVES_GPUS = (
     "replicas/device/driver.py",
     "scaling/",
-    "plan/measure.py",  # measures a GPU's rates
 )
 MAX_FUNCTION_LINES = 60
 

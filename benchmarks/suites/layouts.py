@@ -18,6 +18,7 @@ from benchmarks.harness import Absence, run_rounds, trials_of
 from benchmarks.loops import cluster_of, trained_parameters
 from benchmarks.processes import ProcessInfo, SpawnedBody
 from benchmarks.report import Column, Report, Section, report_of
+from benchmarks.resident_memory import ResidentPeak, give_back_at_once, give_back_freed_memory, resident_mb
 from benchmarks.results import Figures, figures_of
 from benchmarks.step_timer import StepTimer
 from benchmarks.suites.memory import tensors_mb
@@ -29,7 +30,6 @@ from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
 from lockstep.recipes.config_checks import at_least_each
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
-from lockstep.replicas.cpu.memory import ResidentPeak, give_back_at_once, give_back_freed_memory, resident_mb
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
@@ -92,7 +92,6 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
     {"data": 2, "tensor": 2, "shard_parameters": True},
     {"data": 2, "pipeline": 2},
     {"data": 2, "pipeline": 2, "shard_optimizer": True},
-    {"data": 2, "pipeline": 2, "shard_parameters": True},
     {"pipeline": 2, "tensor": 2},
 )
 """The arguments of ``ls.ParallelStrategy``, one row of the table each."""

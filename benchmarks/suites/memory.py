@@ -18,13 +18,13 @@ from benchmarks.harness import Absence, Sample, run_rounds, trials_of
 from benchmarks.loops import split_cpu
 from benchmarks.processes import ProcessInfo, SpawnedBody
 from benchmarks.report import Column, Report, Section, columns, report_of
+from benchmarks.resident_memory import ResidentPeak, give_back_freed_memory, resident_mb
 from benchmarks.results import Figures, figures_of, paired_ratios
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
 from lockstep.recipes.config_checks import at_least, at_least_each
 from lockstep.recipes.memory import Lora, MemoryChoices, trained_parameters, with_choices
-from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName

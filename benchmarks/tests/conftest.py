@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.conftest import _leaks_nothing, forks, fresh_devices, make_strategy, nothing_compiled, python, split_cpu  # noqa: F401 - fixtures
+from tests.conftest import (  # noqa: F401 - fixtures
+    _leaks_nothing,
+    forks,
+    fresh_devices,
+    one_core,
+    python,
+)
 from tests.scaling.conftest import made_up_machine
 
 from benchmarks.harness import Memory, Sample

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.__main__ import main
 from benchmarks.report import report_of
@@ -23,6 +22,7 @@ from benchmarks.suites.layouts import (
 )
 from benchmarks.trial import Trial, Workload
 from lockstep.plan.layout import Layout
+from lockstep.replicas.cpu.memory import keep_freed_memory
 
 MB = 2**20
 
@@ -52,13 +52,13 @@ def test_layouts_are_planned_as_they_run():
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def freed_memory_is_kept() -> Iterator[None]:
+    """As before the test, whose worker gives it back at once."""
     yield
-    torch.set_num_threads(before)
+    keep_freed_memory()
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("freed_memory_is_kept", "one_core")
 def test_a_worker_reports_what_it_has_in_memory():
     work = LayoutWork(layers=1, hidden=256, heads=2, vocabulary=8000, rows=2, tokens=8)
     trial = Trial(workload=Workload(name="gpt2", title=""), contender=contenders(work)[0], warm_up=1, steps=1, cores=2)

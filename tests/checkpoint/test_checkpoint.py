@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +185,7 @@ def faults(strategy: MirroredStrategy, good: Loop) -> dict[str, tuple[dict[str, 
         "shapes": ({"model": wide.model}, r"do not fit the module: wrong shapes: 0\.weight has shape \(4, 3, 3, 3\)"),
         "kind": (
             {"optimizer": plain},
-            r"'optimizer' the state of a AdamW with 2 \+ 2 \+ 2 parameters, but it is a SGD",
+            r"'optimizer' the state of a AdamW with 3 groups, but it is a SGD with 1",
         ),
         "name": ({"module": good.model}, r"has nothing called 'module'; it has: model, optimizer, progress, scheduler"),
         "scheduler": (
@@ -272,3 +274,40 @@ def test_generators_and_whatever_has_a_state_dict_are_taken(tmp_path: Path):
 
     assert torch.equal(torch.rand(2, generator=fresh), expected)
     assert other.state_dict()["scale"] == 8.0
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a record, whose checksum is right again."""
+    document = json.loads((path / "checkpoint.json").read_text())
+    change(document)
+    del document["checksum"]
+    document["checksum"] = zlib.crc32(json.dumps(document).encode())
+    (path / "checkpoint.json").write_text(json.dumps(document))
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "step": lambda d: d.update(step="three"),
+    "monitored": lambda d: d.update(monitored="best"),
+    "files": lambda d: d.update(files=3),
+    "state": lambda d: d.update(state=3),
+    "a thing": lambda d: d["state"].update(model=3),
+    "a thing's parts": lambda d: d["state"].update(model={"more": 3}),
+    "a thing's values": lambda d: d["state"]["progress"].update(shared=3),
+    "weights": lambda d: d.update(weights=3),
+    "lr": lambda d: d["state"]["optimizer"]["shared"]["state"]["param_groups"][0].update(lr="fast"),
+    "groups": lambda d: d["state"]["optimizer"]["shared"]["state"].update(param_groups=3),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_record_with_values_of_other_types_is_one_line(make_strategy: MakeStrategy, tmp_path: Path, name: str):
+    first = loop(make_strategy(1))
+    path = CheckpointManager(first.checkpoint(), tmp_path).save(3)
+    forged(path, FORGERIES[name])
+    second = loop(make_strategy(1))
+
+    with pytest.raises(CheckpointError) as raised:
+        second.checkpoint().restore(path)
+
+    assert "step-00000003" in str(raised.value)
+    assert "\n" not in str(raised.value)

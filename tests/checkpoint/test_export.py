@@ -56,8 +56,8 @@ def test_a_stream_that_fails_leaves_the_file_of_before(tmp_path: Path):
 
 
 def test_a_type_without_a_word_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"a is torch\.complex64, which safetensors does not have"):
-        stream_weights(tmp_path / "f", {"a": torch.empty(2, dtype=torch.complex64, device="meta")}, [])
+    with pytest.raises(CheckpointError, match=r"a is torch\.complex128, which safetensors does not have"):
+        stream_weights(tmp_path / "f", {"a": torch.empty(2, dtype=torch.complex128, device="meta")}, [])
 
 
 def test_the_newest_checkpoint_is_exported(tmp_path: Path):

@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another's record": (lambda path: (path / "checkpoint.json").write_text("[]") and None, "that of another program"),
     "a newer record": (
         lambda path: (path / "checkpoint.json").write_text('{"format": "lockstep checkpoint", "version": 9}') and None,
-        r"has version 9, this program reads up to 2; use the version",
+        r"has version 9, this program reads version 1; use the version",
     ),
     "a record with holes": (
         lambda path: (path / "checkpoint.json").write_text('{"format": "lockstep checkpoint", "version": 1}') and None,

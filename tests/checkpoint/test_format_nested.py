@@ -92,5 +92,5 @@ def test_a_sparse_tensor_is_refused():
 def test_a_tree_of_a_newer_kind_or_without_its_tensor_is_refused():
     with pytest.raises(CheckpointError, match="holds a 'graph', which this version does not know"):
         unflatten({"#": "graph"}, {})
-    with pytest.raises(CheckpointError, match=r"lacks the tensor 'a\.b'; it is damaged"):
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'a\.b'; use another"):
         unflatten({"#": "tensor", "key": "a.b"}, {})

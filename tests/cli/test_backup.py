@@ -29,14 +29,11 @@ SETTINGS = {
     "--epochs": "2",
     # What is drawn anew in every epoch:
     "--shuffle-buffer": "7",
-    "--shift": "0.2",
-    "--dropout": "0.3",
-    "--cache-dir": "cache",
 }
-SMALL = [*(word for pair in SETTINGS.items() for word in pair), "--flip"]
+SMALL = [word for pair in SETTINGS.items() for word in pair]
 UNDISTURBED = ["--output", "undisturbed", "--backup", "none"]
 EVERY_4 = ["--output", "out", "--backup", "4"]  # of 5 an epoch: the second save is in the middle of the second epoch
-RESUMED = [*EVERY_4, "--resume", "--cache", "disk"]  # where decoded pictures are kept is no part of what a run is
+RESUMED = [*EVERY_4, "--resume"]
 NEVER = "SIGKILL never"
 
 

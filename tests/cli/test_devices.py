@@ -33,8 +33,8 @@ def test_a_gpu_s_shares_are_shown_with_their_memory(capsys: pytest.CaptureFixtur
     assert cells[0] == ["physical", "is", "has", "taken"]
     assert [cells[2][0], cells[2][-1]] == ["cpu:0", "-"]
     assert cells[3] == ["gpu:0", "stand-in", "8192 MB", "300 MB"]
-    assert cells[4] == ["logical", "of", "share", "in use", "peak"]
-    assert cells[6:] == [["gpu:0", "gpu:0", "2048 MB", "0 MB", "300 MB"], ["gpu:1", "gpu:0", "2048 MB", "0 MB", "0 MB"]]
+    assert cells[4] == ["logical", "of", "share"]
+    assert cells[6:] == [["gpu:0", "gpu:0", "2048 MB"], ["gpu:1", "gpu:0", "2048 MB"]]
 
 
 def test_takes_what_is_picked_by_name(capsys: pytest.CaptureFixture[str]):

@@ -1,11 +1,11 @@
-"""The flags that divide a model among workers: what they mean, what they refuse, and how the grid is shown."""
+"""The flags that divide a model among workers: what they mean, what they refuse."""
 
 from __future__ import annotations
 
 import pytest
 
 from lockstep.cli.train import TrainMlm
-from lockstep.cli.training_flags import MeshFlags, mesh_table
+from lockstep.cli.training_flags import MeshFlags
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
 from lockstep.recipes.mlm.config import MlmConfig
@@ -74,12 +74,3 @@ def test_pipelines_that_cannot_run_are_refused(flags: MeshFlags, said: str):
 def test_devices_and_a_grid_do_not_go_together():
     with pytest.raises(ConfigError, match=r"--devices cpu:2 divides .*--pipeline 2 --tensor 2 gives .* leave one"):
         TrainMlm(devices="cpu:2", config=MlmConfig(), mesh=MeshFlags(pipeline=2, tensor=2))
-
-
-def test_the_table_has_a_row_for_each_replica():
-    assert mesh_table(MeshLayout(data=2, pipeline=2, tensor=2)).splitlines()[2:] == [
-        "      0  workers 0-1  workers 4-5",
-        "      1  workers 2-3  workers 6-7",
-    ]
-    assert mesh_table(MeshLayout(data=2)).splitlines()[0].split() == ["replica", "workers"]
-    assert mesh_table(MeshLayout(pipeline=2)).splitlines()[2].split() == ["0", "worker", "0", "worker", "1"]

@@ -1,8 +1,7 @@
-"""``lockstep plan``: the table, the call that it names, JSON for machines, and one line for what cannot be."""
+"""``lockstep plan``: the table, the call that it names and one line for what cannot be."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -55,40 +54,18 @@ def test_the_docs_show_what_the_command_says(capsys: pytest.CaptureFixture[str])
     assert f"```text\n{out}```" in text
 
 
-def test_json_says_the_same_in_numbers(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, *MODEL, *A100, "--json", "--top", "2")
-    found = json.loads(out)
-    best = found["layouts"][0]
-
-    assert code == 0
-    assert (found["devices"], found["kind"], found["model"]["parameters"]) == (64, "a100-80gb", 174_615_846_912)
-    assert len(found["layouts"]) <= 2
-    assert best["step_s"] == pytest.approx(sum(best["seconds"].values()))
-    assert best["bytes"]["total"] <= found["usable_bytes"]
-    assert best["data"] * best["pipeline"] * best["tensor"] == 64
-
-
-def test_infeasible_degrees_are_listed_on_request(capsys: pytest.CaptureFixture[str]):
-    words = ("plan", "gpt2-xl", "--devices", "8", "--kind", "rtx-4090", "--microbatch-size", "1")
-    _, short, _ = said(capsys, *words)
-    _, long, _ = said(capsys, *words, "--infeasible")
-
-    assert "6 do not divide: --infeasible lists them." in short
-    assert "tensor=2 does not divide heads=25; choose 1, 5 or 25" in long
-
-
 def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
-    words = (*MODEL, *A100, "--json", "--per-host", "4")
+    words = (*MODEL, *A100, "--per-host", "4")
     _, slow, _ = said(capsys, *words, "--link", "pcie4,1.25@50")
     _, fast, _ = said(capsys, *words, "--link", ",ndr")
 
-    assert json.loads(slow)["layouts"][0]["step_s"] > 1.5 * json.loads(fast)["layouts"][0]["step_s"]
+    assert "on pcie4, 1.25@50 between hosts" in slow
+    assert "on nvlink3, ndr between hosts" in fast
+    assert slow.splitlines()[5:] != fast.splitlines()[5:]
 
 
-def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(
-        capsys, "plan", "mlm", "--devices", "2", "--measure", "--per-host", "1", "--microbatch-size", "8"
-    )
+def test_the_recipe_is_planned_for_a_device_by_its_figures(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = said(capsys, "plan", "mlm", "--devices", "2", "--kind", "48,864,362", "--microbatch-size", "8")
 
     assert code == 0
     assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, sequences of 512 tokens\n2 x ")
@@ -100,14 +77,10 @@ def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.Cap
     [
         (
             ["gpt-3", "--devices", "64"],
-            "--kind was not given; choose one of a100-40gb, a100-80gb, h100-sxm, ",
+            "Missing option '--kind'",
         ),
         (["gpt-3", "--devices", "0", *A100], "--devices 0 was given, expected at least 1"),
         (["gpt2", "--devices", "2", *A100, "--top", "0"], "--top 0 was given, expected at least 1"),
-        (
-            ["gpt2", "--devices", "2", *A100, "--measure"],
-            "--kind a100-80gb and --measure were both given, expected one",
-        ),
         (["gpt2", "--devices", "8", *A100, "--tensor", "8"], "tensor=8 does not divide heads=12; choose 1, 2, 3, 4, 6"),
         (["gpt-3", "--devices", "8", *A100], "no layout of gpt-3 on 8 x a100-80gb fits: the smallest needs"),
         (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lockstep.cli import main
 
-PLACES = {"--data": "text", "--cache-dir": "cache", "--output": "out"}
+PLACES = {"--data": "text", "--output": "out"}
 SIZES = {
     "--layers": "1",
     "--hidden": "16",
@@ -53,9 +53,6 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "curves",
     ]
     assert "3 replicas against one device" in done.stdout
-    asked = printed[printed.index(["prediction", "masked", "sentence"]) + 2 :][:5]
-    assert all("[MASK]" in row for row in asked)
-    assert all(float(row[1].rstrip(",")) > 0 for row in asked)
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
@@ -65,20 +62,15 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
 def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lockstep, tmp_path: Path):
     grid = ["--layers", "2", "--pipeline", "2", "--tensor", "2"]
 
-    asked = ["--example", "the [MASK] of step 3", "--example", "line [MASK] says that [MASK] agree"]
-    done = run_lockstep("train", "mlm", *SMALL, *grid, "--epochs", "2", "--check-exact", *asked)
+    done = run_lockstep("train", "mlm", *SMALL, *grid, "--epochs", "2", "--check-exact")
 
     assert (done.returncode, done.stderr) == (0, "")
     printed = [line.split() for line in done.stdout.splitlines()]
-    assert printed[0][:6] == ["masked", "language", "model", "on", "4", "workers:"]
-    assert ["0", "workers", "0-1", "workers", "2-3"] in printed
+    assert done.stdout.startswith("masked language model on 4 workers, data=1, pipeline=2, tensor=2: ")
     assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:2]] == ["1", "2"]
     assert "data=1, pipeline=2, tensor=2 against one device in plain PyTorch, 3 steps, no dropout:" in done.stdout
     (off,) = re.findall(r"SGD +largest difference in loss (\S+), in weights (\S+) ", done.stdout)
     assert max(map(float, off)) < 1e-5
-    answers = done.stdout.splitlines()[printed.index(["prediction", "sentence"]) + 2 :][:2]
-    assert all(line.endswith(f"  {sentence}") for line, sentence in zip(answers, asked[1::2], strict=True))
-    assert [line.count("|") for line in answers] == [0, 1]
     weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert len([name for name in weights if name.endswith("attention.self.query.weight")]) == 2
     assert {weights[name].shape for name in weights if name.endswith("query.weight")} == {(16, 16)}
@@ -103,11 +95,10 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--data", "nowhere", "--layers", "2", "--pipeline", "2"], "the text folder 'nowhere' does not exist"),
         (["--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
-        (["--pipeline", "2"], "pipeline=2 is more stages than the model has layers, 1; choose 1"),
+        (["--pipeline", "2"], "is 2 stages, and the model has 1 layers; choose"),
         (["--tensor", "2", "--devices", "cpu:2"], "--tensor 2 gives each worker one device; leave one of them out"),
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
-        (["--example", "no word"], "the example 'no word' has no [MASK]; write [MASK] for each word to fill in"),
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),
         (["--backup", "none", "--resume"], "--backup none"),
         (["--output", "text/small.train.tokens/below"], "'text/small.train.tokens' is a file, expected a folder"),
@@ -197,7 +188,7 @@ def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--pretrained", "text")
 
     warning, error = done.stderr.splitlines()
-    assert warning.startswith("lockstep: warning: layers, hidden, feed_forward, vocabulary have no effect")
+    assert warning.startswith("lockstep: warning: without effect, since pretrained='text': layers")
     assert error.startswith("lockstep: error: ")
 
 

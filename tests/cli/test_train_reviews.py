@@ -14,7 +14,6 @@ import pytest
 
 SETTINGS = {
     "--data": "reviews.csv",
-    "--cache-dir": "cache",
     "--output": "out",
     "--vocabulary": "200",
     "--hidden": "16",
@@ -42,7 +41,7 @@ def reviews(tmp_path: Path) -> Path:
 
 def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, tmp_path: Path):
     asked = ["--text", "书不错。", "--text", "服务很差。"]
-    done = run_lockstep("train", "reviews", *SMALL, *asked, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
+    done = run_lockstep("train", "reviews", *SMALL, *asked, "--devices", "cpu:3", "--epochs", "2")
 
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.splitlines()
@@ -56,24 +55,22 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     assert [line[:9] for line in printed if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2", "epoch    "]
     assert [row[0] for row in words[words.index(HEADER) + 2 :][:2]] == ["1", "2"]
     last = [row[0] for row in words[words.index(HEADER) + 5 :] if row]
-    assert last[:6] == ["best", "test", "model", "logs", "curves", "tested"]
+    assert last[:5] == ["best", "test", "model", "logs", "curves"]
     answers = [line for line in printed if line.endswith(("书不错。", "服务很差。"))]
     assert len(answers) == 2
     assert all(re.match(r"(好评！|差评！)  [01]\.\d{3}  ", line) for line in answers)
-    assert "3 replicas against one device in plain PyTorch" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "checkpoints",
         "curves.png",
         "logs",
         "model",
-        "predictions.csv",
     }
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
 
 
 def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockstep, tmp_path: Path):
     first = run_lockstep("train", "reviews", *SMALL, "--epochs", "1", "--quiet")
-    places = ["--data", "reviews.csv", "--cache-dir", "cache", "--output", "again", "--epochs", "1"]
+    places = ["--data", "reviews.csv", "--output", "again", "--epochs", "1"]
     adapted = run_lockstep("train", "reviews", *places, "--pretrained", "out/model", "--lora", "r=2")
 
     assert (first.returncode, first.stderr) == (0, "")
@@ -87,12 +84,12 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     ("words", "said"),
     [
         (["--epochs", "0"], "epochs=0 was given"),
-        (["--data", "nowhere.csv"], "the review file 'nowhere.csv' does not exist"),
+        (["--data", "nowhere.csv"], "the review file 'nowhere.csv' cannot be read"),
         (["--output", "reviews.csv"], "is a file, expected a folder"),
         (["--pretrained", "."], "pretrained='.' could not be loaded"),
         (["--resume", "."], "resume='.'"),
-        (["--names", "bad"], "names='bad' was given for the 2 classes 0, 1"),
-        (["--lora", "rank=8"], "lora has no setting 'rank'"),
+        (["--names", "bad"], "names='bad' was given for 2 classes"),
+        (["--lora", "rank=8"], "lora='rank=8' was given, expected some of r"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -111,7 +108,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
     ("content", "said"),
     [
         ("label,review\n1,很好\ngood,不错\n", "'reviews.csv', line 3: the label 'good'"),
-        ("label,review\n1,很好\n1,不错\n", "all 2 reviews of reviews.csv have the label 1"),
+        ("label,review\n1,很好\n1,不错\n", "reviews.csv has 1 different labels"),
         ("label,review\n1,很好\n0,很差\n", "the label 0, expected at least 3"),
     ],
 )
@@ -122,21 +119,6 @@ def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, revie
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
-
-
-def test_a_file_of_another_encoding_is_refused_with_the_flag_that_helps_and_then_read(reviews: Path, run_lockstep):
-    reviews.write_bytes(reviews.read_text(encoding="utf-8").encode("gb18030"))
-
-    refused = run_lockstep("data", "reviews", "--data", "reviews.csv")
-    read = run_lockstep("data", "reviews", "--data", "reviews.csv", "--encoding", "gb18030", "--lines", "1")
-
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "it can be read as gb18030: give --encoding gb18030" in refused.stderr
-    assert (read.returncode, read.stderr) == (0, "")
-    printed = [line.split() for line in read.stdout.splitlines()]
-    assert ["split", "reviews", "label", "0", "label", "1", "characters", "longest"] in printed
-    assert ["test", "10", "5", "5"] in [row[:4] for row in printed]
-    assert printed[-1][:2] == ["test", "0"]
 
 
 def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.conftest import here
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import CollectiveError, ConfigError
-from lockstep.replicas.context import ReplicaContext, get_replica_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]
-
-
-def here() -> ReplicaContext:
-    context = get_replica_context()
-    assert context is not None
-    return context
 
 
 def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -12,17 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.config import LogicalDevice
 
 SIZES = (9, 5, 2)
-
-
-@pytest.fixture
-def make_strategy(
-    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
-) -> Iterator[Callable[..., ls.MirroredStrategy]]:
-    with ExitStack() as stack:
-        yield lambda replicas: stack.enter_context(closing(ls.MirroredStrategy(list(split_cpu(4)[:replicas]))))
 
 
 class TakesNoEmptyBatch(nn.Module):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 PROGRAM = str(Path(__file__).parent / "programs" / "tiny.py")
 
@@ -21,12 +20,8 @@ def tiny() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _one_core_each() -> Iterator[None]:
+def _one_core_each(one_core: None) -> None:
     """Tiny models are faster so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["shared", "own"])

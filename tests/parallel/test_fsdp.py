@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep as ls
 from lockstep.errors import ConfigError
 from lockstep.parallel.fsdp import shard_fully, units_of
 
@@ -43,3 +44,12 @@ def test_a_single_number_cannot_be_shared():
 
     with pytest.raises(ConfigError, match=r"scale is a single number, which cannot be sharded; choose shard_optimizer"):
         shard_fully(net, None)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_is_refused():
+    cluster = ls.ClusterSpec(workers=["127.0.0.1:1", "127.0.0.1:2"], index=0)
+
+    with pytest.raises(
+        ConfigError, match=r"shard_parameters=True gathers .* choose shard_optimizer=True in a pipeline"
+    ):
+        ls.ParallelStrategy(pipeline=2, shard_parameters=True, cluster=cluster)

@@ -44,11 +44,6 @@ def test_no_split_has_a_faster_slowest_stage():
     assert slowest(split_layers(costs, stages, after=after)) == min(map(slowest, every))
 
 
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ConfigError, match="pipeline=4 is more stages than the model has layers, 2; choose 1, 2"):
-        split_layers([1.0, 1.0], 4)
-
-
 @pytest.mark.parametrize("given", [(2, 2, 2), (4, 1), (6, 0)])
 def test_a_split_of_one_s_own_must_fit(given: tuple[int, ...]):
     assert check_split([2, 4], 2, 6) == (2, 4)
@@ -94,13 +89,18 @@ def test_which_stages_a_worker_holds(schedule: ScheduleName, stages: list[tuple[
             "1f1b",
             None,
             2,
-            "stages_per_worker=2 goes with schedule='1f1b', which has 1 stages on each worker; leave",
+            "stages_per_worker=2 does not go with schedule='1f1b', which has 1 stages on each worker; leave",
         ),
-        ("interleaved", None, 1, "stages_per_worker=1 goes with schedule='interleaved', which has 2 or more"),
-        ("zero_bubble_v", None, 3, "stages_per_worker=3 goes with schedule='zero_bubble_v', which has 2"),
-        ("zero_bubble", None, 0, "stages_per_worker=0 goes with schedule='zero_bubble', which has 1 or more"),
-        ("interleaved", 5, None, "microbatches=5 cannot be taken in equal rounds by 2 workers, .* give 4 or 6"),
-        ("zero_bubble", 7, None, "give 6 or 8"),
+        ("interleaved", None, 1, "stages_per_worker=1 does not go with schedule='interleaved', which has 2 or more"),
+        ("zero_bubble_v", None, 3, "stages_per_worker=3 does not go with schedule='zero_bubble_v', which has 2"),
+        ("zero_bubble", None, 0, "stages_per_worker=0 does not go with schedule='zero_bubble', which has 1 or more"),
+        (
+            "interleaved",
+            5,
+            None,
+            "microbatches=5 cannot be taken in equal rounds by 2 workers, .* give a multiple of 2",
+        ),
+        ("zero_bubble", 7, None, "give a multiple of 2"),
     ],
 )
 def test_what_a_schedule_cannot_take_is_refused_with_what_it_can(
@@ -118,10 +118,9 @@ def test_several_stages_are_about_pipelines():
 @pytest.mark.parametrize(
     ("schedule", "workers", "each", "layers", "fits"),
     [
-        ("interleaved", 2, 3, 5, 'choose stages_per_worker up to 2 or schedule="1f1b" with pipeline up to 5'),
-        ("interleaved", 4, 2, 6, 'choose pipeline up to 3 or schedule="1f1b" with pipeline up to 6'),
-        ("zero_bubble", 2, 2, 3, 'choose stages_per_worker up to 1 or schedule="1f1b" with pipeline up to 3'),
-        ("zero_bubble_v", 3, 2, 5, 'choose pipeline up to 2 or schedule="1f1b" with pipeline up to 5'),
+        ("1f1b", 4, 1, 2, "choose pipeline up to 2"),
+        ("interleaved", 4, 2, 6, "choose pipeline up to 3"),
+        ("zero_bubble_v", 3, 2, 5, "choose pipeline up to 2"),
     ],
 )
 def test_more_stages_than_layers_are_refused_with_what_fits(

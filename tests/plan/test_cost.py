@@ -128,15 +128,6 @@ def test_autocast_and_unfused_programs_move_more_bytes():
     assert layer_work(fused, Layout(), A100, autocast).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
 
 
-def test_slow_passes_slow_what_lies_between_products():
-    slow = replace(SOFTWARE, fused_attention=True, constants=replace(SOFTWARE.constants, passes=0.1))
-    usual = replace(SOFTWARE, fused_attention=True)
-    works = [layer_work(EVEN, Layout(), A100, software) for software in (usual, slow)]
-
-    assert works[1].forward > 1.5 * works[0].forward
-    assert works[1].weights == works[0].weights
-
-
 def test_tiny_work_costs_its_launches():
     tiny = ModelShape(layers=2, hidden=16, heads=2, vocabulary=10, sequence=4)
 

@@ -74,18 +74,6 @@ def test_state_is_that_of_the_zero_paper():
     assert state(divided) * 7.5 == pytest.approx(31.4, abs=0.05)
 
 
-def test_a_pipeline_borrows_a_layer_at_a_time_but_with_zero_bubble_a_stage():
-    shape, layout = replace(GPT3, vocabulary=1), Layout(data=2, pipeline=8, microbatches=16, shard_parameters=True)
-    first = pipeline_workers(shape, layout)[0]
-    by_layer = WorkerMemory(shape, layout, MEGATRON, first).estimate()
-    by_stage = WorkerMemory(shape, replace(layout, schedule="zero_bubble"), MEGATRON, first).estimate()
-    unshared = WorkerMemory(shape, replace(layout, shard_parameters=False), MEGATRON, first).estimate()
-
-    assert by_layer.weights == by_stage.weights == pytest.approx(unshared.weights / 2)
-    assert by_layer.beside_activations == pytest.approx(2 * 2 * shape.layer_parameters + by_layer.gradients)
-    assert by_stage.beside_activations == pytest.approx(unshared.weights + unshared.gradients)
-
-
 def test_tensor_ranks_make_the_gradient_of_all_words():
     """As DTensor's embedding does; their own part is then cut out, beside the one that is there already."""
     shape, layout = KNOWN_SHAPES["gpt2"], Layout(pipeline=2, tensor=2, microbatches=4)

@@ -32,7 +32,7 @@ def text_folder(lines: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def tiny(text_folder: Path, tmp_path: Path) -> MakeConfig:
+def tiny(text_folder: Path) -> MakeConfig:
     """A function that makes the config of a tiny run on that text, with the settings given."""
 
     def make(**settings: Any) -> MlmConfig:
@@ -47,7 +47,6 @@ def tiny(text_folder: Path, tmp_path: Path) -> MakeConfig:
             "batch_size": 13,
             "epochs": 2,
             "learning_rate": 0.01,
-            "cache_dir": tmp_path / "cache",
         }
         return MlmConfig(**{**defaults, **settings})
 

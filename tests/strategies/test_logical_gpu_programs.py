@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import here
 from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
@@ -26,12 +27,6 @@ def three() -> Iterator[ls.MirroredStrategy]:
         closing(ls.MirroredStrategy(devices, seed=0)) as strategy,
     ):
         yield strategy
-
-
-def here() -> ls.ReplicaContext:
-    context = ls.get_replica_context()
-    assert context is not None
-    return context
 
 
 def test_results_of_collectives_may_be_kept_and_dropped_at_any_time(three: ls.MirroredStrategy):
@@ -113,7 +108,7 @@ def test_masked_language_modelling_on_four_shares(tmp_path: Path, monkeypatch: p
         words = (f"{part} line {n} says that the {n % 7} replicas of step {n % 5} agree " * 3 for n in range(lines))
         (tmp_path / "text" / f"small.{part}.tokens").write_text("\n".join(words))
     sizes = "--layers 1 --hidden 16 --heads 2 --feed-forward 32 --vocabulary 400 --sequence-length 24 --batch-size 8"
-    places = "--data text --cache-dir cache --output out"
+    places = "--data text --output out"
 
     with stand_in_gpus(None, memory_mb=8192) as (_, driver):
         words = ["train", "mlm", *places.split(), *sizes.split(), "--devices", "gpu:4x2048", "--epochs", "1"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.conftest import here
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -33,12 +34,6 @@ def four(fresh_devices: DeviceRegistry) -> Iterator[ls.MirroredStrategy]:
     strategy = ls.MirroredStrategy(["gpu:0", "gpu:1", "gpu:2", "gpu:3"], seed=0)
     yield strategy
     strategy.close()
-
-
-def here() -> ls.ReplicaContext:
-    context = ls.get_replica_context()
-    assert context is not None
-    return context
 
 
 def in_use(strategy: ls.MirroredStrategy) -> list[int]:

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8' is unknown; choose 'fp32', 'bf16' or 'fp16'"),
+        ({"precision": "fp8"}, "precision='fp8'; give 'fp32', 'bf16' or 'fp16'"),
         ({"accumulate": 0}, "accumulate=0; give the number of global batches per update"),
         ({"clip_norm": 0.0}, r"clip_norm=0.0; give a positive norm, or None"),
         ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
         ({"loss": 3}, "loss is a int; give a function"),
         ({"loss": None}, "compile got no loss"),
         ({"loss": "mse"}, "loss is a str; give a function"),
-        ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function .* adds them up"),
-        ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss; .* CrossEntropyLoss\(\)"),
+        ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function"),
+        ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss; give a function"),
         ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),
         ({"optimizer": lambda parameters: 3}, "optimizer is a int; give a torch optimizer"),
         ({"scheduler": 3}, "scheduler is a int; give a torch scheduler"),

@@ -176,6 +176,6 @@ def test_another_place_than_the_saved_one_is_refused(strategy: Strategy):
     feed = EpochIterator(distribute(strategy, Numbers()), name="the training data")
     feed.load_state_dict({"passed": 1, "epoch": 4, "random": {}})
 
-    message = "position of the training data is epoch 5, batch 1, and epoch 5 was to resume at batch 2"
+    message = "position of the training data is epoch 5, batch 1, not epoch 5, batch 2"
     with pytest.raises(CheckpointError, match=message):
         next(feed.epoch(4, skip=2))

@@ -277,9 +277,6 @@ CASES = {
     "sum over the values": Case(lambda s, y: 0.5 * F.mse_loss(s, y, reduction="sum") / float(y.numel()), numbers),
     "scaled": Case(lambda scores, y: -0.5 * -F.cross_entropy(scores, y, WEIGHT) * 3 / 2, with_ignored),
     "sum of one dimension": Case(lambda s, y: tokenwise(s, y).flatten().sum(0) / (y != -100).sum(), token_labels),
-    "product": Case(
-        lambda s, y: tokenwise(s, y).flatten() @ (y != -100).flatten().double() / (y != -100).sum(), token_labels
-    ),
     "sum of means": Case(lambda s, y: torch.stack([F.cross_entropy(s, y), s.square().mean()]).sum(), labels),
     "of each row": Case(lambda s, y: torch.func.vmap(F.cross_entropy)(s, y).mean(), probabilities),
     "recomputed": Case(recomputed, labels),
@@ -430,6 +427,9 @@ REFUSED = {
     "over at most 1": Case(few, labels),
     "penalty on gradients": Case(steep, labels),
     "mean of what is a number": Case(without_nan, with_one_in_three_ignored),
+    "product": Case(
+        lambda s, y: tokenwise(s, y).flatten() @ (y != -100).flatten().double() / (y != -100).sum(), token_labels
+    ),
     "times the inverse of a count": Case(times_the_inverse, with_one_in_three_ignored),
     "deviation": Case(spread, numbers),
     "two means as a pair": Case(two_means, labels),

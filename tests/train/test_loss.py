@@ -80,15 +80,15 @@ def test_a_reduced_loss_cannot_be_weighted(returned: object):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (torch.ones(3), r"the loss returned shape \(3,\) for 2 examples; return one value per example"),
+        (torch.ones(3), r"the loss returned shape \(3,\) for 2 examples; return a tensor with one value per example"),
         (torch.ones(1), r"the loss returned shape \(1,\) for 2 examples"),
         (1.0, "the loss returned float; return a tensor"),
         (None, "the loss returned NoneType; return a tensor"),
-        ((torch.tensor(1.0),), "a tuple of 1 items; return a pair"),
-        ((torch.ones(2), 2), r"a pair whose total is shape \(2,\)"),
-        ((1.0, 2), "a pair whose total is float"),
-        ((torch.tensor(1.0), torch.ones(2)), r"whose count has shape \(2,\)"),
-        ((torch.tensor(1.0), "two"), "whose count is a str"),
+        ((torch.tensor(1.0),), r"a tuple of shape \(\); return a pair"),
+        ((torch.ones(2), 2), r"a tuple of shape \(2,\), int; return a pair"),
+        ((1.0, 2), "a tuple of float, int; return"),
+        ((torch.tensor(1.0), torch.ones(2)), r"a tuple of shape \(\), shape \(2,\); return"),
+        ((torch.tensor(1.0), "two"), r"a tuple of shape \(\), str; return"),
     ],
 )
 def test_other_shapes_and_types_are_one_line(returned: object, message: str):

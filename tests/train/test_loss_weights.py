@@ -77,9 +77,11 @@ def test_a_plain_loss_with_weights_is_refused(given: str, make_strategy: MakeStr
     as_given: dict[str, Any] = {"module": loss, "partial": partial(loss), "method": loss.forward}
     with make_strategy(2).scope():
         model = Model(module)
-        with pytest.raises(UsageError, match=r"Angles .*'centres'.*strategy\.mirror\(loss\).*requires_grad_\(False\)"):
+        with pytest.raises(
+            UsageError, match=r"the loss .*'centres'.*strategy\.mirror\(loss\).*requires_grad_\(False\)"
+        ):
             model.compile(optimizer=sgd(module, loss), loss=as_given[given])
-        with pytest.raises(UsageError, match=r"Angles .*'centres'"):
+        with pytest.raises(UsageError, match=r"the loss .*'centres'"):
             model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.5), loss=as_given[given])
 
 
@@ -88,7 +90,7 @@ def test_a_mirrored_loss_that_nothing_trains_is_refused(make_strategy: MakeStrat
     strategy = make_strategy(2)
     with strategy.scope():
         model = Model(module)
-        with pytest.raises(UsageError, match=r"Angles .*does not hold, such as 'centres'"):
+        with pytest.raises(UsageError, match=r"the loss .*does not hold, such as 'centres'"):
             model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.5), loss=strategy.mirror(loss))
 
 

@@ -39,8 +39,8 @@ def test_the_structure_is_kept():
     ("outputs", "message"),
     [
         (torch.tensor(1.0), r"the module returned shape \(\) for 2 rows"),
-        (torch.ones(3), r"the module returned shape \(3,\) for 2 rows; predict needs one row per example"),
-        ({"text": "a"}, "the module returned a str among its outputs"),
+        (torch.ones(3), r"the module returned shape \(3,\) for 2 rows; predict joins rows of tensors"),
+        ({"text": "a"}, "the module returned a str for 2 rows"),
     ],
 )
 def test_what_has_not_a_row_per_example_is_named(outputs: Any, message: str):

@@ -3,11 +3,10 @@
 ``Checkpoint`` collects and restores the state of named things; ``CheckpointManager`` saves it to a folder again and
 again. Begin reading at ``checkpoint``. The modules, each of which imports only those before it:
 
-    weights -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
+    weights -> sharded_io -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
     state_adapters (one for each kind of thing) -> checkpoint -> manager
 
-``sharded_state`` and ``sharded_io`` are for models that workers hold parts of. They import
-torch.distributed.checkpoint, which takes a second, so they are imported where they are needed.
+``sharded_state`` is for models that workers hold parts of, and imported only with one.
 """
 
 from __future__ import annotations

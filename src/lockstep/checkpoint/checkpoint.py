@@ -44,15 +44,14 @@ from lockstep.strategies.base import Strategy, get_strategy
 
 Found = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
-Shards = Mapping[str, Mapping[str, TensorShard]]
-"""Folder inside the checkpoint -> key -> what this worker writes of that tensor."""
+Shards = Mapping[str, Mapping[str, TensorShard]]  # by folder in the checkpoint and key, what this worker writes
 _RANDOM = "random"
 
 
 class Checkpoint:
     """Things whose state is saved and restored together, with the random numbers of all replicas and processes.
 
-    A ``CheckpointManager`` keeps a folder of checkpoints. Make this object, and call its methods, on every worker.
+    Make this object, and call its methods, on every worker. ``CheckpointManager`` keeps a folder of checkpoints.
 
     Args:
         things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
@@ -95,9 +94,7 @@ class Checkpoint:
 
         Nothing is loaded unless everything fits. If a state turns out to be damaged only while it is loaded, the next
         older checkpoint of the folder is loaded over it. Things in the checkpoint that this object lacks are ignored.
-
-        Returns:
-            The checkpoint's folder.
+        Returns the checkpoint's folder.
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same on every worker.
@@ -108,13 +105,10 @@ class Checkpoint:
         return restored[0]
 
     def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
-        """Restores the checkpoint that ``find`` returns. Every worker must call this.
+        """Restores the checkpoint that ``find`` returns, and returns its folder and record. Every worker must call it.
 
-        ``find`` is called on the chief alone, with a function that reads a checkpoint. Returns the checkpoint's folder
-        and record, or None if ``find`` returned None.
-
-        Raises:
-            CheckpointError: the checkpoint that ``find`` returned last is damaged, or does not fit.
+        ``find`` is called on the chief alone, with a function that reads a checkpoint; None restores nothing. Raises
+        CheckpointError if the checkpoint that it returned last is damaged, or does not fit.
         """
         damages: dict[Path, str] = {}
 
@@ -131,23 +125,22 @@ class Checkpoint:
             payload = broadcast_state(self.workers.processes, "checkpoint restored", payload)
             if payload is None:
                 return None
-            fields = payload["record"]
-            record = CheckpointRecord(**{**fields, "replicas": tuple(fields["replicas"])})
-            damage = self._load({name: self._saved(name, payload, record) for name in self._adapters})
-            if not damage:
-                return Path(payload["path"]), record
-            damages[Path(payload["path"])] = damage
+            path, record = Path(payload["path"]), CheckpointRecord(**payload["record"])
+            try:
+                saved = {name: self._saved(name, payload, record) for name in self._adapters}
+            except (TypeError, AttributeError) as error:  # on all workers: the record has values that were not saved
+                damages[path] = f"{RECORD}: {error}"
+                continue
+            damages[path] = self._load(saved)
+            if not damages[path]:
+                return path, record
 
     def collect(
         self, step: int, *, run: str, monitored: float | None = None, copied: bool = False
     ) -> tuple[Contents, Shards]:
-        """Collects all state. Every worker must call it. ``step``, ``run`` and ``monitored`` are for the record.
+        """Collects all state: complete on the chief, without the tensors that workers hold parts of; and those.
 
-        ``copied``: tensors are copied, so that training can go on while they are written.
-
-        Returns:
-            The state, complete on the chief, without the tensors that workers hold parts of; and what this worker
-            writes of those.
+        Every worker must call it. ``copied`` tensors do not change if training goes on while they are written.
         """
         workers = self.workers
         states = {name: adapter.state() for name, adapter in self._adapters.items()}
@@ -185,10 +178,8 @@ class Checkpoint:
     def _load(self, saved: Mapping[str, SavedState]) -> str:
         """Loads a checkpoint if every adapter finds that it fits. Every worker must call it.
 
-        Returns what is damaged in it, on any worker; empty if everything has been loaded.
-
-        Raises:
-            CheckpointError: it is undamaged and does not fit.
+        Returns what is damaged in it, on any worker; empty if everything has been loaded. Raises CheckpointError if it
+        is undamaged and does not fit.
         """
         workers = self.workers.processes
         phases = {
@@ -234,8 +225,7 @@ class Checkpoint:
 def broadcast_state(workers: Communicator, name: str, state: Any) -> Any:
     """Returns the chief's state, which ``flatten`` must take, on every worker. Every worker must call it.
 
-    Names and shapes are sent first, then the tensors: no file system has to be shared, and no worker holds more than
-    one copy. ``name`` is the name of this collective.
+    Names and shapes are sent first, then the tensors, so that no worker holds more than one copy.
     """
     if workers.is_single:
         return state
@@ -260,15 +250,13 @@ def _find(path: Path, read: Read) -> Found | None:
 
 
 def _error_of(name: str, call: Callable[[], None]) -> CheckpointError | None:
-    """Calls, and returns the error. Any error that an adapter does not raise on purpose means a damaged state."""
+    """Calls, and returns the error. One that an adapter does not raise on purpose means a damaged state."""
     try:
         call()
-    except DamagedStateError as error:
+    except (DamagedStateError, CallbackError) as error:
         return DamagedStateError(f"{name}: {error}")
     except CheckpointError as error:
         return error
-    except CallbackError as error:
-        return DamagedStateError(f"{name}: {error}")
     except LockstepError:
         raise
     except Exception as error:  # noqa: BLE001  a user's object may fail in its own way at a state of another object

@@ -49,11 +49,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def export_weights(
     checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, module: str | None = None
 ) -> Path:
-    """Writes the weights of a checkpoint to one safetensors file, with the plain module's keys, a tensor at a time.
+    """Writes the weights of a checkpoint of any layout to one safetensors file, in one process, a tensor at a time.
 
     transformers' ``from_pretrained`` reads the file if it is called ``model.safetensors`` and the model's
-    ``config.json`` is beside it. However many workers divided the model, this needs one process, which holds no more
-    than one tensor. Any machine that sees the checkpoint will do.
+    ``config.json`` is beside it.
 
     Args:
         checkpoint: a checkpoint's folder, or the folder of several: then the newest.
@@ -95,10 +94,7 @@ class CheckpointFolder:
         self.path = path
 
     def paths(self) -> list[Path]:
-        """Returns the checkpoints, oldest first, damaged or not.
-
-        Raises CheckpointError if the folder is a file, or cannot be read.
-        """
+        """Returns the checkpoints, oldest first, damaged or not. Raises CheckpointError if that fails."""
         return [path for _, path in self._by_step()]
 
     def records(self) -> list[tuple[Path, CheckpointRecord]]:
@@ -114,17 +110,15 @@ class CheckpointFolder:
         readable = self.records()
         return readable[-1][0] if readable else None
 
-    def read_newest(self, read: Callable[[Path], Contents] | None = None) -> tuple[Path, Contents] | None:
+    def read_newest(self, read: Callable[[Path], Contents] = read_checkpoint) -> tuple[Path, Contents] | None:
         """Reads the newest undamaged checkpoint, with a warning for each damaged one; None if there is none.
 
-        ``read`` reads one checkpoint; None is ``read_checkpoint``.
-
-        Raises CheckpointError if there are checkpoints, and all are damaged.
+        Raises CheckpointError if all are damaged.
         """
         paths = self.paths()
         for path in reversed(paths):
             try:
-                return path, (read or read_checkpoint)(path)
+                return path, read(path)
             except CheckpointError as error:
                 if path == paths[0]:
                     raise
@@ -132,20 +126,18 @@ class CheckpointFolder:
         return None
 
     def write(self, contents: Contents) -> Path:
-        """Writes a checkpoint, after removing what killed writers left. A checkpoint of the same step is replaced.
-
-        Later ones of the same run are removed: the run was set back to an earlier step and goes on from there.
-
-        Raises CheckpointError if it cannot be written, or there is a later one of another run, which would still be
-        taken for the newest.
-        """
+        """Writes a checkpoint, after removing what killed writers left; see ``begin``."""
         with self.begin(contents.record) as (_, fill):
             fill(contents)
         return self.path / step_name(contents.record.step)
 
     @contextmanager
     def begin(self, record: CheckpointRecord) -> Iterator[tuple[Path, Fill]]:
-        """Does what ``write`` does for a checkpoint to which other workers write too; yields as ``new_checkpoint``."""
+        """Begins a checkpoint to which other workers may write too; yields as ``new_checkpoint``.
+
+        One of the same step is replaced, and later ones of the same run are removed: the run was set back. Raises
+        CheckpointError if it cannot be written, or there is a later one of another run, which would be the newest.
+        """
         self._clear()
         later = [(path, other.run) for path, other in self.records() if other.step > record.step]
         others = [path for path, run in later if run != record.run]
@@ -160,10 +152,7 @@ class CheckpointFolder:
             self.remove(path)
 
     def prune(self, keep: int | None, step: int, best: Path | None, *, run: str | None = None) -> None:
-        """Removes all checkpoints up to ``step`` but the last ``keep`` and the best; only those of ``run``, if given.
-
-        Raises CheckpointError if a checkpoint cannot be removed.
-        """
+        """Removes all checkpoints up to ``step`` but the last ``keep`` and the best, or those of ``run``."""
         if keep is None:
             return
         earlier = [path for number, path in self._by_step() if number <= step and run in (None, run_of(path))]

@@ -6,9 +6,7 @@ step-00000120/
   state/                    all other tensors, in safetensors files
 
 Of a model that is divided among workers ``weights`` is a folder like ``state``, and each worker has written its own
-files to both.
-
-In the record a nested state is JSON, and the tensors are taken out of it:
+files to both. In the record a nested state is JSON, and the tensors are taken out of it:
 
     {"lr": 0.1, "mean": tensor}  <->  {"lr": 0.1, "mean": {"#": "tensor", "key": "mean"}} and {"mean": tensor}
 
@@ -37,15 +35,12 @@ from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
-FORMAT = "lockstep checkpoint"
+FORMAT, VERSION = "lockstep checkpoint", 1
 RECORD = "checkpoint.json"
-VERSION, SHARDED_VERSION = 1, 2
 STATE = "state"
 SHARED = "shared"
 """The part of a thing's state that is equal on all workers; its tensors' keys begin with the thing's name and this."""
 _TAG = "#"
-_KEYS = ("step", "run", "replicas", "layout", "monitored", "weights", "files", "state", "checksum")
-"""The keys that a record must have."""
 
 
 class DamagedStateError(CheckpointError):
@@ -76,8 +71,7 @@ class Contents:
     weight_paths: Mapping[str, str] = field(default_factory=dict)
 
 
-Fill = Callable[[Contents], None]
-"""Writes contents to the folder of a checkpoint that has been begun."""
+Fill = Callable[[Contents], None]  # writes contents to the folder of a checkpoint that has been begun
 
 
 @contextmanager
@@ -96,12 +90,45 @@ def new_checkpoint(path: Path) -> Iterator[tuple[Path, Fill]]:
         ) from error
 
 
+def _write_files(folder: Path, contents: Contents) -> str:
+    """Writes all files but the record, which it returns."""
+    tree, tensors = flatten(dict(contents.states))
+    weights: dict[str, str] = {}
+    for name, own in contents.weights.items():
+        weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
+        save = require("safetensors.torch", "train").save_file
+        save(contiguous_tensors(own), str(folder / weights[name]), metadata={"format": "pt"})
+    write_shards({key: TensorShard(tensor) for key, tensor in tensors.items()}, folder / STATE)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "torch": torch.__version__,
+        **flatten(asdict(contents.record))[0],
+        "weights": {**weights, **contents.weight_paths},
+        "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
+        "state": tree,
+    }
+    return json.dumps({**document, "checksum": _checksum(document)})
+
+
+def _checksum(document: Mapping[str, Any]) -> int:
+    """The CRC-32 of a record, which is equal before it is written and after it is read."""
+    values = {key: value for key, value in document.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(values).encode())
+
+
+def damaged(path: Path, why: str) -> CheckpointError:
+    """Returns the error for a checkpoint that is not what was written."""
+    return CheckpointError(f"the checkpoint {path} is damaged ({why}); remove it and use the one before it")
+
+
 def read_record(path: Path) -> CheckpointRecord:
     """Returns the record of the checkpoint ``path``.
 
     Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
     """
-    return _record(_read_document(path))
+    return _read_document(path)[1]
 
 
 def run_of(path: Path) -> str | None:
@@ -117,83 +144,36 @@ def run_of(path: Path) -> str | None:
 def weights_of(path: Path) -> dict[str, str]:
     """Returns, by module, the files or folders inside the checkpoint ``path`` that have its weights.
 
-    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Raises as ``read_record`` does.
     """
-    return dict(_read_document(path)["weights"])
+    return dict(_read_document(path)[0]["weights"])
 
 
 def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     """Reads the checkpoint ``path``, but not the shared tensors of the things named in ``unread``.
 
-    Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises
-    CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
+    Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises as
+    ``read_record`` does.
     """
-    document = _read_document(path)
+    document, record = _read_document(path)
     files: dict[str, str] = document["weights"]
     try:
-        tensors = _read_state(path / STATE, tuple(f"{name}.{SHARED}." for name in unread))
+        state = TensorReader(path / STATE)
+        left = [key for key in state.tensors if key.startswith(tuple(f"{name}.{SHARED}." for name in unread))]
+        tensors = {**state.read_all(without=left), **{key: TensorRef(key) for key in left}}
         weights = {name: TensorReader(path / file).read_all() for name, file in files.items() if name not in unread}
         states: dict[str, Any] = unflatten(document["state"], tensors)
-    except (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError) as error:
-        raise damaged(path, str(error)) from error
     except Exception as error:
         # The record itself says how it is decoded: with values other than the saved ones any error may be raised.
-        raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
+        known = (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError)
+        why = str(error) if isinstance(error, known) else f"{RECORD}: {type(error).__name__}: {error}"
+        raise damaged(path, why) from error
     paths = {name: file for name, file in files.items() if name in unread}
-    return Contents(record=_record(document), states=states, weights=weights, weight_paths=paths)
+    return Contents(record=record, states=states, weights=weights, weight_paths=paths)
 
 
-def damaged(path: Path, why: str) -> CheckpointError:
-    """Returns the error for a checkpoint that is not what was written."""
-    return CheckpointError(f"the checkpoint {path} is damaged ({why}); remove it and use the one before it")
-
-
-def _write_files(folder: Path, contents: Contents) -> str:
-    """Writes all files but the record, which it returns."""
-    tree, tensors = flatten(dict(contents.states))
-    weights: dict[str, str] = {}
-    for name, own in contents.weights.items():
-        weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
-        save = require("safetensors.torch", "train").save_file
-        save(contiguous_tensors(own), str(folder / weights[name]), metadata={"format": "pt"})
-    write_shards({key: TensorShard(tensor) for key, tensor in tensors.items()}, folder / STATE)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
-    record = contents.record
-    document = {
-        "format": FORMAT,
-        "version": SHARDED_VERSION if record.layout else VERSION,
-        "torch": torch.__version__,
-        **asdict(record),
-        "monitored": flatten(record.monitored)[0],
-        "weights": {**weights, **contents.weight_paths},
-        "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
-        "state": tree,
-    }
-    return json.dumps({**document, "checksum": _checksum(document)})
-
-
-def _checksum(document: Mapping[str, Any]) -> int:
-    """The CRC-32 of a record, which is equal before it is written and after it is read."""
-    values = {key: value for key, value in document.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(values).encode())
-
-
-def _read_state(folder: Path, unread: tuple[str, ...]) -> dict[str, Any]:
-    """The tensors in a folder, and references to those whose keys begin with one of ``unread``."""
-    if not folder.is_dir():
-        return {}
-    reader = TensorReader(folder)
-    left = [key for key in reader.tensors if key.startswith(unread)]
-    return {**reader.read_all(without=left), **{key: TensorRef(key) for key in left}}
-
-
-def _record(document: Mapping[str, Any]) -> CheckpointRecord:
-    values = {each.name: document[each.name] for each in fields(CheckpointRecord)}
-    return CheckpointRecord(**{**values, "replicas": tuple(values["replicas"])})
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    """The record as it is in the file, after a check that all files are there in full length."""
+def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
+    """What is in the record's file, after a check that all files are there in full length."""
     try:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -206,28 +186,32 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise damaged(path, f"{RECORD}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of lockstep: its {RECORD} is that of another program")
-    if document.get("version") not in (VERSION, SHARDED_VERSION):
+    if document.get("version") != VERSION:
         raise CheckpointError(
-            f"the checkpoint {path} has version {document.get('version')!r}, this program reads up to "
-            f"{SHARDED_VERSION}; use the version of lockstep that wrote it, or load its weights alone"
+            f"the checkpoint {path} has version {document.get('version')!r}, this program reads version {VERSION}; use "
+            "the version of lockstep that wrote it, or load its weights alone"
         )
-    if missing := sorted(set(_KEYS) - document.keys()):
+    names = [each.name for each in fields(CheckpointRecord)]
+    if missing := sorted({*names, "weights", "files", "state", "checksum"} - document.keys()):
         raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
     if document["checksum"] != _checksum(document):
         raise damaged(path, f"the checksum of {RECORD} is not that of its content")
-    document["monitored"] = unflatten(document["monitored"], {})
-    _check_files(path, document["files"])
-    return document
+    return document, _checked_record(path, document, names)
 
 
-def _check_files(path: Path, files: Mapping[str, int]) -> None:
-    for name, size in files.items():
-        try:
-            found = (path / name).stat().st_size
-        except OSError as error:
-            raise damaged(path, f"{name}: {error.strerror}") from error
-        if found != size:
-            raise damaged(path, f"{name} has {found} bytes instead of {size}")
+def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> CheckpointRecord:
+    try:
+        record = CheckpointRecord(**{name: unflatten(document[name], {}) for name in names})
+        for file, size in document["files"].items():
+            if (found := (path / file).stat().st_size) != size:
+                raise damaged(path, f"{file} has {found} bytes instead of {size}")
+    except OSError as error:
+        raise damaged(path, f"{Path(str(error.filename)).relative_to(path)}: {error.strerror}") from error
+    except (AttributeError, TypeError, KeyError) as error:
+        raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
+    if type(record.step) is not int or not isinstance(record.monitored, float | int | None):
+        raise damaged(path, f"{RECORD}: step={record.step!r}, monitored={record.monitored!r}")
+    return record
 
 
 # ---- nested state <-> JSON and a flat dict of tensors
@@ -259,8 +243,42 @@ def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     return _encoded(state, name, tensors), tensors
 
 
-def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the state that ``flatten`` was given, its tensors contiguous.
+def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if state is None or isinstance(state, (bool, str)):
+        return state
+    if isinstance(state, torch.Tensor):
+        if state.layout is not torch.strided or state.is_meta or state.is_quantized:
+            raise CheckpointError(
+                f"{path} is not a dense tensor ({state.layout}, {state.device}); make it dense to save it"
+            )
+        key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
+        tensors[key] = state.detach()
+        return {_TAG: "tensor", "key": key}
+    if isinstance(state, TensorRef):
+        return {_TAG: "tensor", "key": state.key}
+    if isinstance(state, numbers.Integral):
+        return int(state)
+    if isinstance(state, numbers.Real):
+        number = float(state)
+        return number if math.isfinite(number) else {_TAG: "float", "value": str(number)}
+    below = f"{path}." if path else ""
+    if isinstance(state, Mapping):
+        values = {key: _encoded(value, f"{below}{key}", tensors) for key, value in state.items()}
+        if not isinstance(state, Counter) and _TAG not in values and all(isinstance(key, str) for key in values):
+            return values
+        items = [[_encoded(key, f"{path}: a key", {}), value] for key, value in values.items()]
+        return {_TAG: "counter" if isinstance(state, Counter) else "dict", "items": items}
+    if isinstance(state, (list, tuple)):
+        items = [_encoded(item, f"{below}{place}", tensors) for place, item in enumerate(state)]
+        return items if isinstance(state, list) else {_TAG: "tuple", "items": items}
+    raise CheckpointError(
+        f"{path} is a {type(state).__name__}; a checkpoint holds numbers, texts and tensors, in lists, tuples and "
+        "dicts: turn it into one of these in state_dict()"
+    )
+
+
+def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Returns the state that ``flatten`` was given.
 
     Raises CheckpointError if a tensor is missing, or an object is of an unknown type.
     """
@@ -271,73 +289,16 @@ def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     kind = tree.get(_TAG)
     if kind is None:
         return {key: unflatten(value, tensors) for key, value in tree.items()}
-    if kind not in _DECODERS:
-        raise CheckpointError(f"the checkpoint holds a {kind!r}, which this version does not know; use a newer one")
-    return _DECODERS[kind](tree, tensors)
-
-
-def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if state is None or isinstance(state, (bool, str)):
-        return state
-    if isinstance(state, torch.Tensor):
-        return _encoded_tensor(state, path, tensors)
-    if isinstance(state, TensorRef):
-        return {_TAG: "tensor", "key": state.key}
-    if isinstance(state, numbers.Integral):
-        return int(state)
-    if isinstance(state, numbers.Real):
-        number = float(state)
-        return number if math.isfinite(number) else {_TAG: "float", "value": str(number)}
-    if isinstance(state, Mapping):
-        return _encoded_mapping(state, path, tensors)
-    if isinstance(state, (list, tuple)):
-        items = [_encoded(item, _below(path, place), tensors) for place, item in enumerate(state)]
-        return items if isinstance(state, list) else {_TAG: "tuple", "items": items}
-    raise CheckpointError(
-        f"{path} is a {type(state).__name__}; a checkpoint holds numbers, texts and tensors, in lists, tuples and "
-        "dicts: turn it into one of these in state_dict()"
-    )
-
-
-def _encoded_mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    values = {key: _encoded(value, _below(path, key), tensors) for key, value in state.items()}
-    if isinstance(state, Counter) or _TAG in values or not all(isinstance(key, str) for key in values):
-        kind = "counter" if isinstance(state, Counter) else "dict"
-        return {_TAG: kind, "items": [[_encoded(key, f"{path}: a key", {}), value] for key, value in values.items()]}
-    return values
-
-
-def _below(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def _encoded_tensor(state: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    if state.layout is not torch.strided or state.is_meta or state.is_quantized:
-        raise CheckpointError(
-            f"{path} is not a dense tensor ({state.layout}, {state.device}); make it dense to save it"
-        )
-    key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
-    tensors[key] = state.detach()
-    return {_TAG: "tensor", "key": key}
-
-
-def _decoded_tensor(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | TensorRef:
-    try:
-        return tensors[tree["key"]]
-    except KeyError:
-        raise CheckpointError(
-            f"the checkpoint lacks the tensor {tree['key']!r}; it is damaged: use another one"
-        ) from None
-
-
-def _decoded_dict(tree: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
-
-
-_DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
-    "tensor": _decoded_tensor,
-    "float": lambda tree, tensors: float(tree["value"]),
-    "tuple": lambda tree, tensors: tuple(unflatten(tree["items"], tensors)),
-    "dict": _decoded_dict,
-    "counter": lambda tree, tensors: Counter(_decoded_dict(tree, tensors)),
-}
+    if kind == "tensor":
+        try:
+            return tensors[tree["key"]]
+        except KeyError:
+            raise CheckpointError(f"the checkpoint lacks the tensor {tree['key']!r}; use another one") from None
+    if kind == "float":
+        return float(tree["value"])
+    if kind == "tuple":
+        return tuple(unflatten(tree["items"], tensors))
+    if kind in ("dict", "counter"):
+        items = {unflatten(key, tensors): unflatten(value, tensors) for key, value in tree["items"]}
+        return Counter(items) if kind == "counter" else items
+    raise CheckpointError(f"the checkpoint holds a {kind!r}, which this version does not know; use a newer one")

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -23,7 +24,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
-from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors, run_on_all
+from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -31,19 +32,18 @@ from lockstep.errors import CheckpointError, ConfigError
 class CheckpointManager:
     """Saves a Checkpoint repeatedly, each time to a folder of its own, and restores the newest.
 
-    The chief writes, reads and removes; every worker must make the same calls. Of a model that is divided among
-    workers, each worker writes and reads its own part, so all of them must see the folder. A checkpoint appears whole
-    or not at all, even when its writer is killed. The next save removes what a killed writer left.
+    The chief writes, reads and removes; every worker must make the same calls. Of a divided model each worker writes
+    and reads its own part, so all must see the folder. A checkpoint appears whole or not at all, even when its writer
+    is killed. The next save removes what a killed writer left.
 
     Args:
         checkpoint: what is saved.
         folder: where to: one folder per step, ``step-00000120`` and so on. It is made.
         keep: the number of last checkpoints to keep; None keeps all.
         best: "min" or "max" also keeps the checkpoint with the best ``monitored`` number.
-        asynchronous: ``save`` copies the state and returns; a thread writes it. One checkpoint is written at a time:
-            the next save waits for it. The next call raises its error. The thread ends when it has written, and Python
-            waits for it at exit. Of a model that is divided among workers each worker writes its part in a thread, and
-            the checkpoint gets its name in the next call, when all workers have reported theirs.
+        asynchronous: ``save`` copies the state and returns; a thread writes it, and Python waits for it at exit. The
+            next call waits for it and raises its error. Of a divided model each worker writes its part in a thread,
+            and the checkpoint gets its name in the next call.
 
     Raises:
         ConfigError: ``keep`` or ``best`` is invalid.
@@ -93,11 +93,6 @@ class CheckpointManager:
         return self._folder.paths()
 
     @property
-    def newest(self) -> Path | None:
-        """The newest undamaged checkpoint that this machine sees."""
-        return self._folder.newest()
-
-    @property
     def best(self) -> Path | None:
         """The checkpoint with the best monitored number that this machine sees."""
         return self._folder.best(maximise=self._best == "max")
@@ -113,14 +108,13 @@ class CheckpointManager:
             The checkpoint's folder, which exists when this returns, unless ``asynchronous``.
 
         Raises:
-            CheckpointError: on every worker: it cannot be written, or another run has left later checkpoints in the
-                folder. With ``asynchronous``: the error of the previous save.
+            CheckpointError: it cannot be written, or another run has left later checkpoints in the folder; or the
+                previous save failed.
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
         workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
-        if is_sharded or self._asynchronous:
-            self.wait()
+        self.wait()
         contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)
         if is_sharded:
             save = ShardedSave(workers, self._folder, contents, shards)
@@ -136,9 +130,7 @@ class CheckpointManager:
         return self._folder.path / step_name(step)
 
     def restore_or_initialize(self) -> Path | None:
-        """Restores the newest checkpoint, as the chief sees it. Every worker must call it, outside replicas.
-
-        If the newest one is damaged, a warning names it, and the one before it is restored.
+        """Restores the newest checkpoint that is not damaged, as the chief sees it. Every worker must call it.
 
         Returns:
             The checkpoint's folder, or None if there is none: then everything stays as it is.
@@ -154,38 +146,24 @@ class CheckpointManager:
         return restored[0]
 
     def wait(self) -> None:
-        """Waits for an asynchronous save that is being written. Every worker must call it.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
-        if self._sharded_save is not None:
+        """Waits for an asynchronous save. Every worker must call it. Raises CheckpointError if it failed."""
+        if self._checkpoint.is_sharded:
             self._complete_sharded_save()
-        elif self._asynchronous and not self._checkpoint.is_sharded:
+        elif self._asynchronous:
             run_on_chief(self._checkpoint.workers, "checkpoint written", self._finish_thread)
 
     def finish_writing(self) -> None:
-        """Waits on this worker alone and raises nothing: for the way out of an error, when others may be gone."""
+        """Waits on this worker alone and raises nothing, for after an error, when others may be gone."""
         wait([self._writing] if self._writing is not None else [])
         pending, self._sharded_save = self._sharded_save, None
         if pending is not None:
             pending[0].abandon(CheckpointError("the training ended before all workers had written"))
 
-    def close(self) -> None:
-        """Waits as ``wait`` does, at the end. Every worker must call it."""
-        self.wait()
-
     def remove_own(self, *, with_folder: bool) -> None:
-        """Removes the checkpoints of this manager's run, and no others. Every worker must call it.
-
-        ``with_folder`` also removes the folder, if it is then empty.
-        """
+        """Removes the checkpoints of this manager's run, and the folder if that leaves it empty. All must call it."""
         self.wait()
-        run_on_chief(
-            self._checkpoint.workers,
-            "checkpoints removed",
-            lambda: self._folder.remove_all(run=self.run, with_folder=with_folder),
-        )
+        remove = partial(self._folder.remove_all, run=self.run, with_folder=with_folder)
+        run_on_chief(self._checkpoint.workers, "checkpoints removed", remove)
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +172,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            self.wait()
         else:
             self.finish_writing()
 
@@ -226,9 +204,7 @@ class CheckpointManager:
 
 
 class ShardedSave:
-    """One checkpoint that all workers write. Every worker must make this object, which begins the checkpoint.
-
-    ``contents`` are complete on the chief, apart from the shards; ``shards`` are what this worker writes.
+    """One checkpoint that all workers write: the chief ``contents``, each its ``shards``. Every worker must make it.
 
     Raises CheckpointError if it cannot be begun, or a worker does not see the folder; nothing is left behind.
     """
@@ -246,7 +222,7 @@ class ShardedSave:
         path = self._partial.absolute().as_posix() if self._workers.is_chief else ""
         self._partial = Path(self._workers.broadcast_bytes("the folder of the checkpoint", path.encode()).decode())
         try:
-            run_on_all(self._workers, "the folder of the checkpoint seen", self._check_visible)
+            raise_gathered_errors(self._workers, "the folder of the checkpoint seen", error_text(self._check_visible))
         except BaseException as error:
             self.abandon(error)
             raise
@@ -258,10 +234,9 @@ class ShardedSave:
                 write_shards(shards, self._partial / folder, prefix=f"shard-{self._workers.index + 1:05d}")
 
     def complete(self, error: str) -> None:
-        """Gives the checkpoint its name, if all workers have written their shards. Every worker must call it.
+        """Gives the checkpoint its name, if no worker has an ``error``. Every worker must call it.
 
-        ``error`` is what went wrong on this worker; empty if nothing did. Raises CheckpointError if a worker could not
-        write its shards, or the chief cannot write the rest; nothing is left behind.
+        Raises CheckpointError if one has, or the chief cannot write the rest; nothing is left behind.
         """
         try:
             raise_gathered_errors(self._workers, "checkpoint filled", error)

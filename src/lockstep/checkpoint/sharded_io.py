@@ -99,8 +99,9 @@ class TensorReader:
                 continue
             with _opened(file) as opened:
                 for key in keys:
+                    stored = opened.get_tensor(key)  # maps the file: what is not copied is not read
                     for box in wanted[key].boxes:
-                        _copy_overlap(opened.get_slice(key), *chunks[key], box, wanted[key].view(box))
+                        _copy_overlap(stored, *chunks[key], box, wanted[key].view(box))
         for shard in wanted.values():
             shard.finish_read()
 
@@ -121,7 +122,7 @@ def _opened(file: Path) -> Any:
     return require("safetensors", "train").safe_open(file, framework="pt")
 
 
-def _copy_overlap(stored: Any, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
+def _copy_overlap(stored: Tensor, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
     """Copies to ``target``, the view of a box, what a chunk that begins at ``offsets`` has of it."""
     here: list[slice] = []
     there: list[slice] = []
@@ -167,9 +168,9 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
 def balance_writes(
     workers: Communicator, shards: Mapping[str, Mapping[str, TensorShard]]
 ) -> dict[str, dict[str, TensorShard]]:
-    """Returns what this worker writes of what it holds, so that each box is written once and all write about as much.
+    """Returns what this worker writes of the ``shards`` that it holds, by folder and key: each box is written once.
 
-    Every worker must call it. ``shards`` are what this worker holds, by folder and key.
+    All workers write about as much. Every worker must call it.
     """
     listed = [
         [folder, key, list(box.offsets), list(box.sizes), box.elements]
@@ -189,8 +190,7 @@ def balance_writes(
 def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
     """Returns the boxes that one worker writes. Each box goes to that of its holders which writes least so far.
 
-    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements); it is equal on all
-    workers.
+    ``listed_by_all`` has for each worker its boxes as (folder, key, offsets, sizes, elements).
     """
     holders: dict[tuple[Any, ...], list[int]] = {}
     for number, listed in enumerate(listed_by_all):

@@ -9,7 +9,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,16 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import tree_map
-from lockstep.checkpoint.format import SHARED, STATE, TensorRef
+from lockstep.checkpoint.format import SHARED, STATE, TensorRef, TensorsOrRefs, flatten, unflatten
 from lockstep.checkpoint.sharded_io import TensorReader, TensorShard
-from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter, by_name, class_name, run_on_all
+from lockstep.checkpoint.state_adapters import (
+    AdapterState,
+    SavedState,
+    StateAdapter,
+    by_name,
+    check_optimizer,
+    class_name,
+)
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
@@ -33,8 +40,8 @@ from lockstep.parallel.sharded_module import ShardedModule
 class ShardedModuleAdapter(StateAdapter):
     """A module of which each worker holds a part. Its buffers are averaged in the weights and saved per worker too."""
 
-    def __init__(self, module: MirroredModule, workers: Communicator) -> None:
-        self._module, self._part, self._workers = module, sharded_module_of(module), workers.processes
+    def __init__(self, module: MirroredModule) -> None:
+        self._module, self._part = module, sharded_module_of(module)
 
     def state(self) -> AdapterState:
         self._module.exchange_buffers()
@@ -48,12 +55,11 @@ class ShardedModuleAdapter(StateAdapter):
 
     def check(self, saved: SavedState) -> None:
         """The keys must be the whole model's, and the shapes those of what this worker holds."""
-        run_on_all(self._workers, "weights checked", lambda: self._open(saved))
+        self._open(saved)
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        shards = self._shards(self._part.own_tensors())
-        run_on_all(self._workers, "weights read", lambda: self._open(saved).read(shards))
+        self._open(saved).read(self._shards(self._part.own_tensors()))
         if saved.same_layout and isinstance(saved.worker, Mapping):
             for name, buffer in self._part.named_buffers():
                 if name in saved.worker:
@@ -79,8 +85,8 @@ class ShardedModuleAdapter(StateAdapter):
 class ShardedOptimizerAdapter(StateAdapter):
     """An optimizer over parts of models. Its state is saved as one device would save it, its tensors in shards.
 
-    The keys of its tensors begin with its ``name``; ``modules`` are the mirrored modules whose parameters it updates,
-    by the prefix of their parameters' names. Raises ConfigError if it updates a parameter of another module.
+    The keys of its tensors begin with its ``name``; ``modules`` are those whose parameters it updates, by the prefix of
+    their parameters' names. Raises ConfigError if it updates a parameter of another module.
     """
 
     def __init__(
@@ -106,91 +112,73 @@ class ShardedOptimizerAdapter(StateAdapter):
 
     def state(self) -> AdapterState:
         groups = [[self._names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
-        shards, described = self._own_state()
-        gathered = all_gather_object(self._workers, "the optimizer's state", {"groups": groups, "state": described})
+        shards, values = self._own_state()
+        own = {"groups": groups, "state": flatten(values)[0]}
+        gathered = all_gather_object(self._workers, "the optimizer's state", own)
+        found = {name: each for theirs in reversed(gathered) for name, each in theirs["state"].items()}
         names = [
             sorted({name for theirs in gathered for name in theirs["groups"][number]}, key=self._order.__getitem__)
             for number in range(len(groups))
+        ]
+        numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+        refs = TensorsOrRefs()
+        state = {number: unflatten(found[name], refs) for name, number in numbers.items() if name in found}
+        param_groups = [
+            {**group, "params": [numbers[name] for name in own]}
+            for group, own in zip(self._optimizer.param_groups, names, strict=True)
         ]
         return AdapterState(
             shared={
                 "kind": class_name(self._optimizer),
                 "names": names,
-                "state": self._whole_state(names, [theirs["state"] for theirs in gathered]),
+                "state": {"state": state, "param_groups": param_groups},
             },
             shards=shards,
         )
 
     def check(self, saved: SavedState) -> None:
         """The class, the groups and the names must be the optimizer's."""
-        run_on_all(self._workers, "the optimizer's state checked", lambda: self._open(saved))
-
-    def load(self, saved: SavedState) -> None:
-        run_on_all(self._workers, "the optimizer's state read", lambda: self._read(saved))
+        self._open(saved)
 
     def _own_state(self) -> tuple[dict[str, TensorShard], dict[str, dict[str, Any]]]:
-        """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's key."""
+        """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's reference.
+
+        A tensor of a parameter's shape is divided as the parameter is.
+        """
         shards: dict[str, TensorShard] = {}
-        described: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
         for each in self._optimizer.storages.held():
             name = self._names[id(each.parameter)]
             for slot, value in each.values.items():
                 plain: Any = value
                 if isinstance(value, torch.Tensor):
-                    plain = {"tensor": f"{self._name}.{SHARED}.{name}.{slot}"}
-                    shards[plain["tensor"]] = self._shard(each, value)
-                described.setdefault(name, {})[slot] = plain
-        return shards, described
-
-    def _shard(self, each: HeldState, value: torch.Tensor) -> TensorShard:
-        if value.ndim and value.shape == each.part.shape:
-            return TensorShard(value, self._regions[id(each.parameter)], start=each.start)
-        return TensorShard(value)
-
-    def _whole_state(self, names: Sequence[Sequence[str]], gathered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state_dict of one device's optimizer, with a ``TensorRef`` in place of each tensor."""
-        found = {name: values for theirs in reversed(gathered) for name, values in theirs.items()}
-        numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
-        return {
-            "state": {
-                number: {
-                    slot: TensorRef(value["tensor"]) if isinstance(value, dict) else value
-                    for slot, value in found[name].items()
-                }
-                for name, number in numbers.items()
-                if name in found
-            },
-            "param_groups": [
-                {**group, "params": [numbers[name] for name in own]}
-                for group, own in zip(self._optimizer.param_groups, names, strict=True)
-            ],
-        }
+                    plain = TensorRef(f"{self._name}.{SHARED}.{name}.{slot}")
+                    divided = value.ndim and value.shape == each.part.shape
+                    region = self._regions[id(each.parameter)] if divided else None
+                    shards[plain.key] = TensorShard(value, region, start=each.start if divided else 0)
+                values.setdefault(name, {})[slot] = plain
+        return shards, values
 
     def _open(self, saved: SavedState) -> TensorReader:
-        kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
-        ours, names = self._optimizer.param_groups, saved.shared.get("names")
-        if kind != class_name(self._optimizer) or len(groups) != len(ours):
-            raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind} with {len(groups)} groups, but it is a "
-                f"{class_name(self._optimizer)} with {len(ours)}; make the optimizer as it was when that was saved"
-            )
+        check_optimizer(saved, self._optimizer)
+        names = saved.shared.get("names")
         if names is None:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} a state without the names of its parameters; save it anew "
-                "with this version, with the model beside it"
+                f"{saved.source} has for {saved.name!r} a state without the names of its parameters; save it anew, "
+                "with the model beside it"
             )
-        for group, there in zip(ours, names, strict=True):
+        for group, there in zip(self._optimizer.param_groups, names, strict=True):
             known = set(there)
-            for parameter in group["params"]:
-                if (name := self._names[id(parameter)]) not in known:
-                    raise CheckpointError(
-                        f"{saved.source} has for {saved.name!r} nothing about {name}; make the optimizer as it was "
-                        "when that was saved"
-                    )
+            missing = [name for each in group["params"] if (name := self._names[id(each)]) not in known]
+            if missing:
+                raise CheckpointError(
+                    f"{saved.source} has for {saved.name!r} nothing about {missing[0]}; make the optimizer as it was "
+                    "when that was saved"
+                )
         return TensorReader(_visible(Path(saved.source) / STATE))
 
     @torch.no_grad()
-    def _read(self, saved: SavedState) -> None:
+    def load(self, saved: SavedState) -> None:
         reader, values = self._open(saved), by_name(saved.shared)
         wanted: dict[str, TensorShard] = {}
         held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]
@@ -211,19 +199,18 @@ class ShardedOptimizerAdapter(StateAdapter):
         wanted: dict[str, TensorShard],
     ) -> HeldState:
         """The state to keep for one parameter, with empty tensors, which are added to ``wanted``."""
-        region, found = self._regions[id(each.parameter)], {}
-        for slot, value in values.get(self._names[id(each.parameter)], {}).items():
-            found[slot] = value
-            if not isinstance(value, TensorRef):
-                continue
-            info = reader.tensors[value.key]
-            is_shard = bool(info.shape) and tuple(info.shape) == region.whole
-            # The same dtype as Optimizer.load_state_dict gives.
-            dtype = each.part.dtype if each.part.is_floating_point() and slot != "step" else info.dtype
-            found[slot] = torch.empty(each.part.shape if is_shard else info.shape, dtype=dtype)
-            wanted[value.key] = TensorShard(
-                found[slot], region if is_shard else None, start=each.start if is_shard else 0
-            )
+        region = self._regions[id(each.parameter)]
+        found = dict(values.get(self._names[id(each.parameter)], {}))
+        for slot, value in found.items():
+            if isinstance(value, TensorRef):
+                info = reader.tensors[value.key]
+                divided = bool(info.shape) and tuple(info.shape) == region.whole
+                # The same dtype as Optimizer.load_state_dict gives.
+                dtype = each.part.dtype if each.part.is_floating_point() and slot != "step" else info.dtype
+                found[slot] = torch.empty(each.part.shape if divided else info.shape, dtype=dtype)
+                wanted[value.key] = TensorShard(
+                    found[slot], region if divided else None, start=each.start if divided else 0
+                )
         return HeldState(parameter=each.parameter, start=each.start, part=each.part, values=found)
 
 

@@ -1,8 +1,7 @@
 """State adapters: how each kind of thing in a Checkpoint gives its state, checks a saved state, and loads it.
 
-State that is equal on all workers is saved once. What each replica has of its own (buffers, values of variables) is
-saved for each replica, and goes back to each replica if the layout is the same. On another layout it is combined as
-the kind of thing requires.
+State that is equal on all workers is saved once. What each replica has of its own (buffers, values of variables) goes
+back to it if the layout is the same. On another layout it is combined as the kind of thing requires.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.rng.state import ReplicaGenerators
 
-Names = list[list[str]]
-"""For each parameter group of an optimizer the names of its parameters, in order."""
+Names = list[list[str]]  # for each parameter group of an optimizer the names of its parameters, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,57 +92,46 @@ class StateAdapter(ABC):
 class Stateful(Protocol):
     """A scheduler, gradient scaler, metric, plain module, or anything else with these two methods."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], workers: Communicator) -> StateAdapter:
-    """Returns the adapter for one thing given to a Checkpoint.
+    """Returns the adapter for one thing given to a Checkpoint, with the mirrored modules among all of them, by name.
 
-    ``modules`` are the mirrored modules among all things, by name. Raises ConfigError if the thing has no state that
-    can be restored in place.
+    Raises ConfigError if the thing has no state that can be restored in place.
     """
     if isinstance(thing, StateAdapter):
         return thing
+    # The sharded adapters are imported late: it takes 1.3 s, which a program that divides no model need not wait.
     if isinstance(thing, MirroredModule):
-        return _module_adapter(thing, workers)
+        if not thing.is_part:
+            return ModuleAdapter(thing)
+        from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
+
+        return ShardedModuleAdapter(thing)
     if isinstance(thing, Optimizer):
-        return _optimizer_adapter(name, thing, modules, workers)
+        # Modules by the prefix of their parameters' names, so that no two parameters have one name.
+        prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
+        is_sharded = workers.layout or any(module.is_part for module in modules.values())
+        if not (is_sharded and isinstance(thing, MirroredOptimizer)):
+            return OptimizerAdapter(thing, _names_of(thing, prefixed))
+        from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
+
+        return ShardedOptimizerAdapter(name, thing, prefixed, workers)
     if isinstance(thing, MirroredVariable):
         return VariableAdapter(thing)
     if isinstance(thing, torch.Generator):
-        return GeneratorAdapter(thing)
+        return PlainAdapter("Generator", thing.get_state, thing.set_state, per_worker=True)
     if isinstance(thing, MutableMapping):
-        return DictAdapter(thing)
+        return PlainAdapter("dict", lambda: dict(thing), thing.update)  # values not saved stay
     if isinstance(thing, Stateful):
-        return StatefulAdapter(thing)
+        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict)
     raise ConfigError(
         f"Checkpoint({name}={thing!r}) cannot be restored in place; give a mirrored module or optimizer, a scheduler, "
         "a strategy.variable, a dict of plain values, or anything with state_dict and load_state_dict"
     )
-
-
-# The sharded adapters are imported late: it takes 1.3 s, which a program that divides no model need not wait.
-def _module_adapter(module: MirroredModule, workers: Communicator) -> StateAdapter:
-    if not module.is_part:
-        return ModuleAdapter(module)
-    from lockstep.checkpoint.sharded_state import ShardedModuleAdapter
-
-    return ShardedModuleAdapter(module, workers)
-
-
-def _optimizer_adapter(
-    name: str, optimizer: Optimizer, modules: Mapping[str, MirroredModule], workers: Communicator
-) -> StateAdapter:
-    # Mirrored modules by the prefix of their parameters' names, so that no two parameters have one name.
-    prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
-    is_sharded = workers.layout or any(module.is_part for module in modules.values())
-    if not (is_sharded and isinstance(optimizer, MirroredOptimizer)):
-        return OptimizerAdapter(optimizer, _names_of(optimizer, prefixed))
-    from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
-
-    return ShardedOptimizerAdapter(name, optimizer, prefixed, workers)
 
 
 class ModuleAdapter(StateAdapter):
@@ -172,7 +159,7 @@ class ModuleAdapter(StateAdapter):
         """Loads the weights. Each replica gets its own buffers back; on another layout all get the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         averages = _averages(saved.replicas) if saved.replicas else {}  # a sharded module has them in its weights
-        buffers = saved.own if saved.own is not None else [averages] * len(self._module.copies)
+        buffers = saved.own or [averages] * len(self._module.copies)
         for copy, values in zip(self._module.copies, buffers, strict=True):
             for name, buffer in copy.named_buffers():
                 if name in values:
@@ -192,13 +179,14 @@ class OptimizerAdapter(StateAdapter):
         )
 
     def check(self, saved: SavedState) -> None:
-        kind, groups = saved.shared["kind"], saved.shared["state"]["param_groups"]
+        check_optimizer(saved, self._optimizer)
+        groups = saved.shared["state"]["param_groups"]
         theirs = " + ".join(str(len(group["params"])) for group in groups)
         ours = " + ".join(str(len(group["params"])) for group in self._optimizer.param_groups)
-        if kind != class_name(self._optimizer) or theirs != ours:
+        if theirs != ours:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind} with {theirs} parameters, but it is a "
-                f"{class_name(self._optimizer)} with {ours}; make the optimizer as it was when that was saved"
+                f"{saved.source} has for {saved.name!r} the state of {theirs} parameters, but it has {ours}; make the "
+                "optimizer as it was when that was saved"
             )
 
     def load(self, saved: SavedState) -> None:
@@ -240,57 +228,32 @@ class VariableAdapter(StateAdapter):
             value.copy_(rest if number else first)
 
 
-class StatefulAdapter(StateAdapter):
-    """Anything with ``state_dict`` and ``load_state_dict``, equal on all workers."""
+class PlainAdapter(StateAdapter):
+    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on another layout the chief's.
 
-    def __init__(self, thing: Stateful) -> None:
-        self._thing = thing
+    ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
+    """
+
+    def __init__(
+        self, kind: str, get: Callable[[], Any], put: Callable[[Any], object], *, per_worker: bool = False
+    ) -> None:
+        self._kind, self._get, self._put, self._per_worker = kind, get, put, per_worker
 
     def state(self) -> AdapterState:
-        return AdapterState(shared={"kind": type(self._thing).__name__, "state": self._thing.state_dict()})
+        value = {"kind": self._kind, "state": self._get()}
+        return AdapterState(worker=value) if self._per_worker else AdapterState(shared=value)
 
     def check(self, saved: SavedState) -> None:
-        kind, ours = saved.shared["kind"], type(self._thing).__name__
-        if kind != ours:
+        value = saved.worker if self._per_worker else saved.shared
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        if kind != self._kind:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {ours}; "
-                "make it as it was when that was saved"
+                f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {self._kind}; "
+                "give the things the names they were saved under"
             )
 
     def load(self, saved: SavedState) -> None:
-        self._thing.load_state_dict(saved.shared["state"])
-
-
-class DictAdapter(StateAdapter):
-    """A dict of plain values, such as ``{"epoch": 0, "step": 0}``, restored in place. Values not saved stay."""
-
-    def __init__(self, values: MutableMapping[str, Any]) -> None:
-        self._values = values
-
-    def state(self) -> AdapterState:
-        return AdapterState(shared=dict(self._values))
-
-    def check(self, saved: SavedState) -> None:
-        _check_type(saved, saved.shared, Mapping)
-
-    def load(self, saved: SavedState) -> None:
-        self._values.update(saved.shared)
-
-
-class GeneratorAdapter(StateAdapter):
-    """A ``torch.Generator``: each worker's own state, and on another layout the chief's."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state(self) -> AdapterState:
-        return AdapterState(worker=self._generator.get_state())
-
-    def check(self, saved: SavedState) -> None:
-        _check_type(saved, saved.worker, torch.Tensor)
-
-    def load(self, saved: SavedState) -> None:
-        self._generator.set_state(saved.worker)
+        self._put((saved.worker if self._per_worker else saved.shared)["state"])
 
 
 class RngAdapter(StateAdapter):
@@ -307,7 +270,7 @@ class RngAdapter(StateAdapter):
         return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedState) -> None:
-        ours, theirs = len(self._generators.states()), len(saved.worker.get("replicas", saved.own or ()))
+        ours, theirs = len(self._generators.states()), len(saved.worker["replicas"])
         if saved.same_layout and ours != theirs:
             raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
 
@@ -317,19 +280,10 @@ class RngAdapter(StateAdapter):
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        own = saved.worker["replicas"] if saved.same_layout and "replicas" in saved.worker else saved.own
-        if own is None or len(own) != len(self._generators.states()):
-            self._generators.derive(saved.step)
+        if saved.same_layout:
+            self._generators.set_states(saved.worker["replicas"])
         else:
-            self._generators.set_states(own)
-
-
-def _check_type(saved: SavedState, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{saved.source} has for {saved.name!r} a {type(value).__name__} instead of a {kind.__name__}; "
-            "give the things the names they were saved under"
-        )
+            self._generators.derive(saved.step)
 
 
 # ---- optimizers' states by the names of parameters. Their numbers follow the order in which an optimizer got them: one
@@ -338,7 +292,21 @@ def _check_type(saved: SavedState, value: Any, kind: type) -> None:
 
 def class_name(optimizer: Optimizer) -> str:
     """Returns the class of the user's own optimizer, such as "AdamW"."""
-    return type(_plain(optimizer)).__name__
+    return type(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer).__name__
+
+
+def check_optimizer(saved: SavedState, optimizer: Optimizer) -> None:
+    """Raises a CheckpointError if the state is that of another class, or of other groups."""
+    kind, groups, ours = saved.shared["kind"], saved.shared["state"]["param_groups"], optimizer.param_groups
+    if kind != class_name(optimizer) or len(groups) != len(ours):
+        raise CheckpointError(
+            f"{saved.source} has for {saved.name!r} the state of a {kind} with {len(groups)} groups, but it is a "
+            f"{class_name(optimizer)} with {len(ours)}; make the optimizer as it was when that was saved"
+        )
+    for own, theirs in zip(ours, groups, strict=True):
+        for name, value in own.items():
+            if isinstance(value, float) and isinstance(theirs.get(name, value), str | list | dict | None):
+                raise DamagedStateError(f"{name} is {theirs[name]!r} instead of a number")
 
 
 def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -351,10 +319,7 @@ def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
-    """Returns a saved state_dict with its parameters in the order of an optimizer whose parameters have ``names``.
-
-    If they, or the saved ones, are unknown, or if they differ, the order stays.
-    """
+    """Returns a saved state_dict with its parameters in the order of ``names``, if those are the saved ones."""
     state: dict[str, Any] = shared["state"]
     theirs = shared.get("names")
     if names in (None, theirs) or theirs is None or list(map(set, names)) != list(map(set, theirs)):
@@ -369,10 +334,6 @@ def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
             for group, own in zip(state["param_groups"], names, strict=True)
         ],
     }
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    return optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer
 
 
 def _names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Names | None:
@@ -399,11 +360,6 @@ def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
 # ---- collective errors: all workers do something that may fail on each; then all of them raise, and none goes on alone
 
 
-def run_on_all(workers: Communicator, name: str, act: Callable[[], object]) -> None:
-    """Calls ``act`` on every worker, and raises a CheckpointError on all of them if it failed on one."""
-    raise_gathered_errors(workers, name, error_text(act))
-
-
 def error_text(act: Callable[[], object]) -> str:
     """Calls ``act`` and returns the text of its error; empty if there was none."""
     try:
@@ -414,10 +370,7 @@ def error_text(act: Callable[[], object]) -> str:
 
 
 def raise_gathered_errors(workers: Communicator, name: str, error: str) -> None:
-    """Raises on all workers a CheckpointError of the first ``error`` of any worker; empty if there is none.
-
-    Every worker must call it; ``name`` is the name of this collective.
-    """
+    """Raises on all workers a CheckpointError of the first ``error`` that is not empty. All must call it."""
     for index, payload in enumerate(workers.all_gather_bytes(name, error.encode())):
         if text := payload.decode():
             raise CheckpointError(text if workers.is_single else f"{workers.names[index]}: {text}")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,48 +21,41 @@ from lockstep.extras import require
 
 _SHOWN = 4
 _ALIGNMENT = 8
-_DTYPES = {
+_DTYPES = {  # their names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""The names of dtypes in the safetensors format."""
 
 
 def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes the tensors of a state_dict, on any device, to the safetensors file ``path``, whole or not at all.
+    """Writes the tensors of a state_dict, on any device, to the safetensors file ``path``; its folder is made.
 
-    Tied, overlapping and non-contiguous tensors are each written in full. An existing file is replaced; its folder is
-    made. Raises CheckpointError if an entry is not a tensor, or the file cannot be written.
+    Raises CheckpointError if an entry is not a tensor, or the file cannot be written.
     """
-    tensors = contiguous_tensors(state)
-    with _written(Path(path)) as partial:
-        require("safetensors.torch", "train").save_file(tensors, str(partial), metadata={"format": "pt"})
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"the state has {key!r}, a {type(value).__name__}; weights files hold tensors only")
+    stream_weights(path, state, state.items())
 
 
 def stream_weights(
     path: str | os.PathLike[str], described: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Writes tensors to the safetensors file ``path`` as ``write_weights`` does, holding one of them at a time.
+    """Writes tensors as ``write_weights`` does, holding a copy of one of them at a time.
 
-    ``described`` has for each key a tensor of the same shape and dtype on the meta device; ``stream`` gives keys and
-    tensors, in any order, each key once.
+    ``described`` has all of them, also on the meta device; ``stream`` gives keys and tensors, in any order, each once.
     """
     target = Path(path)
     header, offsets = _header(described, target)
-    with _written(target) as partial, partial.open("wb") as file:
-        file.write(header)
-        for key, tensor in stream:
-            file.seek(offsets[key])
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-@contextmanager
-def _written(target: Path) -> Iterator[Path]:
     try:
-        with atomic_file(target) as partial:
-            yield partial
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        with atomic_file(target) as partial, partial.open("wb") as file:
+            file.write(header)
+            for key, tensor in stream:
+                file.seek(offsets[key])
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    except OSError as error:
         raise CheckpointError(
             f"cannot write the weights to {target}: {error}; choose a folder that can be written to and has room"
         ) from error
@@ -90,10 +82,7 @@ def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file, by key, on the CPU.
-
-    Raises CheckpointError if there is no such file, or it is not a safetensors file.
-    """
+    """Returns the tensors in a safetensors file, on the CPU. Raises CheckpointError if there is no such file."""
     source = Path(path)
     if not source.is_file():
         raise CheckpointError(f"there is no weights file {source}; give the path of a file written by save_weights")
@@ -107,12 +96,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
-    """Checks that weights have the keys and shapes of a module's state_dict, before anything is loaded.
-
-    ``weights`` may be anything with shapes, by key; ``source`` is where they came from, for the message.
-
-    Raises CheckpointError if keys are missing or unexpected, or shapes differ; all of them are named.
-    """
+    """Raises a CheckpointError unless the weights of ``source`` have the keys and shapes of a module's state_dict."""
     faults = {
         "missing keys": [key for key in state if key not in weights],
         "unexpected keys": [key for key in weights if key not in state],
@@ -133,13 +117,11 @@ def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str 
         )
 
 
-def contiguous_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def contiguous_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns each tensor contiguous and alone in its storage, as safetensors wants it. Copies only where needed."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"the state has {key!r}, a {type(value).__name__}; weights files hold tensors only")
         tensor = value.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in seen

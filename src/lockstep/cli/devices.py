@@ -14,13 +14,10 @@ from lockstep.cluster.environment import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB
-from lockstep.replicas.device.streams import device_memory_of
 from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
-
-_LOGICAL = ("logical", "of", "share")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,7 +38,7 @@ class Devices:
     def __call__(self) -> int:
         """Prints the tables."""
         chosen = take_devices(self.devices)
-        print(f"{physical_table(config.list_physical_devices())}\n\n{memory_table(chosen)}")
+        print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(chosen)}")
         return 0
 
 
@@ -54,39 +51,22 @@ def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
 
 def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
     """A row for each physical device: its name, product and size, and for GPUs the memory taken by all programs."""
-    drivers = [gpu_driver(device) for device in physical]
-    headings, rows = ["physical", "is", "has"], []
-    for device, driver in zip(physical, drivers, strict=True):
-        cores = len(os.sched_getaffinity(0))
-        row = [
-            device.name,
-            "CPU" if driver is None else driver.product(device.torch_device),
-            f"{cores} core{'s' * (cores > 1)}" if device.memory is None else f"{device.memory} MB",
-        ]
-        if driver is not None:
+    rows = []
+    for device in physical:
+        driver = gpu_driver(device)
+        if driver is None:
+            cores = len(os.sched_getaffinity(0))
+            rows.append([device.name, "CPU", f"{cores} core{'s' * (cores > 1)}", "-"])
+        else:
             free, total = driver.free_and_total(device.torch_device)
-            row.append(_mb(total - free))
-        elif any(drivers):
-            row.append("-")
-        rows.append(row)
-    return text_table([*headings, "taken"] if any(drivers) else headings, rows)
+            taken = f"{(total - free) / MB:.0f} MB"
+            rows.append([device.name, driver.product(device.torch_device), f"{device.memory} MB", taken])
+    return text_table(["physical", "is", "has", "taken"], rows)
 
 
 def logical_table(logical: Sequence[config.LogicalDevice]) -> str:
     """A row for each logical device: its name, its physical device, and its share of it."""
-    return text_table(_LOGICAL, [_logical_row(device) for device in logical])
-
-
-def memory_table(logical: Sequence[config.LogicalDevice]) -> str:
-    """``logical_table``, with this process's memory on GPUs: of tensors now, and at the peak."""
-    memories = [device_memory_of(device) for device in logical]
-    if not any(memories):
-        return logical_table(logical)
-    rows = [
-        [*_logical_row(device), *(["-", "-"] if memory is None else [_mb(memory.in_use), _mb(memory.peak)])]
-        for device, memory in zip(logical, memories, strict=True)
-    ]
-    return text_table([*_LOGICAL, "in use", "peak"], rows)
+    return text_table(("logical", "of", "share"), [_logical_row(device) for device in logical])
 
 
 def _logical_row(device: config.LogicalDevice) -> list[str]:
@@ -96,10 +76,6 @@ def _logical_row(device: config.LogicalDevice) -> list[str]:
         shares = len(config.get_logical_device_configuration(device.physical) or [device])
         share = "all of it" if shares == 1 else f"1 of {shares}"
     return [device.name, device.physical.name, share]
-
-
-def _mb(size: int) -> str:
-    return f"{size / MB:.0f} MB"
 
 
 def take_own_devices(spec: str | None) -> tuple[LogicalDevice, ...]:

@@ -41,7 +41,6 @@ class Nested:
 
     Args:
         kind: the dataclass.
-        only: fields that get a flag; None: all. The others keep their defaults.
         without: fields that get no flag, and keep their defaults.
         given: values of fields that get no flag.
         defaults: other defaults of some flags.
@@ -49,7 +48,6 @@ class Nested:
     """
 
     kind: type[Any]
-    only: Collection[str] | None = None
     without: Collection[str] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +58,7 @@ class Nested:
         return [
             p.replace(default=self.defaults.get(p.name, p.default))
             for p in flags_of(self.kind, groups=self.groups)
-            if p.name not in (*self.given, *self.without) and (self.only is None or p.name in self.only)
+            if p.name not in (*self.given, *self.without)
         ]
 
     def make(self, flags: Mapping[str, Any]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import typer
 
@@ -13,16 +12,13 @@ from lockstep.cli.flags import command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
-from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
+from lockstep.plan.hardware import GIB, device_kind, parse_link
 from lockstep.plan.layout import CheckpointingName, Layout
 from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PrecisionName, precision_named
 from lockstep.report import text_table
-
-if TYPE_CHECKING:
-    from lockstep.plan.measure import Measured
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -42,11 +38,8 @@ class PlanCommand:
         model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
             sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
-        measure: use figures of this machine, measured in a second or two, for every device.
-        json: print JSON.
-        infeasible: list the degrees without a layout, and why.
         devices: number of devices.
-        kind: kind of the devices, whose published figures are used.
+        kind: a known kind of device, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
         per_host: devices in a host; by default as usual for the kind.
         link: link inside a host and, after a comma, each device's link to other hosts: nvlink3,hdr. Any other link is
             its one-way GB/s and its microseconds: 25@14.
@@ -63,11 +56,8 @@ class PlanCommand:
 
     model: Annotated[str, typer.Argument(metavar="MODEL")]
     top: int = 5
-    measure: bool = False
-    json: bool = False
-    infeasible: bool = False
     devices: int
-    kind: str | None = None
+    kind: str
     per_host: int | None = None
     link: str | None = None
     batch: int | None = None
@@ -88,22 +78,13 @@ class PlanCommand:
 
     def __call__(self) -> int:
         """Prints the plan."""
-        found = self.find(shape_of(self.model, sequence=self.sequence))
-        if self.json:
-            print(json_format.dumps(as_dict(found, top=self.top), indent=2))
-        else:
-            print(as_text(found, self.top, self.infeasible))
+        print(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top))
         return 0
 
     def find(self, shape: ModelShape) -> Plan:
-        """Makes the plan; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
-        here = self._measured() if self.measure else None
-        if here is None and self.kind is None:
-            raise ConfigError(
-                f"--kind was not given; choose one of {', '.join(DEVICE_KINDS)}, or --measure this machine's device"
-            )
-        device = here.device if here else device_kind(self.kind or "")
-        network = here.network if here else usual_network(device, self.devices)
+        """Makes the plan; raises ConfigError if a name is unknown, or nothing fits."""
+        device = device_kind(self.kind)
+        network = usual_network(device, self.devices)
         if self.per_host is not None:
             network = replace(network, per_host=self.per_host)
         inside, _, between = (self.link or "").partition(",")
@@ -114,8 +95,6 @@ class PlanCommand:
         software = usual_software(device)
         if self.precision is not None:
             software = replace(software, precision=precision_named(self.precision))
-        if here is not None:
-            software = replace(software, constants=here.constants)
         return make_plan(
             shape,
             devices=self.devices,
@@ -139,13 +118,6 @@ class PlanCommand:
             activation_checkpointing=usual.activation_checkpointing if checkpointing is None else (checkpointing,),
         )
 
-    def _measured(self) -> Measured:
-        if self.kind is not None:
-            raise ConfigError(f"--kind {self.kind} and --measure were both given, expected one of them; leave one out")
-        from lockstep.plan.measure import measure  # imports torch
-
-        return measure(per_host=self.per_host or 1)
-
 
 # The table.
 
@@ -160,43 +132,12 @@ _OPTIONS = {
 }
 
 
-def as_text(plan: Plan, top: int, infeasible: bool) -> str:
+def as_text(plan: Plan, top: int) -> str:
     """The setting, a table of the best layouts, what is infeasible, and the call for the best layout."""
     rows = [[str(place), *_cells(prediction)] for place, prediction in enumerate(plan.best_of_each[:top], 1)]
     best = plan.best.layout
     call = "\n".join([f"best: {best.call()}", *(f"      {line}" for line in _beside_the_call(best))])
-    return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan, infeasible), call])
-
-
-def as_dict(plan: Plan, *, top: int) -> dict[str, Any]:
-    """The plan for JSON."""
-    setting = plan.setting
-    return {
-        "model": {"name": setting.shape.name, "parameters": setting.shape.parameters},
-        "devices": setting.devices,
-        "kind": setting.device.name,
-        "batch": setting.batch,
-        "usable_bytes": setting.usable_memory,
-        "tried": plan.tried,
-        "fit": len(plan.ranked),
-        "layouts": [_prediction_dict(prediction) for prediction in plan.best_of_each[:top]],
-        "infeasible": [asdict(each) for each in plan.infeasible],
-    }
-
-
-def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
-    seconds = ("compute", "bubble", "tensor", "pipeline", "data", "update")
-    bytes = ("weights", "gradients", "optimizer", "activations", "total")
-    return {
-        "call": prediction.layout.call(),
-        **asdict(prediction.layout),
-        "step_s": prediction.step_s,
-        "seconds": {name: getattr(prediction, f"{name}_s") for name in seconds},
-        "bubble": prediction.bubble,
-        "bytes": {name: getattr(prediction.memory, name) for name in bytes},
-        "model_tflops": prediction.model_tflops,
-        "hardware_tflops": prediction.hardware_tflops,
-    }
+    return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan), call])
 
 
 def _setting(setting: Setting) -> str:
@@ -240,16 +181,13 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def _infeasible(plan: Plan, every: bool) -> str:
+def _infeasible(plan: Plan) -> str:
     line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
     if not plan.infeasible:
         return f"{line}."
-    if every:
-        rows = [[str(each.data), str(each.pipeline), str(each.tensor), each.reason] for each in plan.infeasible]
-        return f"{line}. Infeasible:\n\n{text_table(['data', 'pipeline', 'tensor', 'because'], rows)}"
     kinds = Counter("fit" if each.reason.startswith("needs") else "divide" for each in plan.infeasible)
     counts = " and ".join(f"{number} {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
-    return f"{line}. Of (data, pipeline, tensor), {counts}: --infeasible lists them."
+    return f"{line}. Of (data, pipeline, tensor), {counts}."
 
 
 def _beside_the_call(layout: Layout) -> list[str]:

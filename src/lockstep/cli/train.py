@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from lockstep.cli.app import COMMANDS, EXAMPLE
-from lockstep.cli.data import decoding_bar, reviews_overview
 from lockstep.cli.devices import (
     declared_workers,
     is_chief,
@@ -25,24 +24,22 @@ from lockstep.cli.devices import (
     take_own_devices,
 )
 from lockstep.cli.entry_point import InWorkers
-from lockstep.cli.flags import DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
-from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags, mesh_table
+from lockstep.cli.flags import NO_FLAG, DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
+from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.mesh_layout import check_divides
-from lockstep.parallel.pipeline_config import check_layers, split_layers
+from lockstep.parallel.pipeline_config import check_layers
 from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.fill_mask import FilledSentence, check_examples
 from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.task import build_reviews
-from lockstep.recipes.text.tokenizer import MASK
+from lockstep.recipes.reviews.task import ReviewsTask, build_reviews
 from lockstep.recipes.training import Result
-from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line, text_table
+from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
@@ -55,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
     train.callback()(_train_help)
     groups = {"data": "Data", "pretrained": "Model"}
     mlm = {**groups, "sequence_length": "Batches", "mask_fraction": "Masking", "batch_size": "Training"}
-    images = {**groups, "flip": "Augmentation", "batch_size": "Training"}
+    images = {"data": "Data", "hidden": "Model", "batch_size": "Training"}
     reviews = {**groups, "hide": "Batches", "epochs": "Training", "gradient_checkpointing": "Memory", "seed": "Other"}
     train.command("mlm", epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm")(
         command(
@@ -109,7 +106,7 @@ class Trained:
 class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
-    ``recipe`` is the module that trains and ``title`` says what is trained.
+    ``recipe`` is the module that trains, and ``title`` says what is trained.
 
     Args:
         devices: how to divide the devices.
@@ -123,7 +120,7 @@ class TrainingCommand(ABC):
 
     devices: DevicesFlag = None
     output: FolderFlag
-    check_exact: bool = False
+    check_exact: Annotated[bool, NO_FLAG] = False
     quiet: bool = False
     config: Any
     mesh: MeshFlags = NO_MESH
@@ -203,7 +200,7 @@ class TrainingCommand(ABC):
         if self.mesh.asked:
             cluster = cluster_from_environment()
             mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{self.title} on {counted(mesh.size, 'worker')}: {work}\n\n{mesh_table(mesh)}\n")
+            _say(f"{self.title} on {counted(mesh.size, 'worker')}, {mesh}: {work}\n")
             return self.mesh.make_strategy(cluster, seed=self.config.seed)
         devices = take_own_devices(self.devices)
         _say(f"{self.title} on {counted(len(devices), 'logical device')}: {work}\n\n{logical_table(devices)}\n")
@@ -244,28 +241,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-_CONTEXT = 32  # characters that are shown before the first mask and after the last
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainMlm(TrainingCommand):
-    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text.
+    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
 
-    Args:
-        example: a sentence with [MASK] for each word to fill in at the end; may be given several times. Default: a word
-            is masked in each of five lines of the test text.
-    """
-
-    example: Annotated[list[str], typer.Option(metavar="SENTENCE")] = field(default_factory=list)
+    check_exact: bool = False
     output: FolderFlag = Path("runs/mlm")
     config: MlmConfig
     recipe: ClassVar[Any] = mlm_recipe
     title: ClassVar[str] = "masked language model"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.config.pretrained is None:  # whose tokenizer may have another mask token
-            check_examples(self.example, MASK)
 
     @property
     def work(self) -> str:
@@ -282,46 +266,18 @@ class TrainMlm(TrainingCommand):
             sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
             check_divides("tensor", mesh.tensor, sizes)
             check_layers(self.mesh.pipelining(mesh), config.layers)
-            split_layers([1.0] * config.layers, self.mesh.pipelining(mesh).stages)
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        """Trains, and fills in the examples."""
-        result = mlm_recipe.train_mlm(
-            self.config,
-            strategy,
-            examples=self.example or None,
-            **self._places(folders, verbose),
-        )
-        last = ["", filled_table(result.filled)] if result.filled else []
-        return Trained(result=result, size=f", {result.vocabulary:,} tokens", last=last)
-
-
-def filled_table(filled: Sequence[FilledSentence]) -> str:
-    """A row for each sentence: the predictions, the masked word, and its context; "|" separates several masks."""
-    rows = [
-        [
-            " | ".join(", ".join(f"{g.word} {g.probability:.2f}" for g in guesses) for guesses in each.guesses),
-            each.sentence.answer or "",
-            _context(each.sentence.text),
-        ]
-        for each in filled
-    ]
-    headings = ["prediction", "masked", "sentence"]
-    if not any(each.sentence.answer for each in filled):
-        headings, rows = [headings[0], headings[2]], [[row[0], row[2]] for row in rows]
-    return text_table(headings, rows)
-
-
-def _context(text: str) -> str:
-    plain = " ".join(text.split())
-    begin, end = max(0, plain.find(MASK) - _CONTEXT), plain.rfind(MASK) + len(MASK) + _CONTEXT
-    return f"{'...' if begin else ''}{plain[begin:end]}{'...' if end < len(plain) else ''}"
+        """Trains."""
+        result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
+        return Trained(result=result, size=f", {result.vocabulary:,} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainImages(TrainingCommand):
     """Train MobileNetV2 on images, one folder for each class, or on scikit-learn's handwritten digits."""
 
+    check_exact: bool = False
     output: FolderFlag = Path("runs/images")
     config: ImagesConfig
     recipe: ClassVar[Any] = images_recipe
@@ -336,16 +292,10 @@ class TrainImages(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains."""
-        with decoding_bar(quiet=verbose == 0) as progress:
-            result = images_recipe.train_images(
-                self.config,
-                strategy,
-                progress=progress,
-                **self._places(folders, verbose),
-            )
+        result = images_recipe.train_images(self.config, strategy, **self._places(folders, verbose))
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
-        notes = [f"data    {result.source}: {counts} images{skipped}; {result.decoded}"]
+        notes = [f"data    {result.source}: {counts} images{skipped}"]
         return Trained(result=result, size=f", {len(result.classes)} classes", notes=notes)
 
 
@@ -383,13 +333,11 @@ class TrainReviews(TrainingCommand):
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains, and classifies the new reviews."""
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
-        _say(f"{reviews_overview(task.table, task.splits, task.names)}\n")
-        predictions = folders.output / "predictions.csv"
+        _say(f"{_reviews_overview(task)}\n")
         paths = reviews_recipe.RunPaths(
             checkpoints=folders.output / "checkpoints" / folders.logs.name,
             logs=folders.logs,
             model=folders.model,
-            predictions=predictions,
             resume=self.resume,
         )
         bar = ProgressBar(verbose) if verbose else None
@@ -401,8 +349,18 @@ class TrainReviews(TrainingCommand):
             result=result,
             size=f"{of_which}; {len(task.tokenizer):,} tokens",
             notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],
-            last=[
-                f"tested  {predictions} (label, prediction and score of each test review)",
-                *(["", *classified] if classified else []),
-            ],
+            last=["", *classified],
         )
+
+
+def _reviews_overview(task: ReviewsTask) -> str:
+    """What was read, what was dropped, how it was split, and what the labels mean."""
+    table, splits = task.table, task.splits
+    labels = ", ".join(f"{label} is {name}" for label, name in zip(splits.labels, task.names, strict=True))
+    return (
+        f"data    {table.source}: {len(table.reviews) + table.empty:,} rows; dropped: {table.empty:,} empty,"
+        f" {splits.repeated:,} repeated\n"
+        f"splits  train {len(splits.train):,}, valid {len(splits.valid):,} (chooses the best epoch),"
+        f" test {len(splits.test):,}\n"
+        f"labels  {labels}"
+    )

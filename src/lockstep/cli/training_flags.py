@@ -14,9 +14,8 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.cli.flags import check_folder, flag_name
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh_layout import REST, MeshCoordinate, MeshLayout, choose_mesh_layout
+from lockstep.parallel.mesh_layout import REST, MeshLayout, choose_mesh_layout
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.report import text_table
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import BackupAndRestore
 
@@ -83,7 +82,8 @@ class MeshFlags:
         stages_per_worker: stages that each worker of a pipeline holds; default: 2 for interleaved, zero_bubble and
             zero_bubble_v, else 1.
         shard_optimizer: divide the optimizer's state among the replicas (ZeRO stage 1).
-        shard_parameters: divide parameters, gradients and the optimizer's state among the replicas (FSDP).
+        shard_parameters: divide parameters, gradients and the optimizer's state among the replicas (FSDP), without a
+            pipeline.
         sequence_parallel: divide activations outside of the tensor parallel layers along the sequence.
     """
 
@@ -147,25 +147,3 @@ class MeshFlags:
 
 
 NO_MESH = MeshFlags()
-
-
-def mesh_table(mesh: MeshLayout) -> str:
-    """A table of the workers that hold each part of the model, with a row for each replica.
-
-    Example:
-        >>> print(mesh_table(MeshLayout(data=2, pipeline=2, tensor=2)))
-        replica  stage 0      stage 1
-        -------  -----------  -----------
-              0  workers 0-1  workers 4-5
-              1  workers 2-3  workers 6-7
-    """
-
-    def holders(replica: int, stage: int) -> str:
-        places = (MeshCoordinate(stage=stage, replica=replica, tensor=rank) for rank in (0, mesh.tensor - 1))
-        first, last = map(mesh.rank, places)
-        return f"worker {first}" if first == last else f"workers {first}-{last}"
-
-    stages = range(mesh.pipeline)
-    headings = ["workers"] if mesh.pipeline == 1 else [f"stage {stage}" for stage in stages]
-    rows = [[str(replica), *(holders(replica, stage) for stage in stages)] for replica in range(mesh.data)]
-    return text_table(["replica", *headings], rows)

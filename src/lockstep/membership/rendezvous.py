@@ -148,12 +148,7 @@ class JoinResult(NamedTuple):
 
 
 def join_job(
-    spec: ClusterSpec,
-    *,
-    timeout_s: float,
-    lost_after_s: float,
-    info: Mapping[str, int],
-    report: Callable[[str], None],
+    spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Mapping[str, int], report: Callable[[str], None]
 ) -> JoinResult:
     """Waits until all workers of the job are there. ``report`` takes lines about who is still missing.
 

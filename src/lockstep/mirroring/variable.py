@@ -1,7 +1,8 @@
 """Variables with one value for each replica, with the aggregation and synchronization of ``tf.Variable``.
 
 "on_write" variables are reduced when a replica writes, so that all values stay equal (unless aggregation is "none").
-"on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas.
+"on_read" variables, such as counters, are each replica's own and are reduced when they are read outside replicas. Both
+are read with ``read_value``, ``float`` and the like, and by ``reduce`` and similar methods.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.per_replica import PerReplica, TensorLike, read_tensors, select
+from lockstep.collectives.per_replica import PerReplica, VariableBase, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -25,8 +26,8 @@ Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
 
 
-class MirroredVariable(TensorLike):
-    """One tensor for each replica. Made by ``strategy.variable``; usable wherever a tensor is.
+class MirroredVariable(VariableBase):
+    """One tensor for each replica. Made by ``strategy.variable``.
 
     Args:
         owner: the strategy.
@@ -88,10 +89,6 @@ class MirroredVariable(TensorLike):
     def is_mirrored(self) -> bool:
         """Whether all replicas have the same value."""
         return self.synchronization == "on_write" and self.aggregation != "none"
-
-    @property
-    def _one(self) -> torch.Tensor:
-        return self._values[0]
 
     def read_value(self) -> torch.Tensor:
         """A new tensor: in a replica its own value; outside the value of all, or for "on_read" the aggregate.

@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,6 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import ConfigError
 from lockstep.parallel.tensor_parallel import local_shard
 from lockstep.replicas.rng.mode import default_generator_as
-
-
-@runtime_checkable
-class Initialises(Protocol):
-    """A model that initialises each of its modules, as those of transformers do."""
-
-    config: Any
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Writes the initial values of a module's own tensors."""
 
 
 class DeferredInit:
@@ -108,9 +98,9 @@ class DeferredInit:
             elif callable(reset := getattr(part, "reset_parameters", None)):
                 yield reset
         for place, part in enumerate(around):
-            model = next((each for each in around[place:] if isinstance(each, Initialises)), None)
-            if model is not None:
-                yield partial(model._init_weights, part)
+            models = [init for each in around[place:] if callable(init := getattr(each, "_init_weights", None))]
+            if models:
+                yield partial(models[0], part)
 
 
 def _meta(tensor: Tensor) -> Tensor:

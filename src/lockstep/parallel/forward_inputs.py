@@ -1,7 +1,7 @@
 """The arguments of a model's ``forward`` by name; and dummy batches, for a pass without rows.
 
-A replica without rows must make a pass where others need its weights, and models may not take batches without rows: a
-reshape to [0, -1, heads] fails. So it passes one row, which adds nothing.
+A replica without rows must make a pass where others need its weights, and models may not take that: a reshape to
+[0, -1, heads] fails. So it passes one row, which adds nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from lockstep.errors import DataError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_MASK = "mask"
 
 
 class ForwardArguments:
-    """The parameters of a ``forward``, which is a function or a bound method."""
+    """The parameters of a ``forward``."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = inspect.signature(forward).parameters.values()
@@ -30,20 +29,11 @@ class ForwardArguments:
         self._keywords = frozenset(each.name for each in parameters if each.kind in _KEYWORD)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, without positional ones beyond the named parameters.
-
-        Example:
-            >>> ForwardArguments(lambda x, mask=None: x).named([1], {"mask": 2})
-            {'x': 1, 'mask': 2}
-        """
+        """The arguments of a call by name, without positional ones beyond the named parameters."""
         return {**dict(zip(self._positional, args, strict=False)), **kwargs}
 
     def of_inputs(self, x: Any) -> dict[str, Any]:
-        """The inputs of a batch by name: a dict, a tuple or list of positional ones, or a single one.
-
-        Raises:
-            DataError: an input that has no parameter.
-        """
+        """The inputs of a batch by name: a dict, a tuple or list of positional ones, or a single one."""
         if isinstance(x, Mapping):
             named = {str(name): value for name, value in x.items()}
             unknown = sorted(named.keys() - self._keywords)
@@ -65,14 +55,12 @@ def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
     Where the name of an argument ends with "mask" the row is one of ones, which masks nothing.
     """
     forward = call.forward if isinstance(call, nn.Module) else call
-    filled = list(with_dummy_row(ForwardArguments(forward).named(args, {})).values())
-    more = [_filled(value, False) for value in args[len(filled) :]]
-    return tree_map(_without_row, call(*filled, *more, **with_dummy_row(kwargs)))
-
-
-def with_dummy_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Named arguments with a row for tensors without rows."""
-    return {name: _filled(value, name.endswith(_MASK)) for name, value in kwargs.items()}
+    names = [*ForwardArguments(forward).named(args, {}), *[""] * len(args)]
+    filled = [_filled(name, value) for name, value in zip(names, args, strict=False)]
+    outputs = call(*filled, **{name: _filled(name, value) for name, value in kwargs.items()})
+    return tree_map(
+        lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf, outputs
+    )
 
 
 def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -81,15 +69,11 @@ def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return next((not len(leaf) for leaf in leaves), False)
 
 
-def _filled(value: Any, ones: bool) -> Any:
+def _filled(name: str, value: Any) -> Any:
     def fill(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf):
             return leaf
-        make = leaf.new_ones if ones or leaf.dtype is torch.bool else leaf.new_zeros
+        make = leaf.new_ones if name.endswith("mask") or leaf.dtype is torch.bool else leaf.new_zeros
         return make((1, *leaf.shape[1:]))
 
     return tree_map(fill, value)
-
-
-def _without_row(leaf: Any) -> Any:
-    return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf

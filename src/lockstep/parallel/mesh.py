@@ -1,9 +1,8 @@
 """The workers as torch's DeviceMesh: its process groups, which are broken when the job ends early.
 
-torch's collectives cannot be interrupted: a worker that waits for a lost one waits in gloo for its time limit. So the
-connections of the groups are tracked, and shut down when the membership says that the job is over; every wait in them
-then ends with an error at once, which is explained by the membership's. Workers with GPUs have NCCL's groups beside
-these, whose kernels are aborted then.
+torch's collectives cannot be interrupted: a worker waits in gloo for a lost one until its time limit. So the groups'
+connections are tracked, and shut down when the membership says that the job is over; every wait then ends with an error
+at once. Workers with GPUs have NCCL's groups beside these, whose kernels are aborted then.
 """
 
 from __future__ import annotations
@@ -32,17 +31,10 @@ _numbers = itertools.count()
 
 
 class WorkerMesh:
-    """torch's process groups over all workers of a job, and the DeviceMesh of a layout. Every worker must make one.
+    """torch's process groups over all workers of a job, and ``mesh``, the DeviceMesh of a layout.
 
-    An operation waits ``timeout_s`` for a worker that is alive and does not come. A GPU becomes the current one.
-
-    Attributes:
-        mesh: the DeviceMesh, with the axes "pipeline", "data" and "tensor".
-
-    Raises:
-        UsageError: the program has initialised torch's process groups already.
-        ConfigError: a GPU, and a torch without NCCL.
-        ClusterError: a worker was lost meanwhile.
+    Every worker must make one. An operation waits ``timeout_s`` for a worker that is alive and does not come. A GPU
+    becomes the current one. Raises UsageError if the program has initialised torch's process groups already.
     """
 
     def __init__(self, membership: Membership, layout: MeshLayout, *, timeout_s: float, device: torch.device) -> None:
@@ -154,15 +146,7 @@ def make_mesh(
 
 
 def backends_for(kind: str, host: str, *, nccl: bool) -> str:
-    """Torch's name for the backends: ``host``, our gloo, for the host's tensors, and NCCL for those of GPUs.
-
-    Raises:
-        ConfigError: a device of kind "cuda", and this torch has no NCCL.
-
-    Example:
-        >>> backends_for("cuda", "lockstep_0", nccl=True)
-        'cpu:lockstep_0,cuda:nccl'
-    """
+    """Torch's name for the backends: ``host``, our gloo, for the host's tensors, and NCCL for those of GPUs."""
     if kind != "cuda":
         return host
     if not nccl:

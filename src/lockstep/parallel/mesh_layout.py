@@ -16,25 +16,17 @@ from math import prod
 
 from lockstep.errors import ConfigError
 
-AXES = ("pipeline", "data", "tensor")
-"""The axes of the mesh; ranks change fastest along the last one."""
-REST = -1
-"""As a degree: all workers that the other degrees leave."""
+AXES = ("pipeline", "data", "tensor")  # ranks change fastest along the last one
+REST = -1  # as a degree: all workers that the other degrees leave
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """The workers of a job as a device mesh.
+    """The workers of a job as a device mesh."""
 
-    Args:
-        data: the number of replicas of the model; each sees its own shard of a global batch.
-        pipeline: the number of workers among which the layers of a replica are divided.
-        tensor: the number of workers among which each layer is divided.
-    """
-
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
+    data: int = 1  # replicas of the model; each sees its own shard of a global batch
+    pipeline: int = 1  # workers among which the layers of a replica are divided
+    tensor: int = 1  # workers among which each layer is divided
 
     @property
     def size(self) -> int:
@@ -87,9 +79,6 @@ class MeshCoordinate:
 def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, tensor: int = 1) -> MeshLayout:
     """The layout of ``workers`` workers; one degree may be -1 and takes what the others leave.
 
-    Raises:
-        ConfigError: the degrees do not fit; the message names some that would.
-
     Example:
         >>> choose_mesh_layout(8, pipeline=2, tensor=2)
         MeshLayout(data=2, pipeline=2, tensor=2)
@@ -106,8 +95,7 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
     given = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
     if not open_ones and workers != product:
         raise ConfigError(
-            f"{given} is a mesh of {product} workers, and the job has {workers}; start {product}, or leave data at -1, "
-            "which takes what the others leave"
+            f"{given} is a mesh of {product} workers, and the job has {workers}; start {product}, or leave data at -1"
         )
     if workers % product:
         named = " x ".join(f"{name}={degree}" for name, degree in fixed.items() if degree > 1)

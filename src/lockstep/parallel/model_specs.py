@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from torch import nn
+
 from lockstep.errors import ConfigError
 
 Names = Sequence[str]
@@ -23,58 +25,41 @@ class HasConfig(Protocol):
     base_model_prefix: str
 
 
+def base_name(module: nn.Module) -> str:
+    """The name of a model's body; empty if that is the model itself, without a head."""
+    prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
+    return prefix if prefix in dict(module.named_children()) else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelSpec:
-    """The modules of a layer that work on divided sequences, by names relative to the layer.
+    """The modules of a layer that work on divided sequences, by names relative to the layer."""
 
-    Args:
-        norms: normalise each token.
-        dropouts: drop units of each token.
-        regions: begin with divided linear layers, and take the hidden states as first argument.
-        regions_by_name: the same, with the hidden states as ``hidden_states=``.
-    """
-
-    norms: Names
-    dropouts: Names = ()
-    regions: Names
-    regions_by_name: Names = ()
+    norms: Names  # normalise each token
+    dropouts: Names = ()  # drop units of each token
+    regions: Names  # begin with divided linear layers, and take the hidden states as first argument
+    regions_by_name: Names = ()  # the same, with the hidden states as ``hidden_states=``
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Names of modules: those of a layer relative to it, those of the body to the base model, heads to the model.
+    """Names of modules: those of a layer relative to it, those of the body to the base model, heads to the model."""
 
-    Args:
-        layers: the list of layers, in the body.
-        embedding: the vocabulary's embedding, in the body.
-        column_linears: linear layers of a layer whose outputs are divided.
-        row_linears: linear layers of a layer whose inputs are divided, each after one of ``column_linears``.
-        fused: of ``column_linears``, those that make several outputs in one, and how many.
-        scaled: attributes of a layer's modules that are divided by the degree: (module, attribute).
-        own_rng: modules of a layer that draw dropout on this rank's part.
-        common_rng: modules inside those that draw alike on all tensor ranks.
-        sequence: what tensor ranks compute alike in a layer, unless they divide the sequences.
-        heads: linear layers of the model whose outputs are logits over the vocabulary.
-        first_stage: modules of the body that only the first stage of a pipeline has, and what replaces each elsewhere:
-            "embeds" returns the hidden states in place of the embeddings, "zero" adds nothing to them, "identity"
-            passes them on.
-        last_stage: modules of the body that only the last stage has.
-        divisible: the sizes that the degree of tensor parallelism must divide, by their names in the configuration.
-    """
-
-    layers: str
-    embedding: str
-    column_linears: Names
-    row_linears: Names
-    fused: Sequence[tuple[str, int]] = ()
-    scaled: Sequence[tuple[str, str]] = ()
-    own_rng: Names
-    common_rng: Names = ()
-    sequence: SequenceParallelSpec
-    heads: Names
+    layers: str  # the list of layers, in the body
+    embedding: str  # the vocabulary's embedding, in the body
+    column_linears: Names  # linear layers of a layer whose outputs are divided
+    row_linears: Names  # linear layers of a layer whose inputs are divided, each after one of ``column_linears``
+    fused: Sequence[tuple[str, int]] = ()  # of ``column_linears``, those that make several outputs in one; how many
+    scaled: Sequence[tuple[str, str]] = ()  # (module, attribute) of a layer that is divided by the degree
+    own_rng: Names  # modules of a layer that draw dropout on this rank's part
+    common_rng: Names = ()  # modules inside those that draw alike on all tensor ranks
+    sequence: SequenceParallelSpec  # what tensor ranks compute alike in a layer, unless they divide the sequences
+    heads: Names  # linear layers of the model whose outputs are logits over the vocabulary
+    # Modules of the body that only the first stage of a pipeline has, and what replaces each elsewhere: "embeds"
+    # returns the hidden states in place of the embeddings, "zero" adds nothing to them, "identity" passes them on.
     first_stage: Mapping[str, str]
-    last_stage: Names
-    divisible: Names
+    last_stage: Names  # modules of the body that only the last stage has
+    divisible: Names  # the sizes that the degree must divide, by their names in the configuration
 
 
 BERT = ModelSpec(
@@ -124,16 +109,11 @@ LLAMA = ModelSpec(
     last_stage=("norm",),
     divisible=("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
 )
-MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}
-"""By the ``model_type`` of a configuration."""
+MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}  # by the ``model_type`` of a configuration
 
 
 def require_model_spec(module: object, asked: str) -> ModelSpec:
-    """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs.
-
-    Raises:
-        ConfigError: it has none; the message names the known ones.
-    """
+    """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs."""
     kind = str(getattr(module.config, "model_type", "")) if isinstance(module, HasConfig) else ""
     if kind not in MODEL_SPECS:
         raise ConfigError(

@@ -9,13 +9,12 @@ All workers of the replica see the same shard, so inputs beside the hidden state
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,42 +25,31 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from lockstep._torch_compat import tree_map, tree_unflatten
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
-from lockstep.parallel.forward_inputs import ForwardArguments, with_dummy_row
+from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
-from lockstep.parallel.pipeline_stage import Stage, TracedStage, TraceRecorder
+from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
-
-if TYPE_CHECKING:
-    from lockstep.parallel.fsdp import StageWeights  # with torch's FSDP, which few programs need
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Examine = Callable[[Any, slice], Tensor]
 """Given the outputs for some rows of a shard: the scalar to back-propagate."""
 
-_KINDS: Mapping[ScheduleName, type[Schedule]] = MappingProxyType(
-    {
-        "gpipe": torch_pipelining.ScheduleGPipe,
-        "1f1b": torch_pipelining.Schedule1F1B,
-        "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
-        "zero_bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
-        "zero_bubble_v": torch_pipelining.ScheduleZBVZeroBubble,
-    }
-)
+_KINDS: Mapping[ScheduleName, type[Schedule]] = {
+    "gpipe": torch_pipelining.ScheduleGPipe,
+    "1f1b": torch_pipelining.Schedule1F1B,
+    "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": torch_pipelining.ScheduleInterleavedZeroBubble,
+    "zero_bubble_v": torch_pipelining.ScheduleZBVZeroBubble,
+}
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
-_ACTIONS: Mapping[str, ActionKind] = MappingProxyType({"F": "forward", "B": "backward", "I": "inputs", "W": "weights"})
+_ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 """By torch's names. torch also has actions that compute nothing."""
 _TOKENS = "input_ids"
 _MOST_KEPT = 8
 
 
 def orders_of(pipelining: PipelineConfig) -> Orders:
-    """The actions of each worker in a training step, in order, from torch's schedule.
-
-    Example:
-        >>> orders = orders_of(PipelineConfig(schedule="1f1b", microbatches=2, workers=2))
-        >>> [f"{action.kind} {action.microbatch}" for action in orders[1]]
-        ['forward 0', 'backward 0', 'forward 1', 'backward 1']
-    """
+    """The actions of each worker in a training step, in order, from torch's schedule."""
     kind: Any = _KINDS[pipelining.schedule]
     stages = [_StageOutline(pipelining.workers, pipelining.stages) for _ in range(pipelining.stages_per_worker)]
     made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
@@ -93,17 +81,12 @@ def _numbered(order: Sequence[Any]) -> list[Action]:
 
 @contextmanager
 def without_its_log() -> Iterator[None]:
-    """A block in which torch does not log the whole schedule beside an error that it raises; per thread."""
-    own = threading.get_ident()
-
-    def is_others(record: logging.LogRecord) -> bool:
-        return record.thread != own
-
-    _LOG.addFilter(is_others)
+    """A block in which torch does not log the whole schedule beside an error that it raises."""
+    before, _LOG.disabled = _LOG.disabled, True
     try:
         yield
     finally:
-        _LOG.removeFilter(is_others)
+        _LOG.disabled = before
 
 
 class Pipeline:
@@ -116,7 +99,6 @@ class Pipeline:
         hidden: the width of the hidden states.
         dtype: the dtype of the hidden states.
         device: this worker's device.
-        stage_weights: unshards the stages' weights around a pass; None where nothing has to be done.
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
@@ -131,18 +113,16 @@ class Pipeline:
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        stage_weights: StageWeights | None = None,
     ) -> None:
         self._stages, self._group = tuple(stages), group
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._stage_weights = stage_weights
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._examine: Examine | None = None
         self._rows = 0
-        self._recorder = TraceRecorder()
+        self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
 
     @property
     def is_last(self) -> bool:
@@ -155,7 +135,7 @@ class Pipeline:
         Args:
             x: the model's inputs, "input_ids" among them: a dict of keyword arguments, a tuple or list of positional
                 ones, or the first one alone.
-            rows: the number of rows; without any, a dummy row passes for those who need this worker's weights.
+            rows: the number of rows, at least one.
             examine: called where the outputs are, for each microbatch that has rows.
         """
         self._pass(x, rows, examine, backward=True)
@@ -167,24 +147,28 @@ class Pipeline:
 
     def trace(self, group: Communicator) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
-        own = [asdict(slot) for slot in self._recorder.slots]
-        every = all_gather_object(group, "the pipeline trace", own)
-        return PipelineTrace(workers=tuple(tuple(map(_slot, slots)) for slots in every))
+        own = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
+        workers = [
+            tuple(
+                Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
+                for kind, stage, microbatch, begin, end in slots
+            )
+            for slots in all_gather_object(group, "the pipeline trace", own)
+        ]
+        return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
-        tokens, named = self._inputs(x, rows)
-        microbatches, given_rows = self._pipelining.microbatches, max(1, rows)
-        part = -(-given_rows // microbatches)
-        tokens, named = tree_map(lambda leaf: _padded(leaf, given_rows, part * microbatches), (tokens, named))
+        microbatches = self._pipelining.microbatches
+        part = -(-rows // microbatches)
+        tokens, named = tree_map(lambda leaf: _padded(leaf, rows, part * microbatches), self._inputs(x))
         schedule = self._schedule((part, *tokens.shape[1:]), tokens.dtype, backward=backward)
         self._examine, self._rows = examine, rows
-        self._recorder.slots.clear()
+        self._slots.clear()
         given = (tokens,) if self._stages[0].first else ()
         numbers = torch.arange(len(tokens))
         run = schedule.step if backward else schedule.eval
-        weights = self._stage_weights
         try:
-            with without_its_log(), nullcontext() if weights is None else weights.during(backward=backward):
+            with without_its_log():
                 run(
                     *given,
                     target=numbers if self.is_last else None,
@@ -196,15 +180,13 @@ class Pipeline:
         finally:
             self._examine = None
 
-    def _inputs(self, x: Any, rows: int) -> tuple[Tensor, dict[str, Any]]:
-        given = self._arguments.of_inputs(x)
-        named = dict(given) if rows else with_dummy_row(given)
-        tokens = named.pop(_TOKENS, None)
-        if not isinstance(tokens, Tensor):
-            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in given.items())
+    def _inputs(self, x: Any) -> tuple[Tensor, dict[str, Any]]:
+        named = self._arguments.of_inputs(x)
+        if not isinstance(tokens := named.pop(_TOKENS, None), Tensor):
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in named.items())
             raise DataError(
-                f'a pipeline begins with the tensor "{_TOKENS}", and the inputs that came are {kinds or "none"}; give '
-                "that tensor alone, first, or in a dict of the model's keyword arguments"
+                f'a pipeline begins with the tensor "{_TOKENS}", and the other inputs are {kinds or "none"}; give that '
+                "tensor alone, first, or in a dict of the model's keyword arguments"
             )
         return tokens, named
 
@@ -225,7 +207,7 @@ class Pipeline:
         stages: list[Any] = [
             TracedStage(
                 stage, self._pipelining.stages, group=self._group, takes=tokens if stage.first else hidden,
-                gives=hidden, recorder=self._recorder, device=self._device,
+                gives=hidden, slots=self._slots, device=self._device,
             )
             for stage in self._stages
         ]  # fmt: skip
@@ -247,7 +229,8 @@ class Pipeline:
         spec = self._stages[-1].outputs
         outputs = tree_unflatten(list(leaves), spec) if spec is not None else leaves
         loss = self._examine(outputs, slice(begin, end))
-        self._recorder.extend()
+        if self._slots:  # the loss is part of the last forward pass
+            self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
         return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
 
 
@@ -260,10 +243,6 @@ def _leave_out_backward(made: Any) -> None:
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
         made.register_custom_function(computation, skip)
-
-
-def _slot(sent: dict[str, Any]) -> Slot:
-    return Slot(action=Action(**sent["action"]), begin=sent["begin"], end=sent["end"])
 
 
 def _padded(leaf: Any, rows: int, length: int) -> Any:

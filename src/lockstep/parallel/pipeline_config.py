@@ -6,59 +6,49 @@ slowest stage sets the pace, so the split is the one whose largest cost is the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from operator import add
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from lockstep.errors import ConfigError
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-"""gpipe: all forward passes, then all backward (Huang et al. 2019).
-1f1b: one of each in turn as soon as possible, with at most as many microbatches in flight as there are stages
-(Narayanan et al. 2019, "PipeDream").
-interleaved: the same with several stages on each worker, each a smaller part of the model (Narayanan et al. 2021, arXiv
-2104.04473, section 2.2).
-zero_bubble: the backward pass in two, for the inputs and for the weights; no worker waits for the second, so it fills
-idle time ("ZB1P" of Qi et al. 2023, arXiv 2401.10241).
-zero_bubble_v: the same with two stages on each worker, the second ones in reverse order, so that the first worker has
-the embeddings and the outputs ("ZB-V", section 6 there)."""
-_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = MappingProxyType(
-    {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)}
-)
-"""The least and the most."""
+"""Each is a class of torch.distributed.pipelining; docs/schedules.md explains them."""
+_STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = {  # the least and the most
+    "1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)
+}  # fmt: skip
 _IN_ROUNDS = ("interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The settings of a strategy's pipelines.
-
-    Args:
-        schedule: one of ``SCHEDULES``.
-        microbatches: the number of microbatches of a shard.
-        workers: the number of workers of a pipeline; 1 for no pipeline.
-        stages_per_worker: the number of stages that each worker holds.
-
-    Raises:
-        ConfigError: an unknown schedule, or numbers that it does not support.
-    """
+    """The settings of a strategy's pipelines. Raises a ConfigError if the schedule does not support them."""
 
     schedule: ScheduleName
-    microbatches: int
-    workers: int = 1
+    microbatches: int  # of a shard
+    workers: int = 1  # of a pipeline; 1 for no pipeline
     stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}")
-        if self.workers > 1:
-            _check_stages(self.schedule, self.stages_per_worker)
-            _check_rounds(self.schedule, self.microbatches, self.workers)
+        if self.workers == 1:
+            return
+        each, (least, most) = self.stages_per_worker, _STAGES_PER_WORKER[self.schedule]
+        if isinstance(each, bool) or not isinstance(each, int) or not least <= each <= most:
+            raise ConfigError(
+                f"stages_per_worker={each!r} does not go with schedule={self.schedule!r}, which has "
+                f"{least if least == most else f'{least} or more'} stages on each worker; leave it out"
+            )
+        # These schedules take microbatches in rounds of equal length, of as many as there are workers or more.
+        if self.schedule in _IN_ROUNDS and self.microbatches % max(1, self.microbatches // self.workers):
+            raise ConfigError(
+                f"microbatches={self.microbatches} cannot be taken in equal rounds by {self.workers} workers, as "
+                f"schedule={self.schedule!r} does; give a multiple of {self.workers}"
+            )
 
     @property
     def stages(self) -> int:
@@ -84,26 +74,16 @@ class PipelineConfig:
 def choose_pipeline_config(
     schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
 ) -> PipelineConfig:
-    """The settings for a pipeline.
-
-    Args:
-        schedule: its name.
-        microbatches: None is two for every worker.
-        workers: the number of workers; 1 is no pipeline.
-        stages_per_worker: None is two for schedules with several, else one.
-
-    Raises:
-        ConfigError: an unknown schedule, fewer microbatches than workers, or numbers that it does not support.
+    """The settings for a pipeline. None is two microbatches a worker; two stages where the schedule has several.
 
     Example:
-        >>> choose_pipeline_config("1f1b", None, 4).microbatches
-        8
-        >>> choose_pipeline_config("interleaved", None, 4).stages
-        8
+        >>> choose_pipeline_config("interleaved", None, 4)
+        PipelineConfig(schedule='interleaved', microbatches=8, workers=4, stages_per_worker=2)
     """
     if stages_per_worker is not None and workers == 1:
-        given = f"stages_per_worker={stages_per_worker}"
-        raise ConfigError(f"{given} is about pipelines, and pipeline=1 is none; leave it out")
+        raise ConfigError(
+            f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
+        )
     if stages_per_worker is None:
         stages_per_worker = 1 if workers == 1 or _STAGES_PER_WORKER.get(schedule, (1, 1))[1] == 1 else 2
     if microbatches is None:
@@ -119,95 +99,40 @@ def choose_pipeline_config(
 
 
 def check_layers(pipelining: PipelineConfig, layers: int) -> None:
-    """Raises a ConfigError if several stages per worker are more stages than a model has layers."""
+    """Raises a ConfigError if there are more stages than a model has layers."""
     each, workers = pipelining.stages_per_worker, pipelining.workers
-    if each == 1 or pipelining.stages <= layers:
-        return
-    fitting = [f"pipeline up to {layers // each}"] if layers // each > 1 else []
-    if _STAGES_PER_WORKER[pipelining.schedule][0] <= layers // workers < each:
-        fitting.append(f"stages_per_worker up to {layers // workers}")
-    fitting.append(f'schedule="1f1b" with pipeline up to {layers}')
-    raise ConfigError(
-        f"pipeline={workers} with {each} stages on each worker is {pipelining.stages} stages, and the model has "
-        f"{layers} layers; choose {' or '.join(fitting)}"
-    )
-
-
-def _check_stages(schedule: ScheduleName, each: int) -> None:
-    least, most = _STAGES_PER_WORKER[schedule]
-    if isinstance(each, bool) or not isinstance(each, int) or not least <= each <= most:
+    if pipelining.stages > layers:
         raise ConfigError(
-            f"stages_per_worker={each!r} goes with schedule={schedule!r}, which has "
-            f"{least if least == most else f'{least} or more'} stages on each worker; leave it out, or choose another "
-            f"schedule of {', '.join(SCHEDULES)}"
+            f"pipeline={workers} with {each} stages on each worker is {pipelining.stages} stages, and the model has "
+            f"{layers} layers; choose pipeline up to {max(1, layers // each)}, or fewer stages on each worker"
         )
 
 
-def _check_rounds(schedule: ScheduleName, microbatches: int, workers: int) -> None:
-    """Some schedules take microbatches in rounds of equal length, of as many as there are workers or more."""
-    if schedule not in _IN_ROUNDS or _even(microbatches, workers):
-        return
-    lower = next(number for number in range(microbatches, 0, -1) if _even(number, workers))
-    upper = next(number for number in range(microbatches, 2 * microbatches + workers) if _even(number, workers))
-    raise ConfigError(
-        f"microbatches={microbatches} cannot be taken in equal rounds by {workers} workers, as schedule={schedule!r} "
-        f"does; give {lower} or {upper}"
-    )
-
-
-def _even(microbatches: int, workers: int) -> bool:
-    return microbatches % max(1, microbatches // workers) == 0
-
-
 def split_layers(costs: Sequence[float], stages: int, *, after: float = 0.0) -> tuple[int, ...]:
-    """How many layers each stage gets, in order; at least one.
+    """How many layers each stage gets, in order, so that the slowest stage is as fast as possible.
 
-    Args:
-        costs: the costs of the layers, in any unit.
-        stages: the number of stages.
-        after: the cost of the rest of the last stage, such as the head.
-
-    Raises:
-        ConfigError: fewer layers than stages.
+    ``costs`` are those of the layers, as many as there are stages or more; ``after`` is the rest of the last stage's.
 
     Example:
         >>> split_layers([1.0] * 8, 4, after=1.5)  # the head costs one and a half layers
         (2, 2, 3, 1)
     """
-    if stages > len(costs):
-        fitting = ", ".join(map(str, range(1, len(costs) + 1)))
-        raise ConfigError(f"pipeline={stages} is more stages than the model has layers, {len(costs)}; choose {fitting}")
     sums = [0.0, *accumulate(costs)]
-
-    def cost(begin: int, end: int, stage: int) -> float:
-        own = sums[end] - sums[begin]
-        return own + after if stage == stages - 1 else own
-
-    slowest, _ = _best(len(costs), stages, cost, max)
-
-    def square(begin: int, end: int, stage: int) -> float:
-        own = cost(begin, end, stage)
-        return own**2 if own <= slowest else inf
-
-    _, split = _best(len(costs), stages, square, add)  # of all splits as fast as that the most even one
-    return split
-
-
-def _best(
-    layers: int, stages: int, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """The split of the least cost: of layers ``begin`` to ``end`` in a stage, ``joined`` over the stages."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, end, 0), (end,)) for end in range(1, layers + 1)}
-    for stage in range(1, stages):
+    # By the number of layers that the stages so far hold: the largest cost, the sum of squares, and the split. Of
+    # splits that are as fast as each other the most even one is taken.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        own = after if stage == stages - 1 else 0.0
         best = {
             end: min(
-                (joined(so_far, cost(begin, end, stage)), (*split, end - begin))
-                for begin, (so_far, split) in best.items()
+                (max(slowest, cost), squares + cost**2, (*split, end - begin))
+                for begin, (slowest, squares, split) in best.items()
                 if begin < end
+                for cost in [sums[end] - sums[begin] + own]
             )
-            for end in range(stage + 1, layers + 1)
+            for end in range(stage + 1, len(costs) + 1)
         }
-    return best[layers]
+    return best[len(costs)][2]
 
 
 def check_split(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:

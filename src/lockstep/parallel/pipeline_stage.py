@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -16,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep._torch_compat import TreeSpec, tree_flatten
-from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
+from lockstep._torch_compat import TreeSpec, tree_flatten, tree_map
+from lockstep.parallel.model_specs import base_name, require_model_spec
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
-PipelineSplit = Literal["auto"] | Sequence[int]
-"""The number of layers of each stage, or "auto"."""
+PipelineSplit = Literal["auto"] | Sequence[int]  # the number of layers of each stage, or "auto"
 
 
 class ActiveStage:
@@ -41,39 +38,27 @@ class ActiveStage:
         part.forward = forward
 
 
-class _Identity(nn.Module):
-    """Replaces a layer that another stage holds; passes the hidden states on unchanged."""
+class _StandIn(nn.Module):
+    """In place of a module that another stage has."""
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def __init__(self, kind: str = "identity") -> None:
+        super().__init__()
+        self._kind = kind
 
-
-class _Embeds(nn.Module):
-    """In place of the embeddings on later stages: the hidden states that were given."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Tensor:
-        return inputs_embeds
-
-
-class _Zero(nn.Module):
-    """In place of what is added to the embeddings on the first stage."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)
-
-
-_STAND_INS: dict[str, type[nn.Module]] = {"embeds": _Embeds, "zero": _Zero, "identity": _Identity}
+    def forward(self, hidden: Tensor | None = None, *_: Any, inputs_embeds: Tensor | None = None, **named: Any) -> Any:
+        if self._kind == "embeds":  # the hidden states that were given instead of tokens
+            return inputs_embeds
+        hidden = named["hidden_states"] if hidden is None else hidden
+        return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
 
 class Stage(nn.Module):
-    """A stage as torch's pipelining calls it.
+    """Stage ``number`` of all ``stages``, as torch's pipelining calls it. Made by ``cut_to_stages``.
 
     Args:
-        model: the model, cut down to this worker's stages by ``cut_to_stages``.
+        model: the model, cut down to this worker's stages.
         base: its body, which is the model itself where it has no head.
-        parts: the modules of the model that are this stage's own.
-        number: the number of the stage, of ``stages`` in all.
-        stages: the number of all stages.
+        parts: the modules of the model that are this stage's own; also an attribute.
         active: which of this worker's stages computes now.
 
     Attributes:
@@ -92,7 +77,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
+        self._base, self.parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
         self._active = active
         self.number = number
         self.first, self.last = number == 0, number == stages - 1
@@ -100,23 +85,13 @@ class Stage(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.outputs: TreeSpec | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the model's parts compute for this stage now."""
-        return self._active.stage == self.number
-
     def activate(self) -> None:
         """Has the model's parts compute for this stage from now on. Must be called before each computation."""
         self._active.stage = self.number
 
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """The modules of the model that are this stage's own."""
-        return self._parts
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
-        found = {id(each): each for part in self._parts for each in part.parameters(recurse)}
+        found = {id(each): each for part in self.parts for each in part.parameters(recurse)}
         return iter(found.values())
 
     def forward(self, incoming: Tensor, *, real: Tensor | None = None, **named: Any) -> Any:
@@ -129,7 +104,13 @@ class Stage(nn.Module):
             named: the model's other arguments.
         """
         if self.last and real is not None:
-            incoming, named = _first_rows(incoming, named, max(1, int(real.sum())))
+            given_rows, rows = len(incoming), max(1, int(real.sum()))
+            incoming, named = tree_map(
+                lambda leaf: (
+                    leaf[:rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == given_rows else leaf
+                ),
+                (incoming, named),
+            )
         given = {name: value for name, value in named.items() if name in self._accepted}
         if self.first:
             given["input_ids"] = incoming
@@ -146,26 +127,16 @@ class Stage(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _first_rows(incoming: Tensor, named: dict[str, Any], rows: int) -> tuple[Tensor, dict[str, Any]]:
-    def cut(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.ndim and len(value) == len(incoming) else value
-
-    return incoming[:rows], {name: cut(value) for name, value in named.items()}
-
-
 def cut_to_stages(
     module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
 ) -> tuple[Stage, ...]:
-    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers.
-
-    Raises:
-        ConfigError: a model without a spec, or a split that does not fit its layers.
-    """
+    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers."""
     spec = require_model_spec(module, 'pipeline_split="auto"')
-    prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
-    base = module.get_submodule(prefix) if prefix in dict(module.named_children()) else module
+    base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
-    ends = list(accumulate(_layer_counts(module, layers, spec, split, pipelining)))
+    heads = [part for name, part in module.named_modules() if name in spec.heads]
+    counts = _layer_counts(list(layers.children()), heads, split, pipelining)
+    ends = list(accumulate(counts))
     parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
     active = ActiveStage()
 
@@ -182,12 +153,12 @@ def cut_to_stages(
             active.restrict(part, stage, otherwise)
 
     for number, (name, _) in enumerate(list(layers.named_children())):
-        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), _Identity())
+        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), _StandIn())
     last = pipelining.stages - 1
     for name, kind in spec.first_stage.items():
-        keep(base, name, 0, _STAND_INS[kind]())
+        keep(base, name, 0, _StandIn(kind))
     for name in spec.last_stage:
-        keep(base, name, last, _Identity())
+        keep(base, name, last, _StandIn())
     if base is not module:
         for name in [name for name, child in module.named_children() if child is not base]:
             keep(module, name, last, nn.Identity())
@@ -198,14 +169,12 @@ def cut_to_stages(
 
 
 def _layer_counts(
-    module: nn.Module, layers: nn.Module, spec: ModelSpec, split: PipelineSplit, pipelining: PipelineConfig
+    layers: Sequence[nn.Module], heads: Sequence[nn.Module], split: PipelineSplit, pipelining: PipelineConfig
 ) -> tuple[int, ...]:
-    costs = [_cost(layer) for layer in layers.children()]
-    check_layers(pipelining, len(costs))
-    if isinstance(split, str):
-        heads = [part for name, part in module.named_modules() if name in spec.heads]
-        return split_layers(costs, pipelining.stages, after=float(sum(map(_cost, heads))))
-    return check_split(split, pipelining.stages, len(costs))
+    check_layers(pipelining, len(layers))
+    if not isinstance(split, str):
+        return check_split(split, pipelining.stages, len(layers))
+    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
 def _cost(module: nn.Module) -> float:
@@ -213,28 +182,8 @@ def _cost(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
-class TraceRecorder:
-    """The actions of a worker in a pass, with their times in seconds of ``time.perf_counter()``."""
-
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []
-
-    @contextmanager
-    def recording(self, action: Action) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.slots.append(Slot(action=action, begin=begin, end=time.perf_counter()))
-
-    def extend(self) -> None:
-        """Counts the time until now as part of the last action."""
-        if self.slots:
-            self.slots[-1] = replace(self.slots[-1], end=time.perf_counter())
-
-
 class TracedStage(PipelineStage):
-    """torch's stage for microbatches of one shape, which records its actions.
+    """torch's stage for microbatches of one shape, which adds its actions to ``slots``.
 
     ``takes`` and ``gives`` have the shapes and dtypes of the input and output, on the meta device.
     """
@@ -247,12 +196,12 @@ class TracedStage(PipelineStage):
         group: dist.ProcessGroup,
         takes: Tensor,
         gives: Tensor,
-        recorder: TraceRecorder,
+        slots: list[Slot],
         device: torch.device,
     ) -> None:
         # With the shapes known, torch need not run a microbatch to find them.
         super().__init__(stage, stage.number, stages, device, input_args=takes, output_args=gives, group=group)
-        self._module, self._recorder = stage, recorder
+        self._module, self._slots = stage, slots
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
@@ -273,11 +222,14 @@ class TracedStage(PipelineStage):
     def _compute(self, kind: ActionKind, microbatch: int, compute: Callable[[], Any]) -> Any:
         """Computes for this stage. Raises an error itself, not torch's own that has the shapes of the inputs."""
         self._module.activate()
-        with self._recorder.recording(Action(kind=kind, stage=self._module.number, microbatch=microbatch)):
-            try:
-                return compute()
-            except RuntimeError as error:
-                if error.__cause__ is None:
-                    raise
-                cause = error.__cause__
-            raise cause  # not above, where torch's would become its context and so, in a circle, its cause
+        begin = time.perf_counter()
+        try:
+            return compute()
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            cause = error.__cause__
+        finally:
+            action = Action(kind=kind, stage=self._module.number, microbatch=microbatch)
+            self._slots.append(Slot(action=action, begin=begin, end=time.perf_counter()))
+        raise cause  # not above, where torch's would become its context and so, in a circle, its cause

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from lockstep.errors import ConfigError
 
 ActionKind = Literal["forward", "backward", "inputs", "weights"]
 """A backward pass is whole, or split: the gradients of the stage's inputs, and of its weights."""
-COSTS: Mapping[ActionKind, float] = MappingProxyType({"forward": 1.0, "backward": 2.0, "inputs": 1.0, "weights": 1.0})
+COSTS: Mapping[ActionKind, float] = {"forward": 1.0, "backward": 2.0, "inputs": 1.0, "weights": 1.0}
 """Costs of the layers of one worker. A backward pass has two products for each one of a forward pass."""
 
 
@@ -37,10 +36,8 @@ class Slot:
     end: float
 
 
-Orders = Sequence[Sequence[Action]]
-"""Per worker of a pipeline, its actions in a step."""
-Cost = Callable[[Action], float]
-"""How long an action takes."""
+Orders = Sequence[Sequence[Action]]  # per worker of a pipeline, its actions in a step
+Cost = Callable[[Action], float]  # how long an action takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +63,15 @@ class PipelineTrace:
 
 
 def textbook_bubble(workers: int, microbatches: int) -> float:
-    """The idle share of GPipe's and 1F1B's step: (S-1)/(M+S-1).
-
-    Example:
-        >>> round(textbook_bubble(4, 8), 3)
-        0.273
-    """
+    """The idle share of GPipe's and 1F1B's step: (S-1)/(M+S-1)."""
     return (workers - 1) / (microbatches + workers - 1)
 
 
 def simulate(orders: Orders, cost: Cost | None = None) -> PipelineTrace:
     """The trace of a step in which only actions take time.
 
-    Args:
-        orders: the actions of each worker.
-        cost: of each action; None is ``COSTS``, divided among the stages of a worker.
-
-    Raises:
-        ConfigError: orders in which workers wait for each other in a circle.
-
-    Example:
-        >>> forward, backward = (Action(kind=kind, stage=0, microbatch=0) for kind in ("forward", "backward"))
-        >>> simulate([[forward, backward]]).length
-        3.0
+    ``cost`` is that of each action; None is ``COSTS``, divided among the stages of a worker. Raises ConfigError if
+    workers wait for each other in a circle.
     """
     each = max(len({action.stage for action in order}) for order in orders)
     takes = cost or (lambda action: COSTS[action.kind] / each)

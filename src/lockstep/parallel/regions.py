@@ -17,21 +17,13 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a whole tensor, and the place of its elements among the worker's own.
+    """A box of a whole tensor, and the place of its elements among the worker's own."""
 
-    Args:
-        offsets: the index of its first element in the whole tensor.
-        sizes: its lengths.
-        start: the begin, among the own elements, of the contiguous run that it is in.
-        run: the lengths of that run.
-        column: the begin of the box in the last dimension of the run.
-    """
-
-    offsets: Sizes
-    sizes: Sizes
-    start: int
-    run: Sizes
-    column: int = 0
+    offsets: Sizes  # the index of its first element in the whole tensor
+    sizes: Sizes  # its lengths
+    start: int  # the begin, among the own elements, of the contiguous run that it is in
+    run: Sizes  # the lengths of that run
+    column: int = 0  # the begin of the box in the last dimension of the run
 
     @property
     def elements(self) -> int:
@@ -45,19 +37,12 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A worker's part of a tensor.
+    """A worker's part of a tensor."""
 
-    Args:
-        whole: the lengths of the whole tensor.
-        sizes: the lengths of the part.
-        offsets: the index of its first element in the whole tensor.
-        columns: the index of each of its columns in the whole tensor, where these are not consecutive.
-    """
-
-    whole: Sizes
-    sizes: Sizes
-    offsets: Sizes
-    columns: Sizes | None = None
+    whole: Sizes  # the lengths of the whole tensor
+    sizes: Sizes  # the lengths of the part
+    offsets: Sizes  # the index of its first element in the whole tensor
+    columns: Sizes | None = None  # the index of each of its columns in the whole tensor, if they are not consecutive
 
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
         """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order.
@@ -99,23 +84,17 @@ def whole_region(sizes: Sequence[int]) -> Region:
 
 def _runs(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Elements ``start`` to ``stop`` of a tensor as contiguous boxes: their offsets and lengths."""
-    if start >= stop:
-        return
-    if not sizes:
+    if not sizes and start < stop:
         yield (), ()
         return
     inner = prod(sizes[1:])
-    first, last = -(-start // inner), stop // inner  # the whole rows
-    zeros = (0,) * (len(sizes) - 1)
-    if first > last:  # some elements of one row
-        yield from _in_row(sizes, last, start - last * inner, stop - last * inner)
-        return
-    yield from _in_row(sizes, first - 1, start - (first - 1) * inner, inner if start < first * inner else 0)
-    if first < last:
-        yield (first, *zeros), (last - first, *sizes[1:])
-    yield from _in_row(sizes, last, 0, stop - last * inner)
-
-
-def _in_row(sizes: Sizes, row: int, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    for offsets, run in _runs(sizes[1:], start, stop):
-        yield (row, *offsets), (1, *run)
+    while start < stop:
+        row, begin = divmod(start, inner)
+        if rows := 0 if begin else (stop - start) // inner:
+            yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            start += rows * inner
+            continue
+        end = min(stop - row * inner, inner)
+        for offsets, run in _runs(sizes[1:], begin, end):
+            yield (row, *offsets), (1, *run)
+        start = row * inner + end

@@ -4,8 +4,7 @@
     outside   one plain parameter for each, over the same memory, for optimizers and for exchanges between replicas
 
 A backward pass leaves the gradients in the plain parameters. ``state_dict`` is that of the whole model: plain tensors
-under plain names, gathered from all workers that hold a replica together. For checkpoints, ``regions`` has the places
-of this worker's tensors in the whole ones.
+under plain names, gathered from all workers that hold a replica together.
 """
 
 from __future__ import annotations
@@ -33,16 +32,13 @@ class ShardedModule(nn.Module):
     """A worker's part of a model. Made by ``strategy.parallelize(module)``.
 
     Args:
-        inside: the model, divided in place.
+        inside: the model, divided in place by ``division``; also an attribute.
         division: how its layers were divided.
         names: the names of the whole model's state, in its order; None where all of it is here.
         ties: the names of each weight that has several, in the order of ``names``.
         pipeline_group: the workers that hold the stages of this part; None without a pipeline.
         tied: the names of weights that another stage holds too, in the same order there.
         pipeline: runs a step through the stages; None without a pipeline.
-
-    Attributes:
-        inside: the model as torch sharded it.
     """
 
     def __init__(
@@ -60,14 +56,18 @@ class ShardedModule(nn.Module):
         self.names = tuple(inside.state_dict() if names is None else names)
         self._firsts = {name: tied[0] for tied in ties for name in tied}
         self._pipeline_group = pipeline_group
-        self._tied = tuple(tied)
-        self.pipeline = pipeline
+        self._tied, self.pipeline = tuple(tied), pipeline
         self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
         self._orders = division.orders
         self._plain = {id(parameter): _plain(parameter) for parameter in inside.parameters()}
-        if pipeline is not None:
-            pairs = [(self._plain[id(each)], each) for each in inside.parameters()]
-            pipeline.after_backward = partial(_hand_over_rest, pairs)
+        if pipeline is not None:  # autograd calls no hooks for gradients that a schedule computes by itself
+            plain = self._plain
+
+            def hand_over() -> None:
+                for each in inside.parameters():
+                    _hand_over(plain[id(each)], each)
+
+            pipeline.after_backward = hand_over
         self._is_fully_sharded = any(_is_divided(each, "data") for each in inside.parameters())
         self.training = inside.training
 
@@ -140,24 +140,14 @@ class ShardedModule(nn.Module):
 
     def described(self) -> dict[str, Tensor]:
         """The whole model's state on the meta device, without values. All stages must call it."""
-        own = {
-            name: (str(value.dtype).removeprefix("torch."), list(value.shape))
-            for name, value in self.inside.state_dict().items()
-        }
+        own = {name: (tuple(value.shape), value.dtype) for name, value in self.inside.state_dict().items()}
         group = self._pipeline_group
         every = [own] if group is None else all_gather_object(group, "the names of the weights", own)
-        found = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for theirs in reversed(every)
-            for name, (dtype, shape) in theirs.items()
-        }
-        return {name: found[name] for name in self.names}
+        found = {name: each for theirs in reversed(every) for name, each in theirs.items()}
+        return {name: torch.empty(found[name][0], dtype=found[name][1], device="meta") for name in self.names}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the whole model's state one tensor at a time, so that the caller need not hold all of it.
-
-        All workers that hold a replica together must call it, and consume all of it.
-        """
+        """Yields the whole model's state, a tensor at a time. All workers of a replica must call it, and consume it."""
         held, described = self.inside.state_dict(), self.described()
         for name in self.names:
             with torch.no_grad():
@@ -165,11 +155,7 @@ class ShardedModule(nn.Module):
                 yield name, self._from_stages(described[name], own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this worker's part of the whole model's state_dict.
-
-        Raises:
-            CheckpointError: names or shapes that are not the model's.
-        """
+        """Loads this worker's part of the whole model's state_dict."""
         own = self.inside.state_dict()
         names = set(self.names)
         missing, unknown = names - state_dict.keys(), state_dict.keys() - names
@@ -184,10 +170,7 @@ class ShardedModule(nn.Module):
         return IncompatibleKeys(sorted(missing), sorted(unknown))
 
     def pipeline_trace(self) -> PipelineTrace:
-        """The actions of all workers of this pipeline in the last pass. All of them must call it.
-
-        Times are in seconds of each host's ``time.perf_counter()``, so they compare between workers of one host.
-        """
+        """The actions of all workers of this pipeline in the last pass, by each host's clock. All must call it."""
         if self.pipeline is None or self._pipeline_group is None:
             raise UsageError("this model is no pipeline; ask for a pipeline trace where pipeline is above 1")
         return self.pipeline.trace(self._pipeline_group)
@@ -215,8 +198,7 @@ class ShardedModule(nn.Module):
     def _from_stages(self, described: Tensor, own: Tensor | None) -> Tensor:
         """A whole tensor that this stage or another one holds."""
         if self._pipeline_group is None:
-            if own is None:
-                raise CheckpointError(f"no worker holds a tensor of shape {tuple(described.shape)}")
+            assert own is not None
             return own
         flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
         stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
@@ -254,12 +236,6 @@ def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
         own = _local(gradient)
         with DisableTorchFunction():
             plain.grad = own if plain.grad is None else plain.grad.add_(own)
-
-
-def _hand_over_rest(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Hands over what a schedule has computed by itself: autograd calls no hooks for gradients that it returns."""
-    for plain, parameter in pairs:
-        _hand_over(plain, parameter)
 
 
 def _whole(tensor: Tensor) -> Tensor:

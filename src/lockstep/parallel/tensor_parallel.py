@@ -4,9 +4,8 @@
     head       vocabulary divided -> own logits -> the loss of all, or else the logits of the whole vocabulary
 
 Everything between these is whole, and alike, on all tensor ranks (Shoeybi et al. 2019, "Megatron-LM"), unless ranks
-divide the sequences (Korthikanti et al. 2022): then norms, dropout and residuals work on a rank's own tokens, and
-gathers and reduce-scatters replace the all-reduces. Sequences are whole before the first layer of a stage and after its
-last one, so that masks, positions and what stages send each other do not change.
+divide the sequences (Korthikanti et al. 2022): then norms, dropout and residuals work on a rank's own tokens. Sequences
+are whole before the first layer of a stage and after its last one.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from torch.distributed.tensor.placement_types import Placement
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.mesh_layout import check_divides
-from lockstep.parallel.model_specs import HasConfig, ModelSpec, require_model_spec
+from lockstep.parallel.model_specs import ModelSpec, base_name, require_model_spec
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
-TOKENS = 1
-"""The dim of the sequence in hidden states."""
+TOKENS = 1  # the dim of the sequence in hidden states
 
 
 class SequenceSharding:
@@ -92,13 +90,9 @@ def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None
 
 
 class Conv1DParallel(tp.ParallelStyle):
-    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight.
+    """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
 
-    Args:
-        weight: the placement of the weight [in, out]: Shard(1) divides the outputs, Shard(0) the inputs.
-        bias: the placement of the bias.
-        inputs: the placement of the inputs.
-        outputs: the placement of the outputs.
+    The arguments are placements: ``weight`` Shard(1) divides the outputs, Shard(0) the inputs.
     """
 
     def __init__(self, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement) -> None:
@@ -127,9 +121,7 @@ class Conv1DParallel(tp.ParallelStyle):
 def column_order(width: int, parts: int, degree: int) -> Tensor:
     """The columns of a layer that makes ``parts`` outputs in one, so that equal shares hold a share of each output.
 
-    Example:
-        >>> column_order(6, 3, 2).tolist()  # q0 q1 k0 k1 v0 v1 -> q0 k0 v0, q1 k1 v1
-        [0, 2, 4, 1, 3, 5]
+    For 3 parts and degree 2: q0 q1 k0 k1 v0 v1 -> q0 k0 v0 q1 k1 v1.
     """
     return torch.arange(width).reshape(parts, degree, -1).transpose(0, 1).reshape(-1)
 
@@ -139,8 +131,7 @@ class SpecNames:
 
     def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
-        prefix = module.base_model_prefix if isinstance(module, HasConfig) else ""
-        self._base = f"{prefix}." if prefix in dict(module.named_children()) else ""
+        self._base = f"{base}." if (base := base_name(module)) else ""
         layers = module.get_submodule(f"{self._base}{spec.layers}")
         self._layers = [f"{self._base}{spec.layers}.{number}." for number, _ in layers.named_children()]
 
@@ -199,30 +190,21 @@ TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSharding:
-    """How a module was divided.
+    """How a module was divided."""
 
-    Args:
-        orders: for each parameter whose columns were reordered, by name: the column that stands in each place.
-        own_rng: the names of modules that draw random numbers for their own part.
-        common_rng: the names of modules inside those that draw alike on all tensor ranks.
-    """
-
+    # by name, for each parameter whose columns were reordered: the column that stands in each place
     orders: Mapping[str, Tensor] = field(default_factory=dict)
-    own_rng: tuple[str, ...] = ()
-    common_rng: tuple[str, ...] = ()
+    own_rng: tuple[str, ...] = ()  # the names of modules that draw random numbers for their own part
+    common_rng: tuple[str, ...] = ()  # the names of modules inside those that draw alike on all tensor ranks
 
 
 WHOLE = TensorSharding()
 
 
 def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequences: bool = False) -> TensorSharding:
-    """Divides a module, whole on every tensor rank and alike there, in place. Nothing is sent.
+    """Divides a module, whole on every tensor rank of ``mesh`` and alike there, in place. Nothing is sent.
 
-    Args:
-        module: the model, or a stage of it.
-        plan: "auto", or the user's own.
-        mesh: the tensor ranks.
-        sequences: whether modules between divided layers work on this rank's part of the sequences; with "auto".
+    ``sequences``: modules between divided layers work on this rank's part of the sequences; with the plan "auto".
 
     Raises:
         ConfigError: a module without a spec, or sizes that the number of ranks does not divide.

@@ -1,8 +1,7 @@
 """Dropout among tensor ranks: alike where all hold the same values, each rank's own where each holds a part.
 
-A replica's generator has the same state on all its tensor ranks, so equal values are dropped alike. Modules that work
-on this rank's part of a layer draw from a generator of the rank's own instead, and on a GPU from the replica's with
-another seed.
+A replica's generator has the same state on all its tensor ranks. Modules that work on this rank's part of a layer draw
+from a generator of the rank's own instead, and on a GPU from the replica's with another seed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ class DeviceRng:
     """Switches a GPU's default generator between the seed of all ranks and that of this one. Not thread-safe."""
 
     def __init__(self, default: Callable[[], torch.Generator], rank: int) -> None:
-        self._default = default
-        self._rank = rank
-        self._common: int | None = None
-        """The seed of all ranks, while the generator has the rank's own."""
+        self._default, self._rank = default, rank
+        self._common: int | None = None  # the seed of all ranks, while the generator has the rank's own
 
     @contextmanager
     def switched(self, *, own: bool) -> Iterator[None]:
@@ -66,11 +63,9 @@ class TensorParallelRng:
 
     def apply_to(self, module: nn.Module, own: Iterable[str], common: Iterable[str]) -> None:
         """Has the parts named in ``own`` draw the rank's own numbers, but for those inside them named in ``common``."""
-        for name in own:
+        for name, is_own in [*((name, True) for name in own), *((name, False) for name in common)]:
             self._applied = True
-            self._wrap(module.get_submodule(name), own=True)
-        for name in common:
-            self._wrap(module.get_submodule(name), own=False)
+            self._wrap(module.get_submodule(name), own=is_own)
 
     @contextmanager
     def with_replica(self) -> Iterator[None]:

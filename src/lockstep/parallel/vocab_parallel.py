@@ -35,18 +35,15 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
     @property
-    def most(self) -> int:
-        """The size of the largest range."""
+    def most(self) -> int:  # the size of the largest range
         return -(-self.size // self.ranks)
 
     @property
-    def begin(self) -> int:
-        """The first token id of this rank."""
+    def begin(self) -> int:  # the first token id of this rank
         return min(self.rank * self.most, self.size)
 
     @property
-    def own(self) -> int:
-        """The size of this rank's range."""
+    def own(self) -> int:  # the size of this rank's range
         return min(self.most, self.size - self.begin)
 
     def cut(self, logits: Tensor, dim: int) -> Tensor:
@@ -137,18 +134,12 @@ class VocabParallelLogits(Tensor):
 
     Autograd records operations on parts on the part, and operations that bypass ``__torch_function__`` on this tensor.
     In both cases the part gets its gradient.
-
-    Attributes:
-        part: this rank's logits.
-        vocabulary: the range of this rank.
-        vocab_dim: the dimension of the vocabulary.
-        known_whole: the gathered logits, once they have been gathered.
     """
 
-    part: Tensor
+    part: Tensor  # this rank's logits
     vocabulary: VocabShard
-    vocab_dim: int
-    known_whole: Tensor | None
+    vocab_dim: int  # the dimension of the vocabulary
+    known_whole: Tensor | None  # the gathered logits, once they have been gathered
 
     @staticmethod
     def over(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:

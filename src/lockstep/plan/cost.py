@@ -71,13 +71,12 @@ class Work:
 
 
 class _Rates:
-    """What a device reaches: FLOP/s, and bytes per second of copies and of a layer's elementwise operations."""
+    """What a device reaches: FLOP/s, and bytes per second."""
 
     def __init__(self, device: DeviceKind, software: Software) -> None:
         constants, precision = software.constants, software.precision
         self.flops = device.peak(precision.format) * constants.matmul
         self.bandwidth = device.bandwidth * constants.memory
-        self.elementwise = self.bandwidth * constants.passes
         self.value = precision.activation
 
     def product(self, m: float, n: float, k: float, count: float = 1) -> float:
@@ -104,7 +103,7 @@ def _layer_work(
         + rates.product(tokens, inner * (2 if shape.gated else 1), h)
         + rates.product(tokens, h, inner)
     )
-    elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.elementwise
+    elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.bandwidth
     scores, scores_backward = _attention(shape, sequences, tensor, rates, software)
     launch = _LAYER_OPERATIONS * constants.launch_us * 1e-6
     return Work(
@@ -139,10 +138,10 @@ def _attention(
     s, width, count = shape.sequence, shape.head_width, sequences * shape.heads / tensor
     if software.fused_attention:
         # Scores stay on the chip; the backward pass recomputes them (FlashAttention, arXiv 2205.14135).
-        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.elementwise
+        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.bandwidth
         return forward, 2.5 * forward
     products = rates.product(s, s, width, count) + rates.product(s, width, s, count)
-    between = count * s * s * (4 * rates.value + 1) / rates.elementwise
+    between = count * s * s * (4 * rates.value + 1) / rates.bandwidth
     return products + between, 2 * products + software.constants.backward_passes * between
 
 
@@ -152,7 +151,7 @@ def _head_work(shape: ModelShape, sequences: int, tensor: int, device: DeviceKin
     rates = _Rates(device, software)
     tokens = shape.sequence * sequences * shape.predicted
     product = rates.product(tokens, shape.vocabulary / tensor, shape.hidden)
-    loss = tokens * shape.vocabulary / tensor * _LOSS_BYTES / rates.elementwise / 2
+    loss = tokens * shape.vocabulary / tensor * _LOSS_BYTES / rates.bandwidth / 2
     return Work(forward=product + loss, backward=2 * product + loss, weights=product)
 
 
@@ -160,7 +159,7 @@ def _head_work(shape: ModelShape, sequences: int, tensor: int, device: DeviceKin
 def _embedding_work(shape: ModelShape, sequences: int, device: DeviceKind, software: Software) -> Work:
     """The look-up, and adding its gradients."""
     rates = _Rates(device, software)
-    lookup = shape.sequence * sequences * shape.hidden * 4 * rates.value / rates.elementwise
+    lookup = shape.sequence * sequences * shape.hidden * 4 * rates.value / rates.bandwidth
     return Work(forward=lookup, backward=2 * lookup, weights=lookup)
 
 
@@ -313,16 +312,14 @@ class _StepCost:
         """The exchange between copies, less what overlaps with the last microbatch's backward pass.
 
         With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
-        gathered twice per microbatch, but with zero-bubble schedules once per step.
+        gathered twice per microbatch.
         """
         layout, precision = self.layout, self.software.precision
         scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
         gather = self.ring(parameters * precision.weight, layout.data, layout.tensor)
         # Gradients are all-reduced for a sharded optimizer too.
         during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
-        if layout.shard_parameters and layout.splits_backward:
-            during = scatter + gather
-        elif layout.shard_parameters:
+        if layout.shard_parameters:
             during = layout.microbatches * (scatter + 2 * gather)
             overlapped = layout.microbatches * compute
         if not self.software.overlap_data:

@@ -127,8 +127,6 @@ class WorkerMemory:
         self.layer_parameters = shape.layer_parameters / layout.tensor
         self.vocabulary_parameters = shape.vocabulary * shape.hidden / layout.tensor
         self.logits = shape.sequence * layout.microbatch_size * shape.predicted * shape.vocabulary / layout.tensor
-        # With split backward passes, weights and gradients stay unsharded from the first microbatch to the last.
-        self.unsharded_all_step = layout.shard_parameters and layout.splits_backward
         full = layout.activation_checkpointing == "full"
         # What a layer saves, and what exists for a moment where it is recomputed.
         self.saved, self.recomputed = (self.layer.input, self.layer.saved) if full else (self.layer.saved, 0.0)
@@ -157,9 +155,7 @@ class WorkerMemory:
             live += self.logits * self.value * worker.pending
         earlier = self.gradients if layout.microbatches > 1 else 0.0
         passing, at_head = self.unsharded()
-        if self.unsharded_all_step:
-            earlier = 0.0  # included in what is unsharded
-        elif not layout.shard_parameters and earlier:  # the gradient that is being computed, at most the largest
+        if not layout.shard_parameters and earlier:  # the gradient that is being computed, at most the largest
             passing = self.gradient * self.shape.feed_forward * self.shape.hidden / layout.tensor
         moments = [(live + (results if layout.splits_backward else 0.0), earlier + passing)]
         if worker.head:
@@ -186,27 +182,21 @@ class WorkerMemory:
         # Added to a gradient that exists: of earlier microbatches, or of the head that shares the weight.
         second = own if layout.microbatches > 1 or (worker.head and self.shape.tied) else 0.0
         whole = own * layout.tensor if layout.tensor > 1 else 0.0
-        gradients, unsharded = self.gradients, 0.0
-        if self.unsharded_all_step:
-            gradients, unsharded = 0.0, self.unsharded()[0]
-        elif layout.shard_parameters:
-            unsharded = self.vocabulary_parameters * self.weight + own  # and their gradient in one tensor
+        # Unsharded words, and their gradient in one tensor.
+        unsharded = self.vocabulary_parameters * self.weight + own if layout.shard_parameters else 0.0
         activations = self.saved * (worker.live_layers - worker.finished_layers)
-        return activations + gradients + second + whole + unsharded
+        return activations + self.gradients + second + whole + unsharded
 
     def unsharded(self) -> tuple[float, float]:
         """Bytes of sharded weights that are gathered: during a backward pass through the layers, and at the head.
 
-        A layer is gathered in one tensor and copied out of it. A pipeline gathers one layer at a time; without one the
-        next layer is prefetched, and the embedding stays gathered.
+        A layer is gathered in one tensor and copied out of it. The next layer is prefetched, and the embedding stays
+        gathered.
         """
         if not self.layout.shard_parameters:
             return 0.0, 0.0
-        if self.layout.splits_backward:
-            whole = self.parameters * (self.weight + self.gradient)
-            return whole, whole
         layer, vocabulary = self.layer_parameters * self.weight, self.vocabulary_parameters * self.weight
-        return (2 * layer, vocabulary) if self.layout.pipeline > 1 else (vocabulary + 2 * layer, vocabulary + layer)
+        return vocabulary + 2 * layer, vocabulary + layer
 
     def exchange(self) -> float:
         """Copies of the gradients; with sharded parameters, what is whole outside the layers, with two gradients."""
@@ -215,10 +205,7 @@ class WorkerMemory:
         if not self.layout.shard_parameters:
             return self.gradients
         outside = self.parameters - self.worker.layers * self.layer_parameters
-        largest = max(outside, self.layer_parameters)
-        if self.layout.splits_backward:
-            return self.parameters * (self.weight + self.gradient) + largest * self.gradient
-        return (outside if self.layout.pipeline == 1 else largest) * (self.weight + 2 * self.gradient)
+        return outside * (self.weight + 2 * self.gradient)
 
     def update(self) -> float:
         """Temporaries of Adam for the largest parameter."""

@@ -225,11 +225,11 @@ def _degrees(devices: int, choices: Choices) -> list[tuple[int, int, int]]:
 
 def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Layout]:
     """Every layout of three degrees that divide the model."""
-    # The copies divide the optimizer state alone, or weights and all.
+    # The copies divide the optimizer state alone, or without a pipeline weights and all.
     shards = [
         (optimizer, parameters)
         for optimizer, parameters in product(choices.shard_optimizer, choices.shard_parameters)
-        if not (optimizer and parameters) and (data > 1 or not (optimizer or parameters))
+        if not (parameters and (optimizer or pipeline > 1)) and (data > 1 or not (optimizer or parameters))
     ] or [(False, False)]
     sequences = [value for value in choices.sequence_parallel if tensor > 1 or not value] or [False]
     for microbatch_size, microbatches in _microbatches(setting.batch // data, pipeline, choices):

@@ -1,7 +1,7 @@
 """The check behind ``--check-exact``: N replicas compute what one device computes.
 
-The first steps of a recipe are trained twice from the same weights: once with the strategy, and once in the loop below,
-which is plain PyTorch on whole global batches and uses nothing of the library, not even the loss.
+The first steps of a recipe are trained twice from the same weights: once with ``Model`` on the strategy, and once in
+the loop below, which is plain PyTorch on whole global batches and uses nothing of the library, not even the loss.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,8 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.model import Model
 
-Weights = Mapping[str, Tensor]
 PlainLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a whole global batch, in plain PyTorch."""
-Train = Callable[[nn.Module, MakeOptimizer], tuple[Sequence[float], Weights]]
-"""Trains a module with the strategy; returns the loss of each step, and the weights of the whole model by name."""
 
 
 class Difference(NamedTuple):
@@ -41,21 +37,19 @@ class ExactnessReport:
 
     Args:
         steps: number of updates that were compared.
-        replicas: number of replicas that were compared with one device.
+        compared: what was compared with one device: the replicas, or how workers divide the model.
         condition: what was changed in the recipe so that exactness is possible at all.
         sgd: the difference with SGD and momentum, where a difference between gradients shows as it is.
         adam: the difference with the recipe's Adam, which divides a gradient by its own size: where a gradient is 0
             but for rounding (a key's bias has no effect on attention), the rounding becomes a step of up to the
             learning rate.
-        layout: how workers divide the model of each replica; None if every replica holds all of it.
     """
 
     steps: int
-    replicas: int
+    compared: str
     condition: str
     sgd: Difference
     adam: Difference
-    layout: str | None = None
 
     @property
     def max_loss_difference(self) -> float:
@@ -68,8 +62,7 @@ class ExactnessReport:
         return self.sgd.weight
 
     def __str__(self) -> str:
-        ours = f"{self.replicas} replicas" if self.layout is None else self.layout
-        title = f"{ours} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
+        title = f"{self.compared} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
         lines = [
             f"  {name:<5} largest difference in loss {loss:.1e}, in weights {weight:.1e}"
             f" (training moved them by up to {moved:.1e})"
@@ -78,63 +71,40 @@ class ExactnessReport:
         return "\n".join([title, *lines])
 
 
-def compare_task(
-    task: Task, strategy: Strategy, batches: Sequence[Any], plain_loss: PlainLoss, *, condition: str
-) -> ExactnessReport:
-    """Compares the training of a task on a strategy. Every worker must call it."""
-    train = partial(train_with_model, task=task, batches=batches, strategy=strategy)
-    return compare(task.module, strategy, batches, train, plain_loss, adam=task.optimizer, condition=condition)
-
-
 def compare(
-    module: nn.Module,
-    strategy: Strategy,
-    batches: Sequence[Any],
-    train: Train,
-    plain_loss: PlainLoss,
-    *,
-    adam: MakeOptimizer,
-    condition: str,
+    task: Task, strategy: Strategy, batches: Sequence[Any], plain_loss: PlainLoss, condition: str
 ) -> ExactnessReport:
-    """Trains copies of ``module`` with SGD and with ``adam``, each on the strategy and in plain PyTorch.
+    """Trains copies of the module with SGD and with the recipe's Adam, each on the strategy and in plain PyTorch.
 
     Every worker of the strategy must call it.
     """
 
-    def difference(optimizer: MakeOptimizer) -> Difference:
-        losses, weights = train(copy.deepcopy(module), optimizer)
-        plain = copy.deepcopy(module)
-        plain_losses = train_in_plain_pytorch(plain, batches, plain_loss, optimizer)
+    def difference(make_optimizer: MakeOptimizer) -> Difference:
+        with strategy.scope():
+            model = Model(copy.deepcopy(task.module), sync_batchnorm=task.sync_batchnorm)
+            model.compile(optimizer=make_optimizer, loss=task.loss)
+        losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in batches]
+        plain = copy.deepcopy(task.module)
+        plain_losses = train_in_plain_pytorch(plain, batches, plain_loss, make_optimizer)
         return Difference(
             loss=max(abs(a - b) for a, b in zip(losses, plain_losses, strict=True)),
-            weight=_largest_difference(weights, plain),
-            moved=_largest_difference(dict(module.named_parameters()), plain),
+            weight=_largest_difference(model.state_dict(), plain),
+            moved=_largest_difference(dict(task.module.named_parameters()), plain),
         )
 
+    replicas = f"{strategy.num_replicas_in_sync} replicas"
     return ExactnessReport(
         steps=len(batches),
-        replicas=strategy.num_replicas_in_sync,
+        compared=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else replicas,
         condition=condition,
         sgd=difference(sgd),
-        adam=difference(adam),
-        layout=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else None,
+        adam=difference(task.optimizer),
     )
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns SGD with momentum over the parameters that require gradients."""
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-def train_with_model(
-    module: nn.Module, optimizer: MakeOptimizer, *, task: Task, batches: Sequence[Any], strategy: Strategy
-) -> tuple[Sequence[float], Weights]:
-    """Fits a ``Model`` on one batch after another, which gives the loss of each step. Every worker must call it."""
-    with strategy.scope():
-        model = Model(module, sync_batchnorm=task.sync_batchnorm)
-        model.compile(optimizer=optimizer, loss=task.loss)
-    losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in batches]
-    return losses, model.state_dict()
 
 
 def train_in_plain_pytorch(
@@ -154,6 +124,6 @@ def train_in_plain_pytorch(
 
 
 @torch.no_grad()
-def _largest_difference(weights: Weights, module: nn.Module) -> float:
+def _largest_difference(weights: Mapping[str, Tensor], module: nn.Module) -> float:
     pairs = [(weights[name], parameter) for name, parameter in module.named_parameters()]
     return max(float((x.cpu().double() - y.cpu().double()).abs().max()) for x, y in pairs)

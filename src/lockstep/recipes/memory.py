@@ -10,8 +10,8 @@ matrices beside each chosen linear layer; only these need gradients and optimize
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least, one_of, probability
+from lockstep.recipes.config_checks import one_of
 
 Task = Literal["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 """Tasks of a model as peft calls them; a classifier's head is trained in full beside the adapters."""
@@ -31,7 +31,6 @@ ALL_LINEAR = "all-linear"
 HEADS = ("classifier", "score", "lm_head", "cls", "qa_outputs")
 """Names of the heads of transformers' models."""
 _EXAMPLE = "r=8,alpha=16,dropout=0.05,targets=query+value"
-_MAX_RANK = 4096
 _HALF_DTYPES = {torch.bfloat16, torch.float16}
 
 
@@ -45,58 +44,43 @@ class Lora:
         dropout: dropout probability of the adapters' input.
         targets: names of the linear layers that get adapters, such as query and value; empty for peft's choice for the
             type of model, and ``all-linear`` for every linear layer except the head.
-        modules_to_save: submodules that are trained in full and saved with the adapters; peft adds the head of a
-            classifier.
 
     Example:
         >>> Lora.parse("r=8,targets=query+value")
-        Lora(r=8, alpha=None, dropout=0.0, targets=('query', 'value'), modules_to_save=())
+        Lora(r=8, alpha=None, dropout=0.0, targets=('query', 'value'))
     """
 
     r: int = 8
     alpha: int | None = None
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least("lora r", self.r, 1)
-        if self.r > _MAX_RANK:
-            raise ConfigError(f"lora r={self.r} was given, expected at most {_MAX_RANK}; 4 to 64 is usual")
-        if self.alpha is not None:
-            at_least("lora alpha", self.alpha, 1)
-        probability("lora dropout", self.dropout)
+        if self.r < 1 or (self.alpha is not None and self.alpha < 1) or not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"lora r={self.r}, alpha={self.alpha}, dropout={self.dropout} was given, expected r and alpha of at"
+                " least 1, and a dropout in [0, 1)"
+            )
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             raise ConfigError(f"lora targets={'+'.join(self.targets)} was given; {ALL_LINEAR} must be the only target")
 
     @classmethod
     def parse(cls, text: str) -> Lora:
         """Reads ``name=value`` pairs separated by commas; "+" separates several names of layers."""
-        known = cls.__dataclass_fields__
-        values: dict[str, Any] = {}
-        for pair in text.split(","):
-            name, _, value = (part.strip() for part in pair.partition("="))
-            if not (name and value):
-                raise ConfigError(f"lora={text!r} was given, expected name=value pairs with commas: {_EXAMPLE}")
-            if name not in known:
-                raise ConfigError(f"lora has no setting {name!r}; choose from {', '.join(known)}: {_EXAMPLE}")
-            if name in values:
-                raise ConfigError(f"lora={text!r} sets {name} twice; give it once")
-            values[name] = _parsed(name, value)
+        kinds: dict[str, Callable[[str], Any]] = {
+            "r": int,
+            "alpha": int,
+            "dropout": float,
+            "targets": lambda names: tuple(names.split("+")),
+        }
+        try:
+            pairs = [pair.split("=") for pair in text.replace(" ", "").split(",")]
+            values = {name: kinds[name](value) for name, value in pairs}
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"lora={text!r} was given, expected some of {', '.join(kinds)} as name=value, such as {_EXAMPLE}"
+            ) from error
         return cls(**values)
-
-
-def _parsed(name: str, value: str) -> Any:
-    if name in ("targets", "modules_to_save"):
-        names = tuple(part.strip() for part in value.split("+"))
-        if not all(names):
-            raise ConfigError(f"lora {name}={value} was given, expected names separated by +, such as query+value")
-        return names
-    kind, expected, example = (float, "a number", "0.05") if name == "dropout" else (int, "an integer", "16")
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"lora {name}={value} was given, expected {expected}; try {name}={example}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +103,7 @@ class MemoryChoices:
         one_of("load_in", self.load_in, get_args(LoadIn))
         if self.lora is None:
             raise ConfigError(
-                f"load_in={self.load_in!r} is for frozen weights, and without lora all weights are trained; give lora "
-                "too, such as r=8, or leave load_in out"
+                f"load_in={self.load_in!r} is for frozen weights, and without lora all are trained; give lora too"
             )
 
 
@@ -193,7 +176,7 @@ def checkpoint_layers(model: Any) -> None:
 def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
     """Freezes ``model`` and adds adapters to it, in place; returns the peft.PeftModel around it.
 
-    Afterwards only adapters, and submodules that are trained in full, require gradients; ``merge_and_unload()`` of the
+    Afterwards only adapters, and the head that belongs to the task, require gradients; ``merge_and_unload()`` of the
     result returns the plain model with the adapters added to its weights. What is trained is float32: in bfloat16 an
     update of less than 1/256 of a weight would be lost. Weights are drawn from torch's default generator.
 
@@ -203,26 +186,25 @@ def add_lora(model: nn.Module, lora: Lora, *, task: Task | None = None) -> Any:
         MissingExtraError: peft is not installed.
     """
     peft = require("peft", "text")
-    _check_names(model, lora)
+    names = [name for name, _ in model.named_modules()]
+    linear = {name.rpartition(".")[2]: None for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    about = f"{type(model).__name__}; its linear layers: {', '.join(linear)}"
+    for target in lora.targets:  # peft ignores an unknown name as long as it knows another
+        if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError(f"no layer {target!r} for lora in {about}")
     config = peft.LoraConfig(
         task_type=task,
         r=lora.r,
         lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets) or None,
-        modules_to_save=list(lora.modules_to_save) or None,
     )
     try:
         adapted = peft.get_peft_model(model, config)
     except ValueError as error:
-        name = type(model).__name__
-        if lora.targets:
-            raise ConfigError(f"lora cannot be added to {name}: {str(error).splitlines()[0]}") from error
-        raise ConfigError(
-            f"lora has no targets, and peft has no default targets for {name}; give some, such as "
-            f"targets={'+'.join(_linear_layers(model)[:2])}, or targets={ALL_LINEAR}"
-        ) from error
-    _train_in_float32(adapted)
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"lora cannot be added ({reason}) to {about}; give some of them as targets") from error
+    _train_head_in_float32(adapted)
     return adapted
 
 
@@ -231,41 +213,15 @@ def trained_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _train_in_float32(adapted: nn.Module) -> None:
-    """Converts submodules that are trained in full, which peft leaves in the model's dtype, to float32."""
+def _train_head_in_float32(adapted: nn.Module) -> None:
+    """Converts a head that is trained in full, which peft leaves in the model's dtype, to float32."""
     wrapper = require("peft.utils", "text").ModulesToSaveWrapper
-    for name, wrapped in adapted.named_modules():
+    for wrapped in adapted.modules():
         for module in wrapped.modules_to_save.values() if isinstance(wrapped, wrapper) else ():
-            halves = {parameter.dtype for parameter in module.parameters()} & _HALF_DTYPES
-            if halves:
+            if {parameter.dtype for parameter in module.parameters()} & _HALF_DTYPES:
                 module.float()
                 module.register_forward_pre_hook(_inputs_to_float32)
-                if not name.endswith(HEADS):  # a head's output goes into the loss, others into frozen layers
-                    module.register_forward_hook(partial(_output_to, halves.pop()))
 
 
 def _inputs_to_float32(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype in _HALF_DTYPES else arg for arg in args)
-
-
-def _output_to(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-    return output.to(dtype) if isinstance(output, Tensor) else output
-
-
-def _check_names(model: nn.Module, lora: Lora) -> None:
-    """Checks the names of layers; peft ignores an unknown name as long as it knows another."""
-    kind, names = type(model).__name__, [name for name, _ in model.named_modules() if name]
-    for target in lora.targets:
-        if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in names):
-            known = ", ".join(_linear_layers(model)) or "none"
-            raise ConfigError(f"{kind} has no layer {target!r} for lora; its linear layers: {known}")
-    for module in lora.modules_to_save:
-        if not any(name.endswith(module) for name in names):
-            known = ", ".join(name for name, _ in model.named_children()) or "none"
-            raise ConfigError(f"{kind} has no submodule {module!r} to train; its submodules: {known}")
-
-
-def _linear_layers(model: nn.Module) -> list[str]:
-    """The last parts of the names of linear layers, each once, in the model's order."""
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))

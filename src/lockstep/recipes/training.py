@@ -33,7 +33,7 @@ class Task:
     Args:
         config: the recipe's configuration: epochs, patience, precision, accumulate, clip_norm, batch_size.
         module: the model, on the CPU.
-        train: training batches, with ``num_rows`` and another order in every epoch.
+        train: training batches, with another order in every epoch.
         valid: validation batches, the same in every epoch; empty if nothing is held out.
         test: test batches.
         loss: the loss of ``Model.compile``.

@@ -288,10 +288,10 @@ class Strategy(ABC):
 
         Args:
             dataset: any iterable of global batches.
-            shard: each worker reads its part of every batch ("batch"), of the files ("file"), or a dataset of its own
-                ("off").
-            prefetch: the number of batches to read ahead; 0 for data that depends on the training's state. None is 2,
-                or 0 for generators, iterables and samplers of your own, and for data that draws random numbers.
+            shard: what each worker reads: its part of every batch ("batch"), or a dataset of its own ("off").
+            prefetch: the number of batches to read ahead; 0 reads a batch when it is asked for. None is 2 for data in
+                memory and a DataLoader with worker processes, and 0 for what may draw random numbers or depend on the
+                training's state, such as generators and datasets of your own.
             lists: what a list or tuple in a batch is: one item for each row ("rows"), a structure ("columns"), or
                 either, by its length ("auto"); "auto" refuses a list that could be both.
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,16 +37,13 @@ from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
+from lockstep.parallel.pipeline_stage import PipelineSplit, cut_to_stages
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import WHOLE, SequenceSharding, SpecNames, TensorPlan, shard_layers, ties_of
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
 from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, own_devices
-
-if TYPE_CHECKING:
-    from lockstep.parallel.fsdp import StageWeights
 
 
 class MeshGroups:
@@ -103,7 +100,8 @@ class ParallelStrategy(ThreadedStrategy):
             "zero_bubble_v".
         stages_per_worker: stages of each worker of a pipeline; None is two with the last three schedules, else one.
         shard_optimizer: whether each replica keeps the optimizer's state of a share of the weights only (ZeRO-1).
-        shard_parameters: whether each replica keeps a share of the weights and gradients too (PyTorch's FSDP).
+        shard_parameters: whether each replica keeps a share of the weights and gradients too (PyTorch's FSDP);
+            not in a pipeline.
         sequence_parallel: whether tensor ranks divide, along the sequence, what they would all hold alike.
         device: this worker's; None is its GPU among the workers of its host, or else its first logical CPU device.
             Workers with GPUs have one each: NCCL takes no two on one.
@@ -139,6 +137,11 @@ class ParallelStrategy(ThreadedStrategy):
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
         self.grid: MeshLayout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
+        if shard_parameters and self.grid.pipeline > 1:
+            raise ConfigError(
+                "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
+                "for each microbatch; choose shard_optimizer=True in a pipeline"
+            )
         pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
         devices = chosen_devices([own_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
@@ -192,7 +195,7 @@ class ParallelStrategy(ThreadedStrategy):
     @property
     def generators(self) -> ReplicaGenerators:
         """Where the random numbers of this worker stand, for checkpoints."""
-        return super().generators.with_apart(self._own)
+        return super().generators.with_part(self._own)
 
     def __repr__(self) -> str:
         return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
@@ -324,7 +327,10 @@ class ModelParts(PartitionPolicy):
         if first is not None:
             materialize(module, first, division.orders, self._device)
         self.draws.apply_to(module, division.own_rng, division.common_rng)
-        borrowing = self._shared(module, stages, self._mesh) if self.shards_weights else None
+        if self.shards_weights:
+            from lockstep.parallel.fsdp import shard_fully  # torch's FSDP, which few ask for
+
+            shard_fully(module, self._mesh.mesh["data"])
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
@@ -337,20 +343,10 @@ class ModelParts(PartitionPolicy):
             hidden=int(config.hidden_size),
             dtype=next(parameter.dtype for parameter in module.parameters()),
             device=self._device,
-            stage_weights=borrowing,
         )
         return ShardedModule(
             module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
         )
-
-    def _shared(self, module: nn.Module, stages: Sequence[Stage], mesh: WorkerMesh) -> StageWeights | None:
-        """Leaves this worker its shard of the weights. Returns how its stages borrow the rest, if there are stages."""
-        from lockstep.parallel.fsdp import shard_fully, shard_stages  # torch's FSDP, which few ask for
-
-        if stages:
-            return shard_stages(module, stages, self._pipelining, mesh.mesh["data"])
-        shard_fully(module, mesh.mesh["data"])
-        return None
 
     def _first_weights(self, module: nn.Module) -> DeferredInit | None:
         """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""

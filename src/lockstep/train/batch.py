@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
-from lockstep.errors import DataError
-from lockstep.replicas.context import ReplicaContext, in_context
+from lockstep.errors import DataError, UsageError
+from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 
 
 class LabelledBatch(NamedTuple):
@@ -28,7 +28,7 @@ class LabelledBatch(NamedTuple):
 
 
 def unpack_labelled(item: Any) -> LabelledBatch:
-    """Splits an item of fit's or evaluate's data; raises a DataError if it is not a pair or triple."""
+    """Splits an item of fit's or evaluate's data, or raises a DataError."""
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "
@@ -123,6 +123,14 @@ class ShardRows:
 
     def _has_rows(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
+
+def replica_of_step() -> ReplicaContext:
+    """The context of the replica that runs the step."""
+    context = get_replica_context()
+    if context is None:
+        raise UsageError("a step was called outside a replica; call it through strategy.run")
+    return context
 
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)

@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.sharded_state import sharded_module_of
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
-from lockstep.checkpoint.weights import check_fit, read_weights, stream_weights, write_weights
+from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.collectives.communicator import Communicator, run_on_chief
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
@@ -31,33 +31,22 @@ from lockstep.train.logs import EpochTiming, History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.sharded_io import TensorReader
     from lockstep.train.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A position in a training.
+    """A position in a training."""
 
-    Args:
-        epoch: the current or next epoch, counted from 0.
-        batch: how many of its global batches are done.
-        step: how many global batches are done over all epochs.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
+    epoch: int = 0  # the current or next one, counted from 0
+    batch: int = 0  # how many global batches of the epoch are done
+    step: int = 0  # how many global batches are done over all epochs
 
 
 class TrainingState(StateAdapter):
     """What a Model's checkpoints hold beside weights, optimizer and scheduler.
 
-    Args:
-        model: the model that is trained.
-
-    Attributes:
-        run: an identifier of this training, restored with its checkpoints.
+    ``run`` is an identifier of this training, restored with its checkpoints.
     """
 
     def __init__(self, model: Model) -> None:
@@ -69,7 +58,7 @@ class TrainingState(StateAdapter):
     @property
     def _model(self) -> Model:
         if (model := self._weak_model()) is None:
-            raise UsageError("the Model of this state no longer exists; keep it as long as its checkpoints are in use")
+            raise UsageError("the Model of this checkpoint no longer exists; keep a reference to it")
         return model
 
     @property
@@ -108,10 +97,7 @@ class TrainingState(StateAdapter):
             return AdapterState(shared=shared)
         loop, data, callbacks = self._fit
         if loop.pending:
-            raise UsageError(
-                f"a checkpoint was asked for {loop.pending} batches into an accumulation cycle, whose gradients it "
-                "cannot hold; save after the update"
-            )
+            raise UsageError("a checkpoint cannot hold the gradients of an accumulation cycle; save after the update")
         loop.loss.settle()  # nobody can go on after a loss that is NaN
         shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
@@ -123,14 +109,12 @@ class TrainingState(StateAdapter):
     def load(self, saved: SavedState) -> None:
         """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
-        self.run = shared["run"]
-        self._position = Position(**shared["position"])
-        history = shared["history"]
-        self._model.history = History(**{**history, "timing": [EpochTiming(**each) for each in history["timing"]]})
+        self.run, self._position, history = shared["run"], Position(**shared["position"]), shared["history"]
+        self._model.history = History(**history | {"timing": [EpochTiming(**each) for each in history["timing"]]})
         if self._fit is None:
             return
         loop, data, callbacks = self._fit
-        loop.epoch, loop.batch, loop.step = self._position.epoch, self._position.batch, self._position.step
+        loop.epoch, loop.batch, loop.step = astuple(self._position)
         self._model.stop_training = shared["stopped"]
         if "loss" not in shared:  # saved outside fit
             return
@@ -142,88 +126,41 @@ class TrainingState(StateAdapter):
         data.load_state_dict(saved.worker)
 
 
-def _save_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the weights of a sharded model, one tensor after another; no worker keeps the whole model."""
-    from lockstep.checkpoint.sharded_state import sharded_module_of
-
-    part = sharded_module_of(module)
-    module.exchange_buffers()
-    averages = dict(module.named_buffers())
-    described, stream = part.described(), part.stream()
-    averaged = ((name, averages.get(name, tensor)) for name, tensor in stream)
-    failed: CheckpointError | None = None
-    if workers.is_chief:
-        try:
-            stream_weights(path, described, averaged)
-        except CheckpointError as error:
-            failed = error
-    for _ in stream:  # the other workers, and a chief that could not write, take part to the end
-        pass
-
-    def report() -> None:
-        if failed is not None:
-            raise failed
-
-    run_on_chief(workers, "save the weights", report)
-
-
-def _load_sharded(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads the weights of a sharded model: the chief reads one tensor after another; each worker takes its shard."""
-    from lockstep.checkpoint.sharded_io import TensorShard
-    from lockstep.checkpoint.sharded_state import sharded_module_of
-
-    part = sharded_module_of(module)
-    described = part.described()
-    stored: Any = run_on_chief(workers, "load the weights", lambda: _opened(Path(path), described))
-    for name, like in described.items():
-        tensor = torch.empty_like(like, device="cpu")
-        shard = {name: TensorShard(tensor)}
-        run_on_chief(workers, "load the weights", lambda shard=shard: stored.read(shard))  # type: ignore[misc]
-        workers.broadcast("loaded weights", [tensor])
-        part.take(name, tensor)
-
-
-def _opened(path: Path, described: Mapping[str, Tensor]) -> TensorReader:
-    from safetensors import SafetensorError
-
-    from lockstep.checkpoint.sharded_io import TensorReader
-
-    if not path.is_file():
-        raise CheckpointError(f"there is no weights file {path}; give the path of a file written by save_weights")
-    try:
-        stored = TensorReader(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read the weights in {path}: {error}; give a safetensors file written by save_weights"
-        ) from error
-    check_fit(stored.tensors, described, path)
-    return stored
-
-
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes."""
-    if module.is_part:
-        _save_sharded(module, workers, path)
-        return
+    """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes.
+
+    The chief gathers a model that is divided among workers in its host memory, one tensor after another.
+    """
     module.exchange_buffers()
-    state = module.state_dict()
+    state: dict[str, Tensor] = {} if module.is_part else module.state_dict()
+    if module.is_part:
+        averages = dict(module.named_buffers())
+        for name, tensor in sharded_module_of(module).stream():
+            if workers.is_chief:
+                state[name] = averages.get(name, tensor).cpu()
     run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
 
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies if everything fits. Every worker must call it; the chief reads."""
-    if module.is_part:
-        _load_sharded(module, workers, path)
-        return
-    state: dict[str, Tensor] = module.module.state_dict()
+    part = sharded_module_of(module) if module.is_part else None
+    state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
 
     def read() -> dict[str, Tensor]:
         weights = read_weights(path)
         check_fit(weights, state, path)
         return weights
 
-    # Loading gives the chief's weights to the other workers, which pass their own.
-    module.load_state_dict(run_on_chief(workers, "load the weights", read) or state)
+    weights = run_on_chief(workers, "load the weights", read)
+    if part is None:  # loading gives the chief's weights to the other workers, which pass their own
+        module.load_state_dict(weights or state)
+        return
+    for name, like in state.items():
+        tensor = torch.empty_like(like, device="cpu")
+        if weights is not None:
+            tensor.copy_(weights[name])
+        workers.broadcast("loaded weights", [tensor])
+        part.take(name, tensor)
 
 
 def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:

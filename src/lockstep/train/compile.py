@@ -30,13 +30,9 @@ _MEAN_LOSS_SCALE = 65536.0
 
 
 class Precision:
-    """What ``compile(precision=...)`` means on one kind of device.
+    """What ``compile(precision=...)`` means on a kind of device, "cpu" or "cuda".
 
     Weights, gradients and the optimizer stay in the module's own dtype; autocast chooses the dtype of each operation.
-
-    Args:
-        name: "fp32", "bf16" or "fp16".
-        device_type: "cpu" or "cuda".
     """
 
     def __init__(self, name: PrecisionName, device_type: str) -> None:
@@ -54,8 +50,8 @@ class Precision:
     def scale(self, context: ReplicaContext, count: torch.Tensor | float) -> torch.Tensor | None:
         """The factor for the loss before backward; None without a scaler. Every replica must call it.
 
-        The first call sums ``count``, this replica's count of the step, over the replicas. The factor is the scaler's
-        own float32 tensor of one element, on replica 0's device. An update may still be changing it.
+        The first call sums ``count``, this replica's count of the step. The factor is the scaler's own tensor, which an
+        update may still be changing.
         """
         if self.name != "fp16":
             return None
@@ -80,8 +76,7 @@ class Precision:
     def _begin(self, context: ReplicaContext, counts: Any) -> None:
         """Makes the scaler, if none was loaded, and its tensors, which its first use creates.
 
-        Its scale is for sums. Torch's default suits means, and sums are larger by the count: without the division the
-        first steps would overflow and be skipped, halving the scale each time.
+        Torch's default scale suits means. Sums are larger by the count: the first steps would overflow and be skipped.
         """
         if self.scaler is None:
             count = max(float(context.strategy.reduce("sum", counts)), 1.0)
@@ -92,11 +87,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """The checked settings of ``Model.compile``, which describes them.
-
-    Raises:
-        ConfigError: a value is not valid.
-    """
+    """The checked settings of ``Model.compile``, which describes them. Raises a ConfigError if one is not valid."""
 
     loss: Loss
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -106,43 +97,35 @@ class CompileConfig:
     graphs: bool = True
 
     def __post_init__(self) -> None:
-        if not callable(self.loss):
+        if not callable(self.loss) or isinstance(self.loss, type):
+            kind = f"the class {self.loss.__name__}" if isinstance(self.loss, type) else f"a {type(self.loss).__name__}"
             raise ConfigError(
-                f"loss is a {type(self.loss).__name__}; give a function loss(outputs, targets), such as "
-                "torch.nn.CrossEntropyLoss(); for several losses, a function that adds them up"
+                f"loss is {kind}; give a function loss(outputs, targets), such as torch.nn.CrossEntropyLoss()"
             )
-        if isinstance(self.loss, type):
-            name = self.loss.__name__
-            raise ConfigError(f"loss is the class {name}; give an instance, {name}(), or a function")
-        if self.precision not in get_args(PrecisionName):
-            raise ConfigError(f"precision={self.precision!r} is unknown; choose 'fp32', 'bf16' or 'fp16'")
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ConfigError(f"accumulate={self.accumulate!r}; give the number of global batches per update")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm={self.clip_norm!r}; give a positive norm, or None for no clipping")
-        if type(self.graphs) is not bool:
-            raise ConfigError(f"graphs={self.graphs!r}; give True to use CUDA graphs on a GPU, or False")
+        valid = {
+            "precision": (self.precision in get_args(PrecisionName), "'fp32', 'bf16' or 'fp16'"),
+            "accumulate": (
+                type(self.accumulate) is int and self.accumulate >= 1,
+                "the number of global batches per update",
+            ),
+            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "a positive norm, or None for no clipping"),
+            "graphs": (type(self.graphs) is bool, "True to use CUDA graphs on a GPU, or False"),
+        }
+        for name, (is_valid, expected) in valid.items():
+            if not is_valid:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; give {expected}")
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
-    """What all replicas share in a pass.
-
-    Args:
-        strategy: runs the steps.
-        module: the mirrored module.
-        config: the settings of ``compile``.
-        precision: the mixed precision on the strategy's devices.
-        optimizer: the mirrored optimizer; None if nothing is trained.
-        scheduler: the learning-rate scheduler, stepped once per update outside the replicas.
-    """
+    """What all replicas share in a pass. The scheduler is stepped once per update, outside the replicas."""
 
     strategy: Strategy
     module: MirroredModule
     config: CompileConfig
     precision: Precision
-    optimizer: MirroredOptimizer | None = None
+    optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
 
 
@@ -153,12 +136,7 @@ def make_setup(
     optimizer: OptimizerLike | None,
     scheduler: SchedulerLike | None,
 ) -> TrainSetup:
-    """The setup of a module on its strategy. Every worker must call it.
-
-    Raises:
-        ConfigError: the optimizer or the scheduler cannot be used.
-        UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
-    """
+    """The setup of a module on its strategy, checked. Every worker must call it."""
     if module.is_part and config.precision == "fp16":
         raise ConfigError(
             'precision="fp16" scales losses, which does not work for a model that is sharded over workers; choose '
@@ -181,8 +159,8 @@ def _make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.opti
     made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), "
-            "or a function of the parameters that makes one"
+            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), or a function of "
+            "them that makes one"
         )
     return made
 
@@ -198,8 +176,8 @@ def _make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimize
         )
     if not isinstance(made, LRScheduler):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, "
-            "or a function of the optimizer that makes one"
+            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, or a function of it that "
+            "makes one"
         )
     # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
     if made.optimizer.param_groups is not optimizer.param_groups:
@@ -215,8 +193,7 @@ def _check_trained(
 ) -> None:
     """Checks that the optimizer holds parameters of the module and the loss only.
 
-    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are all mirrored modules
-    of the strategy, to name the owner.
+    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are possible owners.
     """
     trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
     own = {id(parameter) for each in trained for parameter in each.parameters()}
@@ -226,9 +203,8 @@ def _check_trained(
     owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
     kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
     raise UsageError(
-        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of shape "
-        f"{tuple(others[0].shape)} of another {kind}; make a new optimizer from this module's parameters, or give "
-        "compile a function of them that makes one"
+        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of another {kind}; "
+        "make a new optimizer from this module's parameters, or give compile a function of them that makes one"
     )
 
 
@@ -241,20 +217,12 @@ def _check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: 
     mirrored = isinstance(loss, MirroredModule)
     others = {id(parameter) for parameter in module.parameters()}
     held = {id(each) for group in optimizer.param_groups for each in group["params"]} if mirrored else set()
-    missing = [
-        name
-        for name, each in loss.named_parameters()
-        if each.requires_grad and id(each) not in others and id(each) not in held
-    ]
+    known = others | held
+    missing = [name for name, each in loss.named_parameters() if each.requires_grad and id(each) not in known]
     if missing:
-        kind = type(loss.module if isinstance(loss, MirroredModule) else loss).__name__
-        what, advice = (
-            ("that the optimizer does not hold", "")
-            if mirrored
-            else ("of which every replica needs a copy", "in the strategy's scope call loss = strategy.mirror(loss), ")
-        )
+        what = "that the optimizer does not hold" if mirrored else "of which every replica needs a copy"
+        advice = "" if mirrored else "in the strategy's scope call loss = strategy.mirror(loss), "
         raise UsageError(
-            f"the loss is a {kind} with trained parameters of its own {what}, such as {missing[0]!r}; {advice}make the "
-            "optimizer from the parameters of the module and of the loss and give both to compile, or call "
-            "loss.requires_grad_(False) if the loss is not to be trained"
+            f"the loss has trained parameters of its own {what}, such as {missing[0]!r}; {advice}make the optimizer "
+            "from the parameters of the module and of the loss, or call loss.requires_grad_(False)"
         )

@@ -37,13 +37,7 @@ class EpochIterator:
     Without ``steps_per_epoch`` an epoch is one iteration of the data. With it an epoch is that many global batches, and
     the next one goes on where it ended. When the data ends it is iterated again, as in Keras.
 
-    Args:
-        data: the distributed data.
-        name: for messages, such as "the training data".
-        steps_per_epoch: global batches per epoch; None for all of the data.
-
-    Raises:
-        ConfigError: ``steps_per_epoch`` is not a positive integer.
+    ``name`` is for messages, such as "the training data".
     """
 
     def __init__(self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None) -> None:
@@ -67,10 +61,7 @@ class EpochIterator:
     def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
         """The batches of an epoch, counted from 0. Close the generator, or read it to its end.
 
-        Args:
-            epoch: counted from 0.
-            skip: how many of its global batches an interrupted run has done. With the state that the run saved
-                (``load_state_dict``) its next batch comes next.
+        ``skip`` is how many of its global batches an interrupted run has done, whose state was loaded.
 
         Raises:
             DataError: there is no batch, or fewer than ``steps_per_epoch`` and the data cannot be iterated again.
@@ -79,11 +70,10 @@ class EpochIterator:
         return self._whole(epoch, skip) if self._steps is None else self._part(epoch, self._steps, skip)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch.
+        """The position after the last batch: how many batches of the iteration that began in ``epoch`` have passed.
 
-        ``passed`` counts the global batches of the iteration that began in ``epoch``, which is -1 if none is open.
-        ``random`` holds the states of the generators when it began. Between iterations torch's default generator is
-        left out, as it belongs to the caller.
+        ``epoch`` is -1 if none is open. ``random`` holds the states of the generators when it began; between iterations
+        without torch's default generator, which belongs to the caller.
         """
         if self._open is not None:
             return {"passed": self._open.passed, "epoch": self._open.epoch, "random": dict(self._open.random)}
@@ -104,8 +94,8 @@ class EpochIterator:
         saved = self._take_saved()
         if saved is not None and (saved["epoch"], saved["passed"]) not in ((epoch, skip), (-1, skip)):
             raise CheckpointError(
-                f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, and epoch "
-                f"{epoch + 1} was to resume at batch {skip}; resume in the epoch and at the batch that were saved"
+                f"the saved position of {self._name} is epoch {saved['epoch'] + 1}, batch {saved['passed']}, not epoch "
+                f"{epoch + 1}, batch {skip}; resume where it was saved"
             )
         iteration = self._open = self._begin(epoch, saved, skip)
         with closing(iteration.batches):

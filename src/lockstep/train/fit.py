@@ -25,7 +25,7 @@ from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, finish_cycle, train_step
+from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, train_step, update_weights
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -35,16 +35,7 @@ Verbose = Literal[0, 1, 2]
 
 @dataclass(frozen=True, kw_only=True)
 class Epochs:
-    """Which epochs are trained, and which of them are validated.
-
-    Args:
-        epochs: the last epoch, counted from 1.
-        initial_epoch: the first epoch, counted from 0.
-        validation_freq: validate after every this many epochs.
-
-    Raises:
-        ConfigError: a value is not a whole number, or too small.
-    """
+    """Which epochs are trained, and which of them are validated: arguments of ``Model.fit``, which describes them."""
 
     epochs: int = 1
     initial_epoch: int = 0
@@ -120,10 +111,7 @@ class AgreedStop:
     """Whether fit ends early: all workers end after the same batch, whichever of them asked for it.
 
     With one worker, ``model.stop_training = True`` ends fit after the current batch. With several, the worker that sets
-    it sends the request with the next exchange, and all end after that batch.
-
-    Args:
-        model: its ``stop_training`` is read, and set on all workers once one has asked.
+    it sends the request with the next exchange, and all end after that batch, with ``stop_training`` set.
     """
 
     def __init__(self, model: Model) -> None:
@@ -165,12 +153,9 @@ class TrainLoop:
     """Trains epochs on one strategy.
 
     Attributes:
-        epoch: the current or next epoch, counted from 0.
-        batch: how many global batches of the epoch are done.
-        step: how many global batches are done over all epochs.
+        epoch, batch, step: the position, as in ``checkpointing.Position``.
         pending: how many of the last batches wait for their update.
-        loss: the loss of the epoch so far.
-        metrics: the metrics of the epoch so far.
+        loss, metrics: those of the epoch so far.
     """
 
     def __init__(self, setup: TrainSetup, callbacks: CallbackList, stop: AgreedStop) -> None:
@@ -180,18 +165,17 @@ class TrainLoop:
         self.loss = RunningLoss()
         self.metrics = ReplicaMetrics(setup.strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
-        self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(
-            setup.config.loss, setup.strategy.num_replicas_in_sync
-        )
+        replicas = setup.strategy.num_replicas_in_sync
+        self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
         setup.strategy.run(clear_gradients, (setup, self._states))
         self._graphs = GraphedSteps.create(setup, self._states)
         if setup.optimizer is not None:
             setup.optimizer.reset_nonfinite()
 
     def run_epoch(self, data: EpochIterator, clock: StepClock) -> dict[str, float]:
-        """Runs one epoch, with an update per ``accumulate`` global batches and one for those left at the end.
+        """Runs one epoch, or the rest of it, with an update per ``accumulate`` global batches and one for those left.
 
-        If a checkpoint was loaded, the epoch goes on after the batches that are done. Returns the loss and the metrics.
+        Returns the loss and the metrics.
         """
         if not self.batch:
             self.loss = RunningLoss()
@@ -212,7 +196,9 @@ class TrainLoop:
                         outputs = self._strategy.local_results(results)
                     else:
                         outputs = self._graphs.run(batch, epoch=self.epoch)
-                self._end_step(outputs, due)
+                self._count(outputs, outputs[0].update)
+                self.batch, self.step = self.batch + 1, self.step + 1
+                self.pending = 0 if due else self.pending + 1
                 self.metrics.skip_input_checks()
                 clock.stop(rows=sum(output.rows for output in outputs))
                 self._report_batch()
@@ -228,12 +214,6 @@ class TrainLoop:
         clock.examples = self._sync_workers(clock.examples)
         return {"loss": self.loss.final(), **self.metrics.compute()}
 
-    def _end_step(self, outputs: Sequence[StepOutput], due: bool) -> None:
-        self._step_scheduler(outputs[0].update)
-        self._count(outputs, outputs[0].update)
-        self.batch, self.step = self.batch + 1, self.step + 1
-        self.pending = 0 if due else self.pending + 1
-
     def _report_batch(self) -> None:
         """Calls ``on_train_batch_end``, with metrics if a callback of some worker wants them."""
         if self._workers.is_single or self.pending:  # with several workers an update has exchanged the flags already
@@ -246,14 +226,13 @@ class TrainLoop:
     def _finish_cycle(self) -> None:
         """Updates with the gradients of an accumulation cycle that the end of the epoch cut short."""
         with naming_step(self.epoch, self.batch):
-            results = self._strategy.run(finish_cycle, (self._setup, self._states))
-        update = self._strategy.local_results(results)[0]
-        self._step_scheduler(update)
-        self._count((), update)
+            results = self._strategy.run(update_weights, (self._setup, self._states))
+        self._count((), self._strategy.local_results(results)[0])
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
-        """Adds a step to the loss. With several workers only the update has the sums over all replicas."""
+        """Steps the scheduler, and adds a step to the loss: with several workers, the sums that only updates have."""
+        self._step_scheduler(update)
         if self._workers.is_single:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:
@@ -275,8 +254,7 @@ class TrainLoop:
     def _step_scheduler(self, update: StepResult | None) -> None:
         """Steps the scheduler, unless the host knows that the update was skipped.
 
-        Where a GPU skips an update by itself (an fp16 overflow, or a batch that counts nothing) the scheduler is
-        stepped all the same: the schedule must not depend on when the host learns of it.
+        If a GPU skips an update by itself, the schedule must not depend on when the host learns of it.
         """
         if self._setup.scheduler is not None and update is not None and update.skipped is not True:
             self._setup.scheduler.step()

@@ -26,10 +26,7 @@ from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 
 @contextmanager
 def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode for the block, and restores the user's flags, submodule by submodule.
-
-    Restoring them on the user's module is enough: each run copies its flags to the other replicas.
-    """
+    """Sets training or evaluation mode for the block, and restores the flags of each of the user's submodules."""
     before = {name: part.training for name, part in mirrored.module.named_modules()}
     mirrored.train(training)
     if not training:
@@ -131,22 +128,14 @@ class CollectedOutputs:
         self._rows.append(0)
 
     def add(self, rows: int, outputs: Any) -> None:
-        """Adds the outputs of one shard: a structure of tensors of ``rows`` rows, the same structure each time.
-
-        Raises:
-            ConfigError: a leaf is not a tensor with ``rows`` rows, or the structure differs from the first one.
-        """
+        """Adds the outputs of one shard: tensors of ``rows`` rows, in the same structure each time."""
         leaves, spec = tree_flatten(outputs)
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != rows:
+                kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise ConfigError(
-                    f"the module returned a {type(leaf).__name__} among its outputs; predict joins rows of tensors: "
-                    "return tensors only"
-                )
-            if leaf.dim() == 0 or leaf.shape[0] != rows:
-                raise ConfigError(
-                    f"the module returned shape {tuple(leaf.shape)} for {rows} rows; predict needs one row per "
-                    f"example: return tensors whose first dimension is {rows}"
+                    f"the module returned {kind} for {rows} rows; predict joins rows of tensors: return tensors whose "
+                    f"first dimension is {rows}"
                 )
         self._rows[-1] += rows
         if self._spec is None:
@@ -159,13 +148,7 @@ class CollectedOutputs:
             column.append(leaf.detach().cpu())
 
     def joined(self, workers: Communicator) -> Any:
-        """The rows of all workers: the structure of the outputs with one tensor per leaf, on the CPU.
-
-        Every worker must call it.
-
-        Raises:
-            ConfigError: no worker has a row.
-        """
+        """The rows of all workers, with one tensor per leaf of the outputs, on the CPU. Every worker must call it."""
         columns = [torch.cat(column) for column in self._columns]
         # A worker without rows takes the structure of another one's.
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
@@ -182,12 +165,11 @@ class CollectedOutputs:
 
 
 def _plain(structure: Any) -> Any:
-    """The same tensors in dicts and tuples: a worker without rows does not know the user's classes."""
+    """The same tensors in dicts, lists and tuples: a worker without rows does not know the user's classes."""
     if isinstance(structure, Mapping):
         return {key: _plain(value) for key, value in structure.items()}
     if isinstance(structure, (tuple, list)):
-        parts = [_plain(each) for each in structure]
-        return parts if isinstance(structure, list) else tuple(parts)
+        return (list if isinstance(structure, list) else tuple)(map(_plain, structure))
     return structure
 
 

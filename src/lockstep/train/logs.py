@@ -37,10 +37,7 @@ class RunningLoss:
     def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
         """Adds a step, or an update of all replicas.
 
-        Args:
-            numbers: any number of pairs of a total and a count, and the total of the update, or 0, which is checked.
-            epoch: counted from 0, for the error.
-            step: the step of the epoch, counted from 1, for the error.
+        ``numbers`` are pairs of a total and a count, and the total of the update, or 0, which is checked.
         """
         self._pending.append((numbers, epoch, step))
         while self._pending and (len(self._pending) > MOST_AHEAD or self._pending[0][0].arrived):
@@ -177,21 +174,13 @@ def batch_logs(loss: RunningLoss, names: Sequence[str], metrics: AsyncScalars) -
 
 @dataclass(frozen=True, kw_only=True)
 class EpochTiming:
-    """How long the training part of one epoch took, without validation and callbacks.
+    """How long the training part of one epoch took, without validation and callbacks."""
 
-    Args:
-        epoch: the epoch, counted from 0.
-        seconds: the sum over the steps, including the reading of the batches.
-        steps: the number of global batches.
-        examples: the number of rows, over all replicas.
-        median_step_s: the median step in seconds, including the reading of its batch.
-    """
-
-    epoch: int
-    seconds: float
-    steps: int
-    examples: int
-    median_step_s: float
+    epoch: int  # counted from 0
+    seconds: float  # the sum over the steps, including the reading of the batches
+    steps: int  # global batches
+    examples: int  # rows, over all replicas
+    median_step_s: float  # including the reading of its batch
 
     @property
     def examples_per_s(self) -> float:
@@ -205,12 +194,6 @@ class StepClock:
     The time between ``stop`` or ``pause`` and the next ``start``, which callbacks take, is not counted. ``examples``
     are the rows so far.
 
-    Example:
-        >>> clock = StepClock()
-        >>> clock.start()
-        >>> clock.stop(rows=8)
-        >>> clock.steps, clock.examples
-        (1, 8)
     """
 
     def __init__(self) -> None:
@@ -259,12 +242,6 @@ class History:
 
     ``history`` maps each name of the logs ("loss", "accuracy", "val_loss" ...) to a list with one number per epoch in
     which it was logged. ``epoch`` lists the epochs, counted from 0. ``timing`` has one EpochTiming per epoch.
-
-    Example:
-        >>> history = History()
-        >>> history.add(0, {"loss": 2.0})
-        >>> history.history
-        {'loss': [2.0]}
     """
 
     history: dict[str, list[float]] = field(default_factory=dict)

@@ -1,14 +1,12 @@
 """The loss of one replica: what ``loss(outputs, targets)`` returned as a total and a count, and whether shards add up.
 
-Replicas back-propagate totals, and the update divides once by the summed counts. That makes short shards, token weights
-and gradient accumulation exact, if the loss of a batch is the sum of the losses of its parts:
+Replicas back-propagate totals, and the update divides once by the summed counts. That is exact if
 
-    loss(8 rows) = (total, count)   must be   loss(first rows) + loss(next rows) + ...
+    loss(8 rows) = (total, count)   is   loss(first rows) + loss(next rows) + ...
 
-A sum that is returned as a mean, a mean over something else than the rows, and a loss that compares rows with each
-other (contrastive losses, outputs of shape [n, 1] beside targets of shape [n]) would train with other numbers on
-another number of replicas. The first step finds them and refuses them. A loss that cannot be checked is used with a
-warning.
+Sums returned as means, means over something else than the rows, and losses that compare rows (contrastive ones, outputs
+[n, 1] beside targets [n]) would train with other numbers on another number of replicas. The first step refuses them. A
+loss that cannot be checked is used with a warning.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ SUSPECT = 100
 CERTAIN = 4096
 """Larger differences than so many roundings are no rounding. Half precision, which the loss may use inside, has 16."""
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
+_RETURN = "return a tensor with one value per example, a pair (total, count), or a scalar mean"
 
 
 def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
@@ -66,22 +65,17 @@ def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> 
     """
     is_pair = isinstance(returned, tuple)
     if not is_pair and not isinstance(returned, Tensor):
-        raise ConfigError(
-            f"the loss returned {type(returned).__name__}; return a tensor with one value per example, "
-            "a pair (total, count), or a scalar mean"
-        )
+        raise ConfigError(f"the loss returned {type(returned).__name__}; {_RETURN}")
     if is_pair or returned.dim() == 0:
         if sample_weight is not None:
+            kind = "a pair (total, count)" if is_pair else "a scalar mean"
             raise ConfigError(
-                f"sample_weight came with a loss that returns {'a pair (total, count)' if is_pair else 'a scalar mean'}"
-                ", which cannot be weighted any more; return one value per example (such as reduction='none')"
+                f"sample_weight came with a loss that returns {kind}, which cannot be weighted any more; return one "
+                "value per example (such as reduction='none')"
             )
         return _pair(returned) if is_pair else (_at_least_float32(returned) * rows, float(rows))
     if returned.shape[0] != rows:
-        raise ConfigError(
-            f"the loss returned shape {tuple(returned.shape)} for {rows} examples; return one value per example "
-            f"(first dimension {rows}), a pair (total, count), or a scalar mean"
-        )
+        raise ConfigError(f"the loss returned shape {tuple(returned.shape)} for {rows} examples; {_RETURN}")
     values = _at_least_float32(returned)
     if sample_weight is not None:
         values = values * _fit_weight(sample_weight, returned)
@@ -94,20 +88,18 @@ def no_examples(outputs: Tensor) -> tuple[Tensor, float]:
 
 
 def _pair(returned: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
-    if len(returned) != 2:
-        raise ConfigError(f"the loss returned a tuple of {len(returned)} items; return a pair (total, count)")
-    total, count = returned
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ConfigError(f"the loss returned a pair whose total is {shape}; return a scalar tensor, the sum")
-    total = _at_least_float32(total).reshape(())
-    if isinstance(count, Tensor):
-        if count.numel() != 1:
-            raise ConfigError(f"the loss returned a pair whose count has shape {tuple(count.shape)}; return one number")
-        return total, count.detach().reshape(())
-    if isinstance(count, bool) or not isinstance(count, (int, float)):
-        raise ConfigError(f"the loss returned a pair whose count is a {type(count).__name__}; return a number")
-    return total, float(count)
+    if len(returned) != 2 or not isinstance(returned[0], Tensor) or not all(map(_is_number, returned)):
+        kinds = [f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in returned]
+        raise ConfigError(
+            f"the loss returned a tuple of {', '.join(kinds)}; return a pair (total, count): a scalar tensor, the sum, "
+            "and a number"
+        )
+    total, count = _at_least_float32(returned[0]).reshape(()), returned[1]
+    return total, count.detach().reshape(()) if isinstance(count, Tensor) else float(count)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else type(value) in (int, float)
 
 
 def _fit_weight(weight: Tensor, values: Tensor) -> Tensor:
@@ -182,8 +174,7 @@ def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     if summed is not None and sharded:
         raise ConfigError(
             f"the loss {_name_of(loss)} returned a sum, of {summed}, but the losses of all shards are divided by what "
-            "they count; return the mean, such as reduction='mean', and with SGD give a learning rate that is as many "
-            f"times larger as the global batch has rows, or {_ADVICE}"
+            f"they count; return the mean, such as reduction='mean', or {_ADVICE}"
         )
     total, count = loss_sums(returned, shard.rows)
     return LossTotals(total, count, assumed_mean=True, label_means=tracer.label_means, rounding=rounding)
@@ -194,8 +185,7 @@ def _check_label_means(loss: Loss, label_means: Sequence[LabelMean], on_cpu: boo
         raise ConfigError(
             f"the loss {_name_of(loss)} computes with a mean over labels that do not count alike, because some are "
             "ignored or their classes have weights, so it is not a mean over the rows; return that mean alone, or a "
-            "pair (total, count), or divide each sum by its own count of all replicas, which is "
-            'ls.get_replica_context().all_reduce("sum", count), in a loop of your own with strategy.run'
+            "pair (total, count)"
         )
     if not on_cpu:
         warnings.warn(
@@ -322,13 +312,11 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
 
     All replicas call one object, so it would count once for each of them.
     """
-    if replicas == 1 or isinstance(loss, MirroredModule):
-        yield
-        return
-    before = {name: (value, state_of(value)) for name, value in _kept_by(loss)}
+    shared = replicas > 1 and not isinstance(loss, MirroredModule)
+    before = _states_kept_by(loss) if shared else {}
     yield
-    now = dict(_kept_by(loss))
-    changed = [name for name, (_, state) in before.items() if name in now and state_of(now[name]) != state]
+    now = _states_kept_by(loss) if shared else {}
+    changed = [name for name, (_, state) in before.items() if name in now and now[name][1] != state]
     if changed:
         warnings.warn(
             f"the loss {_name_of(loss)} changes {', '.join(map(repr, changed))}, which every one of {replicas} "
@@ -338,12 +326,10 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
         )
 
 
-def _kept_by(loss: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of what the function has captured, or of the numbers and buffers of a module and its children."""
-    yield from captured_by(loss)
-    if isinstance(loss, nn.Module):
-        for path, part in loss.named_modules():
-            kept = {**vars(part), **part._buffers}
-            for name, value in kept.items():
-                if type(value) in (int, float) or (name in part._buffers and value is not None):
-                    yield f"{path}.{name}" if path else name, value if type(value) in (int, float) else id(value)
+def _states_kept_by(loss: Any) -> dict[str, tuple[Any, Any]]:
+    """What the function has captured, or the numbers and buffers of a module, by name, with their states."""
+    kept = dict(captured_by(loss))
+    for path, part in loss.named_modules() if isinstance(loss, nn.Module) else ():
+        numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+        kept |= {f"{path}.{name}".lstrip("."): value for name, value in {**numbers, **part._buffers}.items()}
+    return {name: (value, state_of(value)) for name, value in kept.items()}

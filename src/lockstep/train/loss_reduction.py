@@ -6,8 +6,7 @@
                            -> anything else                a scalar: the mean over the rows
 
 The mean over a shard is not enough: shards are added up by their counts, which differ with ignored labels, class
-weights and masks. torch's losses are found wherever they are called: given to compile directly, in a module or
-subclass, in a ``functools.partial``, or in a function. Nothing here knows of replicas.
+weights and masks. torch's losses are found wherever they are called. Nothing here knows of replicas.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class ReductionTracer(TorchFunctionMode):
     """A block that calls a loss function once. Then ``pair_of`` and ``sum_of`` say how its result was computed.
 
     In the block torch's mean losses are computed as their sum divided by their count, with the same results.
-
-    Attributes:
-        label_means: the means over labels that were computed.
+    ``label_means`` are the means over labels that were computed.
     """
 
     def __init__(self) -> None:
@@ -111,13 +108,6 @@ class ReductionTracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not result.dim():
             self._note_sum(result, "", args[0])
-        return result
-
-    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A product of two vectors is a sum."""
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not result.dim():
-            self._sums.put(result, "")
         return result
 
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
@@ -322,6 +312,4 @@ _WATCHED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__], ReductionTracer._read),
     **dict.fromkeys([torch.masked_select, Tensor.masked_select, Tensor.__getitem__], ReductionTracer._choice),
     **dict.fromkeys([torch.index_select, Tensor.index_select], ReductionTracer._choice),
-    **dict.fromkeys([torch.dot, Tensor.dot, torch.einsum, torch.matmul, Tensor.matmul], ReductionTracer._product),
-    Tensor.__matmul__: ReductionTracer._product,
 }

@@ -33,11 +33,7 @@ LEAST_ROWS = 3
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
-    """The metrics given to ``compile`` as a dict of name to torchmetrics Metric.
-
-    Raises:
-        ConfigError: not a dict, a value that is not a metric, or a metric named "loss".
-    """
+    """The metrics given to ``compile`` as a dict of name to torchmetrics Metric, or a ConfigError."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -57,15 +53,8 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 class ReplicaMetrics:
     """The metrics of one pass: a copy of each on every replica, and the merged values.
 
-    Args:
-        strategy: on whose replicas they are.
-        metrics: name to torchmetrics Metric, as the user gave them. They are copied and never updated.
-
-    Attributes:
-        per_replica: each replica's own metrics, by name.
-
-    Raises:
-        UsageError: a metric's states cannot be merged, and there are several replicas.
+    ``metrics`` are the user's, by name; they are copied and never updated. ``per_replica`` are each replica's own.
+    Raises a UsageError if the states of one cannot be merged, and there are several replicas.
     """
 
     def __init__(self, strategy: Strategy, metrics: Mapping[str, Any]) -> None:
@@ -146,11 +135,8 @@ def load_states(
     On another number of replicas, the states of replica r go to replica r modulo the new number. Where several meet
     they are merged, which is exact for states that are summed, joined, or extremes.
 
-    Args:
-        metrics: each local replica's own metrics, by name.
-        saved: ``replica_states`` of each replica that saved, over all workers.
-        first: the number of the first local replica, over all workers.
-        replicas: the number of replicas now, over all workers.
+    ``saved`` are the ``replica_states`` of all replicas that saved, ``first`` is the number of the first local replica
+    and ``replicas`` how many there are now, over all workers.
     """
     for local, own in enumerate(metrics):
         sources = saved[first + local :: replicas]
@@ -181,13 +167,10 @@ def _combines(part: Any) -> bool:
 
 
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
-    """Checks on a shard of ``LEAST_ROWS`` or more that one update gives what two updates with parts of it give, merged.
+    """Refuses metrics that give another value for a shard of ``LEAST_ROWS`` or more in two merged updates than in one.
 
     A metric that adds up means would give other numbers on another number of replicas. The metrics of torchmetrics add
     up sums and counts, or keep all rows, and are not checked.
-
-    Raises:
-        ConfigError: a metric gives another value for the rows in parts.
     """
     for name, metric in metrics.items():
         if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
@@ -199,9 +182,8 @@ def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context
             if values is not None:
                 raise ConfigError(
                     f"metric {name!r}, a {type(metric).__name__}, gives {values[0]:.6g} for all rows of a shard and "
-                    f"{values[1]:.6g} for the same rows in two updates, so that it would give another value on another "
-                    "number of replicas; add up sums and counts in update (self.total += values.sum(), self.count += "
-                    'values.numel(), both with dist_reduce_fx="sum"), and divide in compute'
+                    f"{values[1]:.6g} for the same rows in two updates, so it depends on the number of replicas; add "
+                    'up sums and counts in update, with dist_reduce_fx="sum", and divide in compute'
                 )
 
 

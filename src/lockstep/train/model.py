@@ -35,32 +35,28 @@ from lockstep.train.logs import History, StepClock
 
 Data = Iterable[Any] | DistributedIterable
 
-_STEP = (
-    "write the step as a function, and a loop that runs it on every replica with strategy.run(step, (batch,)), or "
-    "express it as loss and metrics in compile"
-)
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
-_NOT_CALLED = {
-    **dict.fromkeys(["train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"], _STEP),
-    **dict.fromkeys(["make_train_function", "make_test_function", "make_predict_function"], _STEP),
-    **dict.fromkeys(["training_step", "validation_step", "configure_optimizers", "optimizer_step"], _STEP),
-    **dict.fromkeys(["forward", "call"], "define it in the torch.nn.Module that is given to Model"),
-}
+_NOT_CALLED = frozenset(
+    [
+        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
+        *("make_train_function", "make_test_function", "make_predict_function"),
+        *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
+    ]
+)
 
 
 def _refuse_own_steps(names: Iterable[str], where: str) -> None:
-    for name in names:
-        if name in _NOT_CALLED:
-            raise UsageError(
-                f"{where} defines {name}, which fit, evaluate and predict do not call; {_NOT_CALLED[name]}"
-            )
+    for name in _NOT_CALLED.intersection(names):
+        raise UsageError(
+            f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
+            "is given to Model, and a step as loss and metrics, or in a loop with strategy.run(step, (batch,))"
+        )
 
 
 class Model:
     """Trains and runs a module on the strategy in whose scope it is made; without a scope, on one device.
 
-    The module's parameters are trained in place, and an optimizer made over them stays valid. A subclass must not
-    define its own step (``train_step``, ``compute_loss`` and so on); write a loop with ``strategy.run`` instead.
+    The module's parameters are trained in place, and an optimizer made over them stays valid.
 
     Args:
         module: any ``nn.Module``, or a mirrored one.
@@ -68,8 +64,7 @@ class Model:
         memory_format: "auto", "preserve" and so on, as in ``strategy.mirror``.
 
     Attributes:
-        stop_training: set it in a callback to end fit after the current batch. With several workers it is enough that
-            one sets it, and all end after the next batch.
+        stop_training: set it in a callback, on any worker, to end fit.
         history: the History of the last fit.
         clock: the times of the current or last pass.
 
@@ -150,9 +145,8 @@ class Model:
             optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
                 None to evaluate only.
             loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
-                rows), a pair (total, count), or a scalar mean. Means of torch's losses, and means over masked or
-                selected values, are divided by their count in the whole batch. Any other scalar is taken as the mean
-                over the examples, which the first steps check.
+                rows), a pair (total, count), or a scalar mean. Means of torch's losses, and over masked or selected
+                values, are divided by their count in the whole batch; any other scalar is a mean over the examples.
             metrics: name to torchmetrics Metric, updated with (outputs, targets).
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
@@ -168,14 +162,8 @@ class Model:
         """
         if loss is None:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
-        config = CompileConfig(
-            loss=loss,
-            metrics=metrics or {},
-            precision=precision,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            graphs=graphs,
-        )
+        given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
+        config = CompileConfig(loss=loss, metrics=metrics or {}, **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._module.compile_as(compilation)
@@ -208,8 +196,6 @@ class Model:
             The History of this fit, with ``history``, ``epoch`` and ``timing``.
 
         Raises:
-            UsageError: not compiled, or compiled without an optimizer.
-            ConfigError: a number of epochs or steps is not valid.
             DataError: the data has no batches, or an item is not a pair or triple.
             NonFiniteLossError: the loss became NaN or infinite. The weights are those of the last good update.
             CallbackError: a callback raised.
@@ -236,10 +222,6 @@ class Model:
             data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
             verbose: 0 silent, 1 a live line, 2 a plain line.
             callbacks: called at the ``on_test`` hooks.
-
-        Raises:
-            UsageError: not compiled.
-            DataError: the data has no batches, or an item is not a pair or triple.
         """
         setup = self._compiled("evaluate")
         batches, self.clock = self._iterator(data, "the data"), StepClock()
@@ -256,11 +238,7 @@ class Model:
             callbacks: called at the ``on_predict`` hooks.
 
         Returns:
-            One tensor, or the structure of tensors that the module returns.
-
-        Raises:
-            DataError: the data has no batches.
-            ConfigError: an output does not have one row per example.
+            One tensor, or the structure of tensors that the module returns, with one row per example.
         """
         uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
         precision = uncompiled if self._setup is None else self._setup.precision
@@ -271,7 +249,7 @@ class Model:
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
 
-        At the end of an epoch, of ``fit`` and of ``evaluate`` a worker may call it alone. Between batches all workers
+        A worker may call it alone at the end of an epoch, of ``fit`` and of ``evaluate``. Between batches all workers
         must call it, and always if the model is sharded over them.
         """
         self._module.exchange_buffers(always=False)
@@ -282,37 +260,25 @@ class Model:
         self._module.load_state_dict(state)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Writes the state_dict to a safetensors file, atomically. Every worker must call it; the chief writes.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
+        """Writes the state_dict to a safetensors file, atomically. Every worker must call it; the chief writes."""
         save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads a safetensors file into every replica's copy, if everything fits. Every worker must call it.
-
-        Raises:
-            CheckpointError: there is no such file, or its keys or shapes are not the module's.
-        """
+        """Loads a safetensors file into every copy, or raises a CheckpointError. Every worker must call it."""
         load_weights(self._module, self.strategy.workers, path)
 
     def checkpoint(self) -> Checkpoint:
         """A checkpoint of all state of the training, for an ``ls.CheckpointManager``. ``BackupAndRestore`` saves it.
 
-        Raises:
-            UsageError: not compiled with an optimizer.
+        Raises a UsageError if the model is not compiled with an optimizer.
         """
         return checkpoint_of(self._setup, self.training_state)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
-        """Restores a checkpoint, or the newest in a folder. Every worker must call it; the chief reads.
+        """Restores a checkpoint, or the newest in a folder, or raises a CheckpointError. Every worker must call it.
 
         Returns:
             The position of the training: ``fit(initial_epoch=position.epoch)`` begins that epoch.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or it does not fit. Nothing is loaded then.
         """
         self.checkpoint().restore(path)
         return self.training_state.position

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,17 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
-from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.train.batch import LabelledBatch, ShardRows, module_arguments, unpack_inputs, unpack_labelled
+from lockstep.train.batch import (
+    LabelledBatch,
+    ShardRows,
+    module_arguments,
+    replica_of_step,
+    unpack_inputs,
+    unpack_labelled,
+)
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
-
-if TYPE_CHECKING:
-    from lockstep.parallel.pipeline import Pipeline
 
 Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
@@ -76,29 +79,22 @@ class Prediction:
 
 def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard, then the update if it is due. Every replica must call it."""
-    context, rows, module = _context(), batch_rows(item), setup.module
+    context, rows, module = replica_of_step(), batch_rows(item), setup.module
     total: Count = 0.0
     count: Count = 0.0
     with nullcontext() if update else module.no_sync():
-        if module.pipeline is not None:
-            total, count = _train_in_stages(setup, module.pipeline, state, item, rows)
-        else:
-            # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch
-            # norm over all replicas, or weights that are sharded.
-            if rows or module.has_sync_batchnorm or module.shards_weights:
-                batch = unpack_labelled(item)
-                args, kwargs = module_arguments(batch.x)
-                with setup.precision.autocast(), keep_logits_sharded():
-                    outputs = module(*args, **kwargs)
-                    total, count = _loss_sums(setup, state, outputs, batch, rows)
-                _update_metrics(state, outputs, batch, rows)
+        # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
+        # over all replicas, or weights that are sharded.
+        if rows or module.shards_weights or (module.has_sync_batchnorm and module.pipeline is None):
+            total, count = _shard_sums(setup, state, item, rows)
+        if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(context, count)
             if isinstance(total, Tensor):
                 _check_graph(total)
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
                 total = total.detach()
     state.add(total, count)
-    result = update_weights(setup, state, context) if update else None
+    result = update_weights(setup, state) if update else None
     return StepOutput(rows=rows, total=total, count=count, update=result)
 
 
@@ -107,18 +103,8 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     rows = batch_rows(item)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
-    batch = unpack_labelled(item)
-    if setup.module.pipeline is None:
-        args, kwargs = module_arguments(batch.x)
-        with setup.precision.autocast(), keep_logits_sharded():
-            outputs = setup.module(*args, **kwargs)
-            total, count = _loss_sums(setup, state, outputs, batch, rows)
-        _update_metrics(state, outputs, batch, rows)
-        return StepOutput(rows=rows, total=total, count=count)
-    sums = _MicrobatchSums(setup, state, batch)
-    with setup.precision.autocast(), keep_logits_sharded():
-        setup.module.pipeline.evaluate(batch.x, rows, sums.add)
-    return StepOutput(rows=rows, total=sums.total, count=sums.count)
+    total, count = _shard_sums(setup, state, item, rows)
+    return StepOutput(rows=rows, total=total, count=count)
 
 
 def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Prediction:
@@ -145,19 +131,14 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
     return Prediction(rows=rows, outputs=tree_map(lambda *leaves: torch.cat(leaves), *parts))
 
 
-def update_weights(setup: TrainSetup, state: ReplicaState, context: ReplicaContext) -> StepResult:
+def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     """Sums gradients and losses over the replicas, divides once, and updates. Every replica must call it."""
     if setup.optimizer is None:
         raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
     totals = Totals(total=state.total, count=state.count)
     state.reset_sums()
     scaler = setup.precision.scaler
-    return setup.optimizer.update(context, totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
-
-
-def finish_cycle(setup: TrainSetup, state: ReplicaState) -> StepResult:
-    """Updates with the gradients of an accumulation cycle that the end of the epoch cut short, on every replica."""
-    return update_weights(setup, state, _context())
+    return setup.optimizer.update(replica_of_step(), totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
 
 
 def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
@@ -167,18 +148,22 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
         setup.optimizer.zero_grad()
 
 
-def _train_in_stages(
-    setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, item: Any, rows: int
-) -> tuple[Count, Count]:
-    """The sums of this replica's shard if this worker has the last stage of the pipeline; else 0."""
-    if not rows and not setup.module.shards_weights:
-        return 0.0, 0.0
-    batch = unpack_labelled(item)
-    sums = _MicrobatchSums(setup, state, batch)
-    setup.module.note_pass()
+def _shard_sums(setup: TrainSetup, state: ReplicaState, item: Any, rows: int) -> tuple[Count, Count]:
+    """The sums of a shard, 0 before the last stage of a pipeline; updates the metrics. A pipeline runs backward too."""
+    batch, module = unpack_labelled(item), setup.module
+    if module.pipeline is None:
+        args, kwargs = module_arguments(batch.x)
+        with setup.precision.autocast(), keep_logits_sharded():
+            outputs = module(*args, **kwargs)
+            sums = _loss_sums(setup, state, outputs, batch, rows)
+        _update_metrics(state, outputs, batch, rows)
+        return sums
+    parts, trains = _MicrobatchSums(setup, state, batch), torch.is_grad_enabled()
+    if trains:
+        module.note_pass()
     with setup.precision.autocast(), keep_logits_sharded():
-        pipeline.train(batch.x, rows, sums.add)
-    return sums.total, sums.count
+        (module.pipeline.train if trains else module.pipeline.evaluate)(batch.x, rows, parts.add)
+    return parts.total, parts.count
 
 
 class _MicrobatchSums:
@@ -222,7 +207,7 @@ def _loss_sums(
     if not rows:
         floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return no_examples(next(floating))
-    context = _context()
+    context = replica_of_step()
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
     sums = state.loss.sums(setup.config.loss, ShardRows(outputs, batch, rows), context, sharded=sharded)
     return sums.total, sums.count
@@ -255,7 +240,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     if not state.metrics_checked:  # once; on a CPU, a shard that is too small leaves it to a later step
-        context, enough = _context(), rows >= LEAST_ROWS
+        context, enough = replica_of_step(), rows >= LEAST_ROWS
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
@@ -268,13 +253,6 @@ def _check_graph(total: Tensor) -> None:
             "the loss depends on no trained parameter; compute it from the module's outputs without detach, .item() or"
             " NumPy, and leave at least one parameter with requires_grad"
         )
-
-
-def _context() -> ReplicaContext:
-    context = get_replica_context()
-    if context is None:
-        raise UsageError("a step was called outside a replica; call it through strategy.run")
-    return context
 
 
 def _double(value: Count) -> Count:

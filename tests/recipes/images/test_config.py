@@ -15,12 +15,7 @@ def test_the_published_run_can_be_set():
         images(data=Path("PetImages")), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0
     )
 
-    assert (config.data, config.learning_rate, config.pixel_range, config.hidden) == (
-        Path("PetImages"),
-        1e-3,
-        "unit",
-        0,
-    )
+    assert (config.data, config.learning_rate, config.hidden) == (Path("PetImages"), 1e-3, 0)
     assert (config.size, config.width_multiplier, config.output_stride) == (224, 1.0, 32)
 
 
@@ -43,26 +38,21 @@ def test_there_is_a_decoder_for_each_core_unless_told():
         ({"accumulate": 0}, "accumulate=0 was given, expected at least 1"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
         ({"shuffle_buffer": -1}, "shuffle_buffer=-1 was given, expected at least 0"),
-        ({"workers": -1}, "workers=-1 was given, expected an integer from 0 to 256"),
-        ({"seed": -1}, "seed=-1 was given, expected an integer from 0 to 4294967295"),
-        ({"size": 4, "output_stride": 32}, "size=4 was given, expected 32 to 4096 pixels"),
-        ({"size": 31}, "size=31 was given, expected 32 to 4096 pixels: the last feature map is"),
+        ({"workers": -1}, "workers=-1 was given, expected at least 0 and at most 256"),
+        ({"seed": -1}, "seed=-1 was given, expected at least 0 and at most 4294967295"),
+        ({"size": 4, "output_stride": 32}, "size=4 was given, expected at least 32 and at most 4096"),
+        ({"size": 31}, "size=31 was given, expected at least 32"),
         ({"size": 10**6}, "size=1000000 was given, expected"),
         ({"output_stride": 7}, "output_stride=7 was given; choose one of 8, 16 or 32"),
-        ({"hidden": -1}, r"hidden=-1 was given, expected from 0 \(no hidden layer\)"),
-        ({"width_multiplier": 0.0}, "width_multiplier=0.0 was given, expected above 0"),
-        ({"width_multiplier": float("nan")}, "width_multiplier=nan was given, expected above 0"),
-        ({"dropout": 1.0}, "dropout=1.0 was given, expected a probability"),
-        ({"batch_norm_momentum": 0.0}, "batch_norm_momentum=0.0 was given, expected above 0"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a finite number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a finite number above 0"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a finite number above 0"),
-        ({"test_fraction": 0.0}, "test_fraction=0.0 was given, expected a fraction above 0 and up to 0.9"),
-        ({"valid_fraction": 1.5}, "valid_fraction=1.5 was given, expected a fraction from 0 up to 0.9"),
-        ({"max_broken": -0.1}, "max_broken=-0.1 was given, expected a fraction from 0 up to 1"),
-        ({"shift": 0.7}, "shift=0.7 was given, expected a fraction from 0 up to 0.5"),
-        ({"cache": "cloud"}, "cache='cloud' is unknown; choose one of memory, disk"),
-        ({"pixel_range": "wide"}, "pixel_range='wide' is unknown; choose one of unit, centred"),
+        ({"hidden": -1}, "hidden=-1 was given, expected at least 0"),
+        ({"width_multiplier": 0.0}, "width_multiplier=0.0 was given, expected a number above 0"),
+        ({"width_multiplier": float("nan")}, "width_multiplier=nan was given, expected a number above 0"),
+        ({"batch_norm_momentum": 0.0}, "batch_norm_momentum=0.0 was given, expected a number above 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
+        ({"test_fraction": 0.0}, "test_fraction=0.0 was given, expected a number above 0 and at most 0.9"),
+        ({"valid_fraction": 1.5}, "valid_fraction=1.5 was given, expected at least 0 and at most 0.9"),
         ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
     ],
 )

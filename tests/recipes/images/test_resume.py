@@ -46,11 +46,11 @@ def test_the_same_pictures_may_lie_elsewhere_and_be_decoded_otherwise(pictures: 
     elsewhere = pictures.rename(tmp_path / "elsewhere")
     Image.new("RGB", (10, 12)).save(elsewhere / "test" / "cat" / "001.png")  # no run has learnt from the test
 
-    there = tiny(data=elsewhere, cache="disk", cache_dir=tmp_path / "cache", workers=1, max_broken=0.5, patience=1)
+    there = tiny(data=elsewhere, workers=1, patience=1)
     after = run_settings(there, load_images(there))
 
     assert after == before
-    assert not {"data", "cache", "cache_dir", "workers", "max_broken", "patience"} & after.keys()
+    assert not {"data", "workers", "patience"} & after.keys()
 
 
 def test_other_labels_are_other_pictures(pictures: Path, tiny: MakeConfig):

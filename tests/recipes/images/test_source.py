@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from lockstep.errors import DataError
+from lockstep.recipes.images import dataset
 from lockstep.recipes.images.dataset import load_images
 
 if TYPE_CHECKING:
@@ -18,96 +19,80 @@ def break_pictures(folder: Path, number: int) -> None:
         path.write_bytes(b"")
 
 
-def test_rows_and_labels_of_each_part_belong_together(make_tree: MakeTree, tiny: MakeConfig):
+def test_pixels_and_labels_of_each_part_belong_together(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"train/a": 10, "train/b": 10, "test/b": 3})
 
     pictures = load_images(tiny(data=root))
 
     assert pictures.classes == ("a", "b")
-    assert {part: len(chosen.rows) for part, chosen in pictures.splits.items()} == {"train": 18, "valid": 2, "test": 3}
-    assert set(pictures.splits["test"].labels) == {1}
-    assert sorted(row for chosen in pictures.splits.values() for row in chosen.rows) == list(range(23))
-    green = pictures.store.pixels[list(pictures.splits["test"].rows), 0, 0, 1]
-    assert green.tolist() == [0, 7, 14]
+    assert [len(pictures.splits[part].pixels) for part in ("train", "valid", "test")] == [18, 2, 3]
+    assert pictures.splits["test"].labels == (1, 1, 1)
+    assert pictures.splits["test"].pixels[:, 0, 0, 1].tolist() == [0, 7, 14]
 
 
-def test_a_few_broken_pictures_are_named_and_skipped(make_tree: MakeTree, tiny: MakeConfig):
-    root = make_tree("data", {"a": 60, "b": 60})
-    break_pictures(root / "b", 5)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_gives_the_same_pixels_in_order(workers: int, make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 40, "b": 40})
+    break_pictures(root / "a", 1)
 
-    with pytest.warns(
-        UserWarning, match=r"5 of 120 images cannot be read: '.*b/000.png' \(empty file\), .* and 2 more"
-    ):
-        pictures = load_images(tiny(data=root))
+    with pytest.warns(UserWarning, match="they are skipped"):
+        alone, together = (load_images(tiny(data=root, workers=number)) for number in (0, workers))
 
-    assert [path.name for path in pictures.broken] == [f"{n:03}.png" for n in range(5)]
-    rows = [row for chosen in pictures.splits.values() for row in chosen.rows]
-    assert len(rows) == len(set(rows)) == 115
-    assert not set(rows) & set(range(60, 65))
+    for part in ("train", "valid", "test"):
+        assert alone.splits[part].labels == together.splits[part].labels
+        assert torch.equal(alone.splits[part].pixels, together.splits[part].pixels)
 
 
-def test_the_parts_are_the_same_whether_a_picture_is_broken_or_not(make_tree: MakeTree, tiny: MakeConfig):
+def test_what_does_not_fit_into_memory_is_refused(
+    make_tree: MakeTree, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dataset, "available_mb", lambda: 10.0)
+
+    with pytest.raises(DataError, match="80 images of 224x224 take 11 MB decoded, expected at most 80% of the 10 MB"):
+        load_images(tiny(data=make_tree("data", {"a": 40, "b": 40}), size=224))
+
+
+def test_a_few_broken_pictures_are_skipped_and_leave_the_others_where_they_are(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 60, "b": 60})
     before = load_images(tiny(data=root)).splits
-    break_pictures(root / "b", 2)
-    with pytest.warns(UserWarning, match="2 of 120"):
-        after = load_images(tiny(data=root)).splits
+    break_pictures(root / "b", 5)
 
-    assert all(set(after[part].rows) == set(before[part].rows) - {60, 61} for part in after)
+    with pytest.warns(UserWarning, match=r"5 of 120 images cannot be read, such as '.*b/00[0-4].png' \(cannot"):
+        pictures = load_images(tiny(data=root))
+
+    assert sorted(path.name for path in pictures.broken) == [f"{n:03}.png" for n in range(5)]
+    for part, images in pictures.splits.items():
+        rows = {tuple(row.flatten().tolist()) for row in before[part].pixels}
+        assert all(tuple(row.flatten().tolist()) in rows for row in images.pixels)
+    assert sum(len(images.labels) for images in pictures.splits.values()) == 115
 
 
 def test_more_broken_pictures_than_the_share_are_an_error(make_tree: MakeTree, tiny: MakeConfig):
     root = make_tree("data", {"a": 10, "b": 10})
     break_pictures(root / "a", 2)
 
-    with pytest.raises(DataError, match=r"2 of 20 images cannot be read: .*; expected at most 0.05 of them \(max_bro"):
+    with pytest.raises(DataError, match=r"2 of 20 images cannot be read, .*; expected at most 5% of them"):
         load_images(tiny(data=root))
-    with pytest.warns(UserWarning, match="they are skipped"):
-        load_images(tiny(data=root, max_broken=0.1))
 
 
-def test_nothing_but_broken_pictures_is_an_error_whatever_the_share(make_tree: MakeTree, tiny: MakeConfig):
-    root = make_tree("data", {"a": 3, "b": 3})
+def test_a_class_of_broken_pictures_is_an_error(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 3, "b": 90})
     break_pictures(root / "a", 3)
 
     with (
         pytest.raises(DataError, match="no readable training image is left of the class 'a', expected at least one"),
-        pytest.warns(UserWarning, match="3 of 6"),
+        pytest.warns(UserWarning, match="3 of 93"),
     ):
-        load_images(tiny(data=root, max_broken=1.0))
+        load_images(tiny(data=root))
 
 
 def test_a_test_part_of_nothing_is_an_error(make_tree: MakeTree, tiny: MakeConfig):
-    with pytest.raises(DataError, match="no image is left for the test, expected at least one"):
+    with pytest.raises(DataError, match="no image is left for the test"):
         load_images(tiny(data=make_tree("data", {"a": 1, "b": 1})))
 
 
-def test_what_is_left_out_and_what_has_no_effect_warns(make_tree: MakeTree, tiny: MakeConfig):
-    root = make_tree("data", {"train/a": 5, "train/b": 5, "test/b": 3, "other/a": 1})
+def test_a_share_without_effect_warns(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"train/a": 5, "train/b": 5, "test/b": 3})
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="test_fraction=0.3 has no effect: the images have a test split"):
         load_images(tiny(data=root, test_fraction=0.3))
-
-    assert [str(warning.message) for warning in caught] == [
-        f"ignored: the folder {str(root / 'other')!r}, which is not a split",
-        "test_fraction=0.3 has no effect: the images have a test split",
-    ]
-
-
-def test_disk_and_memory_give_the_same_and_the_shares_do_not_matter_to_the_disk(make_tree: MakeTree, tiny: MakeConfig):
-    root = make_tree("data", {"a": 12, "b": 12})
-    memory = load_images(tiny(data=root))
-    disk = tiny(data=root, cache="disk", cache_dir=root.parent / "cache")
-    decoded: list[int] = []
-
-    first = load_images(disk)
-    other = load_images(
-        tiny(data=root, cache="disk", cache_dir=root.parent / "cache", test_fraction=0.4),
-        progress=lambda done, of: decoded.append(done),
-    )
-
-    assert (first.store.pixels == memory.store.pixels).all()
-    assert first.splits == memory.splits
-    assert len(other.splits["test"].rows) == 10
-    assert decoded == []

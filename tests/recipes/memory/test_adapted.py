@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep as ls
-from lockstep.recipes.memory import Lora, add_lora
 
 MakeStrategy = Callable[..., ls.MirroredStrategy]
 
@@ -100,6 +99,7 @@ def test_merged_adapters_leave_a_plain_model_of_the_same_answers(trained: Any, i
 def test_tied_embeddings_stay_tied_and_frozen_beside_adapters_and_a_part_trained_in_full(
     fronts: Any, make_strategy: MakeStrategy, in_full: tuple[str, ...]
 ):
+    from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertForMaskedLM
 
     strategy = make_strategy(2)
@@ -108,7 +108,8 @@ def test_tied_embeddings_stay_tied_and_frozen_beside_adapters_and_a_part_trained
         torch.manual_seed(0)
         drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         bert = BertForMaskedLM(BertConfig(vocab_size=fronts.VOCABULARY, **fronts.SIZES, **drops)).double()
-        model = add_lora(bert, Lora(r=2, targets=("query", "dense"), modules_to_save=in_full))
+        lora = LoraConfig(r=2, target_modules=["query", "dense"], modules_to_save=list(in_full) or None)
+        model = get_peft_model(bert, lora)
         called = strategy.mirror(model) if on_replicas else model
         optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
         optimizer = strategy.mirror(optimizer) if on_replicas else optimizer

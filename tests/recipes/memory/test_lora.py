@@ -34,8 +34,8 @@ def adapted(model: nn.Module) -> set[str]:
         ("r=8", Lora(r=8)),
         ("r=4,alpha=16", Lora(r=4, alpha=16)),
         (
-            "targets = query + value , dropout=0.05,modules_to_save=classifier,r=2",
-            Lora(r=2, dropout=0.05, targets=("query", "value"), modules_to_save=("classifier",)),
+            "targets = query + value , dropout=0.05,r=2",
+            Lora(r=2, dropout=0.05, targets=("query", "value")),
         ),
         ("targets=all-linear", Lora(targets=("all-linear",))),
     ],
@@ -49,30 +49,16 @@ def test_alpha_is_twice_r_unless_given(bert: Any, lora: Lora, alpha: int):
     assert add_lora(bert, lora).peft_config["default"].lora_alpha == alpha
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "lora='' was given, expected name=value pairs with commas: r=8,alpha=16,dropout=0.05,targets=query"),
-        ("8", "lora='8' was given, expected name=value"),
-        ("r=8,", "lora='r=8,' was given, expected name=value"),
-        ("r=", "lora='r=' was given, expected name=value"),
-        ("rank=8", "lora has no setting 'rank'; choose from r, alpha, dropout, targets, modules_to_save: r=8,"),
-        ("r=8,r=4", "lora='r=8,r=4' sets r twice; give it once"),
-        ("r=8.5", "lora r=8.5 was given, expected an integer; try r=16"),
-        ("r=0", "lora r=0 was given, expected at least 1"),
-        ("r=5000", "lora r=5000 was given, expected at most 4096; 4 to 64 is usual"),
-        ("alpha=much", "lora alpha=much was given, expected an integer; try alpha=16"),
-        ("alpha=-1", "lora alpha=-1 was given, expected at least 1"),
-        ("dropout=some", "lora dropout=some was given, expected a number; try dropout=0.05"),
-        ("dropout=1", r"lora dropout=1.0 was given, expected a probability in \[0, 1\)"),
-        ("targets=query+", r"lora targets=query\+ was given, expected names separated by \+, such as query\+value"),
-        ("targets=query+all-linear", r"lora targets=query\+all-linear was given; all-linear must be the only target"),
-    ],
-)
-def test_parse_refuses_in_one_line(text: str, message: str):
-    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+@pytest.mark.parametrize("text", ["", "8", "r=8,", "r=", "rank=8", "r=8.5", "alpha=much", "dropout=some"])
+def test_what_cannot_be_parsed_is_refused_with_an_example(text: str):
+    with pytest.raises(ConfigError, match=f"^lora='{text}' was given, expected some of r, alpha, dropout, targets as"):
         Lora.parse(text)
-    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["r=0", "alpha=-1", "dropout=1", "targets=query+all-linear"])
+def test_a_bad_value_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"^lora .* was given"):
+        Lora.parse(text)
 
 
 def test_adapters_are_trained_and_the_rest_is_frozen(bert: Any):
@@ -91,7 +77,7 @@ def test_adapters_are_trained_and_the_rest_is_frozen(bert: Any):
 
 
 def test_the_settings_reach_peft(bert: Any):
-    lora = Lora(r=3, alpha=12, dropout=0.25, targets=("key",), modules_to_save=("pooler",))
+    lora = Lora(r=3, alpha=12, dropout=0.25, targets=("key",))
     model = add_lora(bert, lora)
 
     layer = model.base_model.model.bert.encoder.layer[0].attention.self.key
@@ -100,8 +86,7 @@ def test_the_settings_reach_peft(bert: Any):
     assert layer.lora_A["default"].weight.shape == (3, WIDTH)
     assert adapted(model) == {"key"}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert any("pooler.modules_to_save" in name for name in trained)
-    assert not any("classifier" in name for name in trained)
+    assert all("lora_" in name for name in trained)
 
 
 def test_all_linear_is_every_layer_but_the_head(bert: Any):
@@ -122,12 +107,11 @@ def test_adapters_beside_bf16_weights_are_float32(bert: Any):
     [
         (
             Lora(targets=("query", "quary")),
-            "BertForSequenceClassification has no layer 'quary' for lora; its linear layers: query, key.*",
+            "no layer 'quary' for lora in BertForSequenceClassification; its linear layers: query, key.*",
         ),
-        (Lora(targets=("dropout",)), "lora cannot be added to BertForSequenceClassification: Target module Dropout.*"),
         (
-            Lora(modules_to_save=("head",)),
-            "BertForSequenceClassification has no submodule 'head' to train; its submodules: bert, dropout, classifier",
+            Lora(targets=("dropout",)),
+            r"lora cannot be added \(Target module Dropout.* to BertForSequence.*",
         ),
     ],
 )
@@ -140,7 +124,7 @@ def test_a_layer_that_is_not_there_is_named_before_anything_is_changed(bert: Any
 
 def test_a_kind_that_peft_does_not_know_needs_targets():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    message = r"^lora has no targets, and peft has no default targets for Sequential; give some, such as targets=0"
+    message = r"^lora cannot be added \(.*\) to Sequential; its linear layers: 0, 2; give some of them as targets"
 
     with pytest.raises(ConfigError, match=message):
         add_lora(model, Lora())
@@ -154,14 +138,13 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
         add_lora(nn.Linear(2, 2), Lora(targets=("0",)))
 
 
-@pytest.mark.parametrize("part", ["classifier", "pooler"])
-def test_a_part_that_is_trained_in_full_is_float32_between_bf16_weights(bert: Any, part: str):
-    model = add_lora(bert.to(torch.bfloat16), Lora(r=2, modules_to_save=(part,)))
+def test_a_head_that_is_trained_in_full_is_float32_between_bf16_weights(bert: Any):
+    model = add_lora(bert.to(torch.bfloat16), Lora(r=2), task="SEQ_CLS")
     logits = model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits
     logits.sum().backward()
 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert any(part in name for name in trained)
+    assert any("classifier" in name for name in trained)
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
     assert all(parameter.grad is not None for parameter in trained.values())
-    assert logits.dtype == (torch.float32 if part == "classifier" else torch.bfloat16)
+    assert logits.dtype == torch.float32

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,8 @@ MakeStrategy = Callable[..., ls.MirroredStrategy]
 
 BF16 = {"dtype": torch.float32, "precision": "bf16"}
 # What two workers of two replicas train, by front end.
+pytestmark = pytest.mark.usefixtures("one_core")
+
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     **{front: (front, {}) for front in FRONTS},
     "frozen ones in the optimizer": ("loop", {"all_parameters": True}),
@@ -47,15 +49,6 @@ def load() -> Any:
 def fronts() -> Any:
     """What ``programs/fronts.py`` defines."""
     return load()
-
-
-@pytest.fixture(autouse=True)
-def _one_core_each() -> Iterator[None]:
-    """Tiny models are faster so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

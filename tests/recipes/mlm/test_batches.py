@@ -20,9 +20,8 @@ CONFIG = MlmConfig(batch_size=16, length_window=4)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(lines: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    cache = tmp_path_factory.mktemp("cache")
-    return new_tokenizer(lines, WordPieceSettings(vocabulary=400), max_tokens=96, cache_dir=cache)
+def tokenizer(lines: list[str]) -> Any:
+    return new_tokenizer(lines, WordPieceSettings(vocabulary=400), max_tokens=96)
 
 
 @pytest.fixture(scope="module")

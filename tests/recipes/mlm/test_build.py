@@ -11,9 +11,7 @@ from lockstep.recipes.mlm.train import (
     build_optimizer,
     build_scheduler,
     num_updates,
-    read_text,
 )
-from lockstep.recipes.text.tokenizer import cache_key
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig
@@ -55,15 +53,6 @@ def test_validation_and_test_have_masks_of_their_own_that_stay(tiny: MakeConfig,
     list(task.train)
 
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, (*task.valid, *task.test), strict=True))
-
-
-def test_only_the_training_text_makes_the_tokenizer(tiny: MakeConfig):
-    config = tiny()
-
-    build_mlm(config)
-
-    key = cache_key(read_text(config).train, config.tokenizer)
-    assert [path.stem for path in config.cache_dir.iterdir()] == [f"wordpiece-{key[:16]}"]
 
 
 def test_adam_trains_everything_but_the_pooler(tiny: MakeConfig):

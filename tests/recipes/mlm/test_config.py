@@ -8,7 +8,6 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.recipes.mlm.config import MlmConfig, mlm
-from lockstep.recipes.mlm.train import read_text
 
 
 def test_the_recipe_is_the_published_workload():
@@ -18,7 +17,6 @@ def test_the_recipe_is_the_published_workload():
     assert sizes == (2, 128, 2, 512, 30522, 0.1)
     assert (config.batch_size, config.epochs, config.patience, config.sequence_length) == (128, 5, 2, 512)
     assert (config.mask_fraction, config.max_masked) == (0.15, 96)
-    assert (config.mask_replace_fraction, config.random_replace_fraction) == (0.8, 0.1)
 
 
 def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
@@ -48,18 +46,17 @@ def test_every_field_is_documented():
         ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
         ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
-        ({"seed": -1}, "seed=-1 was given, expected an integer from 0 to 4294967295"),
-        ({"seed": 2**70}, "seed=1180591620717411303424 was given, expected an integer from 0 to 4294967295"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a finite number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a finite number above 0"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf was given, expected a finite number above 0"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a finite number above 0"),
+        ({"seed": -1}, "seed=-1 was given, expected at least 0 and at most 4294967295"),
+        ({"seed": 2**70}, "seed=1180591620717411303424 was given, expected at least 0 and at most 4294967295"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf was given, expected a number above 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
         ({"padding": "left"}, "padding='left' is unknown; choose one of longest, full"),
-        ({"attention": "flash"}, "attention='flash' is unknown; choose one of sdpa, eager"),
         ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
         ({"heads": 3}, "heads=3 does not divide hidden=128"),
         ({"mask_fraction": 2.0}, "mask_fraction=2.0 was given"),
-        ({"mask_fraction": 0.0}, r"mask_fraction=0.0 was given, expected a number in \(0, 1\]; try 0.15"),
+        ({"mask_fraction": 0.0}, "mask_fraction=0.0 was given, expected a number above 0 and at most 1"),
         ({"mask_fraction": float("nan")}, "mask_fraction=nan was given"),
         ({"max_masked": 0}, "max_masked=0 was given"),
         ({"vocabulary": 3}, "vocabulary=3 was given"),
@@ -69,15 +66,3 @@ def test_every_field_is_documented():
 def test_a_bad_setting_is_refused_when_the_config_is_made(settings: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         MlmConfig(**settings)  # type: ignore[arg-type]
-
-
-def test_the_shares_of_masked_tokens_and_the_shortest_line_are_settings(tmp_path: Path):
-    for part in ("train", "valid", "test"):
-        (tmp_path / f"a.{part}.tokens").write_text("a line of nineteen\n" + "word " * 30 + "\n")
-    config = MlmConfig(data=tmp_path, min_characters=10, mask_replace_fraction=1.0, random_replace_fraction=0.0)
-
-    assert (config.mask_replace_fraction, config.random_replace_fraction) == (1.0, 0.0)
-    assert len(read_text(config).train) == 2
-    assert len(read_text(dataclasses.replace(config, min_characters=100)).train) == 1
-    with pytest.raises(ConfigError, match=r"mask_replace_fraction=0.8 and random_replace_fraction=0.3"):
-        MlmConfig(random_replace_fraction=0.3)

@@ -35,7 +35,7 @@ def folder(lines: list[str], tmp_path: Path) -> Path:
 
 
 def load(name: str | Path) -> object:
-    return load_pretrained(str(name), attention="sdpa", dropout=0.0)
+    return load_pretrained(str(name), dropout=0.0)
 
 
 def complaint(name: str | Path) -> str:
@@ -47,7 +47,7 @@ def complaint(name: str | Path) -> str:
 
 
 def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
-    module, tokenizer = load_pretrained(str(folder), attention="eager", dropout=0.2)
+    module, tokenizer = load_pretrained(str(folder), dropout=0.2)
     theirs = BertForMaskedLM.from_pretrained(folder)
 
     state = module.state_dict()
@@ -55,7 +55,6 @@ def test_weights_and_tokenizer_are_those_in_the_folder(folder: Path):
     assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id) == (450, 0, 4)
     assert special_tokens(tokenizer).sum() == 5
     assert module.bert.config.hidden_dropout_prob == 0.2
-    assert module.bert.config._attn_implementation == "eager"
 
 
 def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeConfig):
@@ -67,11 +66,10 @@ def test_a_run_begins_with_them_at_the_published_rate(folder: Path, tiny: MakeCo
     assert task.module(**x).shape == (int((y != -100).sum()), 500)
     assert len(task.tokenizer) == 450
     assert config.first_rate == 1e-4
-    assert not config.cache_dir.exists()
 
 
 def test_a_size_given_beside_them_is_ignored_with_a_warning(folder: Path, tiny: MakeConfig):
-    with pytest.warns(UserWarning, match=r"layers, vocabulary have no effect with pretrained='.*bert'"):
+    with pytest.warns(UserWarning, match=r"without effect, since pretrained='.*bert': layers, vocabulary"):
         build_mlm(tiny(pretrained=str(folder), hidden=128, feed_forward=512))
 
 
@@ -109,13 +107,13 @@ def test_torn_weights(folder: Path):
 def test_a_model_of_another_kind(tmp_path: Path):
     GPT2Config().save_pretrained(tmp_path)
 
-    assert "is a model of type 'gpt2', expected 'bert'; give the folder or name of such a model" in complaint(tmp_path)
+    assert "is a model of type 'gpt2', expected a BERT" in complaint(tmp_path)
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path, lines: list[str]):
     train_wordpiece(lines, WordPieceSettings(vocabulary=600)).save(str(folder / "tokenizer.json"))
 
-    assert "has 500 embeddings for a tokenizer of 600 tokens; expected an embedding for each" in complaint(folder)
+    assert "has 500 embeddings for a tokenizer of 600 tokens; give" in complaint(folder)
 
 
 def test_a_tokenizer_that_cannot_mask(folder: Path, lines: list[str]):
@@ -123,4 +121,4 @@ def test_a_tokenizer_that_cannot_mask(folder: Path, lines: list[str]):
         tokenizer_object=train_wordpiece(lines, WordPieceSettings(vocabulary=450)), pad_token="[PAD]"
     ).save_pretrained(folder)
 
-    assert "has a tokenizer without a mask or padding token; expected BERT's [MASK] and [PAD]" in complaint(folder)
+    assert "has a tokenizer without a mask or padding token" in complaint(folder)

@@ -35,7 +35,7 @@ def csv_file(rows: list[tuple[int, str]], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def tiny(csv_file: Path, tmp_path: Path) -> MakeConfig:
+def tiny(csv_file: Path) -> MakeConfig:
     """A function that makes the config of a tiny run on them, with the settings given."""
 
     def make(**settings: Any) -> ReviewsConfig:
@@ -51,7 +51,6 @@ def tiny(csv_file: Path, tmp_path: Path) -> MakeConfig:
             "per_device_train_batch_size": 5,
             "learning_rate": 0.02,
             "epochs": 2,
-            "cache_dir": tmp_path / "cache",
         }
         return ReviewsConfig(**{**defaults, **settings})
 

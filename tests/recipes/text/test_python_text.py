@@ -76,8 +76,3 @@ def test_the_installed_python_has_thousands_of_distinct_paragraphs():
     assert len(set(lines)) == len(lines)
     assert len(text.valid) == len(lines) // 20
     assert "Python library in" in text.source
-
-
-def test_too_few_long_paragraphs_are_an_error():
-    with pytest.raises(DataError, match="expected at least 20; set a smaller min_characters"):
-        python_text(longer_than=10**6)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from lockstep.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode
 
 
 @pytest.fixture
-def tokenizer(lines: list[str], tmp_path: Path) -> Any:
-    return new_tokenizer(lines, WordPieceSettings(vocabulary=400), max_tokens=64, cache_dir=tmp_path)
+def tokenizer(lines: list[str]) -> Any:
+    return new_tokenizer(lines, WordPieceSettings(vocabulary=400), max_tokens=64)
 
 
 def test_it_knows_its_special_tokens(tokenizer: Any):

@@ -1,35 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.text import tokenizer as tokenizer_module
 from lockstep.recipes.text.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceSettings,
-    cache_key,
-    cached_wordpiece,
     train_wordpiece,
 )
 
 SETTINGS = WordPieceSettings(vocabulary=300)
-
-
-@pytest.fixture
-def trainings(monkeypatch: pytest.MonkeyPatch) -> list[WordPieceSettings]:
-    """The settings of every training; the training itself is the real one."""
-    seen: list[WordPieceSettings] = []
-
-    def train(lines: list[str], settings: WordPieceSettings) -> Tokenizer:
-        seen.append(settings)
-        return train_wordpiece(lines, settings)
-
-    monkeypatch.setattr(tokenizer_module, "train_wordpiece", train)
-    return seen
 
 
 def test_a_line_becomes_pieces_between_start_and_end_and_comes_back(lines: list[str]):
@@ -66,62 +47,6 @@ def test_a_vocabulary_below_the_characters_of_the_text(lines: list[str]):
         ConfigError, match=r"vocabulary=20 was given, but the special .* alone are 1\d\d; give at least"
     ):
         train_wordpiece(lines, WordPieceSettings(vocabulary=20))
-
-
-def test_it_is_trained_once(lines: list[str], tmp_path: Path, trainings: list[WordPieceSettings]):
-    first = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
-    second = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
-
-    assert len(trainings) == 1
-    assert first.to_str() == second.to_str()
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
-
-
-def test_another_text_or_setting_has_another_key(lines: list[str]):
-    keys = {
-        cache_key(lines, SETTINGS),
-        cache_key(lines[:-1], SETTINGS),
-        cache_key([*lines[:-2], "".join(lines[-2:])], SETTINGS),
-        cache_key(lines, replace(SETTINGS, vocabulary=301)),
-        cache_key(lines, replace(SETTINGS, chinese="words")),
-    }
-
-    assert len(keys) == 5
-
-
-SPOILERS = {
-    "torn": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "json": lambda text: "{}",
-    "not utf-8": lambda text: "\udcff",
-    "another checksum": lambda text: "0" + text,
-    "changed": lambda text: text.replace("[MASK]", "[MUSK]"),
-}
-
-
-@pytest.mark.parametrize("spoiler", SPOILERS)
-def test_a_torn_or_foreign_file_is_built_again(
-    spoiler: str, lines: list[str], tmp_path: Path, trainings: list[WordPieceSettings]
-):
-    good = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path).to_str()
-    (path,) = tmp_path.iterdir()
-    whole = path.read_text(encoding="utf-8")
-    path.write_bytes(SPOILERS[spoiler](whole).encode("utf-8", "surrogateescape"))
-
-    again = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path)
-
-    assert len(trainings) == 2
-    assert again.to_str() == good
-    assert path.read_text(encoding="utf-8") == whole
-
-
-def test_a_cache_that_cannot_be_written_warns_and_trains(lines: list[str], tmp_path: Path):
-    (tmp_path / "cache").touch()
-
-    with pytest.warns(UserWarning, match=r"cannot be cached in '.*cache' \(.*\) and will be trained again"):
-        tokenizer = cached_wordpiece(lines, SETTINGS, cache_dir=tmp_path / "cache")
-
-    assert tokenizer.get_vocab_size() == 300
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +70,7 @@ Train = Callable[..., Trained]
 
 
 @pytest.fixture
-def train(caplog: pytest.LogCaptureFixture) -> Iterator[Train]:
+def train(caplog: pytest.LogCaptureFixture, one_core: None) -> Train:
     """Trains ``module`` on a stand-in GPU of ``shares``.
 
     With one thread: a stand-in graph is replayed by the caller, who else would add up with more threads than replicas.
@@ -101,10 +101,7 @@ def train(caplog: pytest.LogCaptureFixture) -> Iterator[Train]:
         told = [record.getMessage() for record in caplog.records]
         return Trained(weights, history, driver, [text.removeprefix(marker) for text in told if marker in text])
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield run
-    torch.set_num_threads(threads)
+    return run
 
 
 @pytest.fixture

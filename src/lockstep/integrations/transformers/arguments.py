@@ -25,43 +25,38 @@ from lockstep.strategies.base import Strategy, current_strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
+_REFUSED = {
+    "fsdp": "cuts the model up, and here every replica has all of it",
+    "deepspeed": "wants to run the training itself",
+    "parallelism_config": "divides the model between processes",
+    "torch_compile": "draws its random numbers past the replicas' own",
+}
+_REFUSED_OF_WORKERS = {
+    "auto_find_batch_size": "lets each worker find its own",
+    "save_on_each_node": "has all workers write, and here the chief alone does",
+    "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
+}
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
 def check_arguments(args: TrainingArguments, *, workers: int) -> None:
     """Raises a ConfigError that names the first argument that does not work on replicas of so many workers."""
-    for complaint in (*_complaints(args), *(_complaints_of_workers(args, workers) if workers > 1 else ())):
-        raise ConfigError(f"the Trainer of lockstep got {complaint}")
-
-
-def _complaints(args: TrainingArguments) -> Iterator[str]:
-    plain = "use transformers' own Trainer for it, or leave it out"
-    if args.fsdp:
-        yield f"fsdp={args.fsdp!r}, which cuts the model up, and here every replica has all of it; {plain}"
-    if args.deepspeed:
-        yield f"deepspeed={args.deepspeed!r}, which wants to run the training itself; {plain}"
-    if getattr(args, "parallelism_config", None) is not None:
-        yield f"a parallelism_config, which divides the model between processes; {plain}"
-    if args.torch_compile:
-        yield f"torch_compile=True, whose compiled code draws its random numbers past the replicas' own; {plain}"
-    name = str(getattr(args.optim, "value", args.optim))
-    if name in _UPDATES_IN_BACKWARD or name.endswith("_layerwise"):
-        yield (
-            f"optim={name!r}, which updates weights in the backward pass, before the replicas' gradients are summed; "
-            "choose an optimizer that updates in its step"
+    for name, why in (_REFUSED | (_REFUSED_OF_WORKERS if workers > 1 else {})).items():
+        if value := getattr(args, name, None):
+            raise ConfigError(
+                f"the Trainer of lockstep got {name}={value!r}, which {why}; leave it out, or use transformers' own"
+            )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _UPDATES_IN_BACKWARD or optim.endswith("_layerwise"):
+        raise ConfigError(
+            f"the Trainer of lockstep got optim={optim!r}, which updates weights in the backward pass, before the "
+            "replicas' gradients are summed; choose an optimizer that updates in its step"
         )
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        yield "debug='underflow_overflow', whose hooks know one copy of the model; debug on one device"
-
-
-def _complaints_of_workers(args: TrainingArguments, workers: int) -> Iterator[str]:
-    job = f"in a job of {workers} workers"
-    if args.auto_find_batch_size:
-        yield f"auto_find_batch_size=True {job}, which would each find their own; find it on the devices of one worker"
-    if args.save_on_each_node:
-        yield f"save_on_each_node=True {job}, of which the chief alone writes; leave it out"
-    if getattr(args, "enable_jit_checkpoint", False):
-        yield f"enable_jit_checkpoint=True {job}, which saves when a signal reaches one of them; leave it out"
+        raise ConfigError(
+            "the Trainer of lockstep got debug='underflow_overflow', whose hooks know one copy of the model; debug on "
+            "one device"
+        )
 
 
 def check_model(model: Any) -> None:
@@ -77,9 +72,7 @@ def check_model(model: Any) -> None:
 def chosen_strategy(given: Strategy | None, *, on_cpu: bool) -> Strategy:
     """The given strategy, else the one in scope, else one over all local devices or over the whole job.
 
-    Raises:
-        ConfigError: the strategy does not give every replica the whole model.
-        ClusterError: the environment declares a job that cannot be joined.
+    Raises a ConfigError if the strategy does not give every replica the whole model.
     """
     strategy = given or current_strategy()
     if strategy is None and declared_job() is not None:

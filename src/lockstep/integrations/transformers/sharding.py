@@ -2,11 +2,10 @@
 
     loss of the batch = sum over replicas of share x loss of the shard          (and so for the gradients)
 
-The batch is collated once, so that all shards are padded alike and have the shapes of one device. A loss that the model
-divides by ``num_items_in_batch`` is a part of a sum already, so its share is 1. A mean, over rows or tokens, has the
-share of the rows or tokens of the shard in those of the batch. Which of the two it is shows when the loss is computed:
-was the number of items used? ``LossCheck`` finds losses that are neither: then no shares add up to the loss of the
-batch, as with class weights, plain sums, penalties beside such a sum, and losses that compare rows with each other.
+The batch is collated once, so that all shards are padded alike. A loss that the model divides by
+``num_items_in_batch`` is a part of a sum already, so its share is 1. A mean, over rows or tokens, has the share of the
+shard's rows or tokens in those of the batch. Which it is shows when the loss is computed: was the number of items used?
+``LossCheck`` finds losses that are neither, such as class weights, plain sums, and losses that compare rows.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
+from lockstep.train.batch import FAILURES
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
 _EXACT, _ROUGH = 1e-4, 5e-2
 _LAST_CHECK = 32
 _LOW = (torch.float16, torch.bfloat16)
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError, AssertionError)
 
 
 class CountedItems(Tensor):
@@ -140,10 +139,10 @@ class Shard:
 def divided(
     batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
 ) -> PerReplica[Shard]:
-    """The shards of this worker's replicas, in replica order; views of the whole collated batch, equal on all workers.
+    """The shards of this worker's replicas: views of the whole collated batch, which is equal on all workers.
 
     ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
-    model. Raises DataError if the tensors disagree in length, or something cannot be divided.
+    model. Raises a DataError if the tensors disagree in length.
     """
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
@@ -158,10 +157,6 @@ def divided(
     return PerReplica(shards)
 
 
-LossOf = Callable[[Mapping[str, Any], Share], Tensor]
-"""Computes the loss of some inputs. Their Share learns whether the number of items was used."""
-
-
 class LossCheck:
     """Checks in some of the first steps of a training whether the loss may be computed in shards, and warns once.
 
@@ -174,34 +169,31 @@ class LossCheck:
         self._warned = False
 
     def is_due(self) -> bool:
-        """Whether the loss is checked in this step: the first, 2nd, 4th, ..., as one step may have few labels.
-
-        All workers check in the same steps, whatever they have found.
-        """
+        """Whether the loss is checked in this step, on all workers: the 1st, 2nd, 4th, ...; one may have few labels."""
         self._steps += 1
         return self._replicas > 1 and self._steps <= _LAST_CHECK and self._steps.bit_count() == 1
 
     def warn(self, found: Sequence[tuple[float, float] | None]) -> None:
         """Warns once, if a replica has found a difference."""
-        apart = [each for each in found if each is not None]
-        if not apart or self._warned:
+        apart = next((each for each in found if each is not None), None)
+        if apart is None or self._warned:
             return
         self._warned = True
-        whole, halves = apart[0]
         warnings.warn(
-            f"the loss is {whole:.6g} for the rows of a replica and {halves:.6g} for the same rows in two parts, so it "
-            "is neither a mean over rows or labels nor a sum over num_items_in_batch, and "
+            f"the loss is {apart[0]:.6g} for the rows of a replica and {apart[1]:.6g} for the same rows in two parts, "
+            "so it is neither a mean over rows or labels nor a sum over num_items_in_batch, and "
             f"{self._replicas} replicas train with other numbers than one device; have compute_loss_func return the "
-            "sum of the rows' losses over num_items_in_batch. Class weights, plain sums, penalties beside such a sum "
-            "and losses that compare rows need one replica, or a loop of your own with ls.get_replica_context()",
+            "sum of the rows' losses over num_items_in_batch, or use one replica",
             stacklevel=3,
         )
 
 
-def loss_difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted: bool) -> tuple[float, float] | None:
-    """A shard's loss and the loss of its halves, if they differ; else None.
+def loss_difference(
+    loss_of: Callable[[Mapping[str, Any], Share], Tensor], shard: Shard, model: nn.Module, *, shifted: bool
+) -> tuple[float, float] | None:
+    """A shard's loss and the loss of its halves, if they differ; else None. The model is in evaluation mode meanwhile.
 
-    The model is in evaluation mode meanwhile, so that dropout makes no difference.
+    ``loss_of`` computes the loss of some inputs; their Share learns whether the number of items was used.
     """
     if shard.rows < 2:
         return None
@@ -211,7 +203,7 @@ def loss_difference(loss_of: LossOf, shard: Shard, model: nn.Module, *, shifted:
             whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
             shares = [(half, Share(half.count, half.total)) for half in halves if half.count]
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
-    except _FAILURES:  # the step itself will raise it
+    except FAILURES:  # the step itself will raise it
         return None
     rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)

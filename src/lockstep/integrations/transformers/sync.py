@@ -1,12 +1,8 @@
 """What the workers of a job agree on while transformers' loop runs in each of them, and the replicas' random states.
 
-    before       the arguments, and that all see the checkpoint to resume from
-    each step    what callbacks ask for: one worker that wants to stop, save, evaluate or log is enough
-    checkpoint   rng_state.pth: transformers' own random states of the process
-                 lockstep_rng_state.pth: the replicas', from which dropout is drawn
-
-A resumed training equals one that was not interrupted, bit for bit. On another number of replicas, or without the file,
-the random states are derived from seed and step.
+They compare arguments and the checkpoint to resume from; in each step one worker that wants to stop, save, evaluate or
+log is enough. The replicas' random states are in ``lockstep_rng_state.pth``, beside transformers' own.
+On another number of replicas, or without the file, they are derived from seed and step.
 """
 
 from __future__ import annotations
@@ -39,10 +35,7 @@ _OWN = (
 
 
 class AgreeingCallbacks(CallbackHandler):
-    """The callbacks of one worker, from the handler that transformers made.
-
-    At the end of a step all workers agree on what they ask for.
-    """
+    """The callbacks of one worker, from ``plain``. At the end of a step all workers agree on what they ask for."""
 
     def __init__(self, plain: CallbackHandler, workers: Communicator) -> None:
         parts = (plain.callbacks, plain.model, plain.processing_class, plain.optimizer, plain.lr_scheduler)
@@ -50,7 +43,6 @@ class AgreeingCallbacks(CallbackHandler):
         self._workers = workers
 
     def call_event(self, event: str, *args: Any, **named: Any) -> TrainerControl:
-        """Calls all callbacks. At the end of a step every worker must call it."""
         control: TrainerControl = super().call_event(event, *args, **named)  # type: ignore[no-untyped-call]
         if event in _ENDS_OF_STEPS:
             agree_on_flags(self._workers, control)
@@ -67,24 +59,15 @@ def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
 
 
 def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
-    """Checks that all workers have the same arguments, except for folders and logging.
-
-    Raises ClusterError if they differ; it names the first difference.
-    """
+    """Raises a ClusterError if workers have other arguments than the chief, except for folders and logging."""
     if workers.size > 1:
-        settings = args.to_dict()  # type: ignore[no-untyped-call]
-        check_agreement(
-            workers,
-            "the training arguments",
-            [f"{name}={settings[name]!r}" for name in sorted(settings) if not name.startswith(_OWN)],
-        )
+        settings = sorted(args.to_dict().items())  # type: ignore[no-untyped-call]
+        own = [f"{name}={value!r}" for name, value in settings if not name.startswith(_OWN)]
+        check_agreement(workers, "the training arguments", own)
 
 
 def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
-    """Checks that all workers can read the same files of a checkpoint.
-
-    Raises ClusterError if a worker has other files, or none.
-    """
+    """Raises a ClusterError if a worker cannot read the same files of a checkpoint as the chief."""
     if workers.size > 1:
         files = sorted(Path(folder).glob("*")) if folder is not None else []
         lines = [f"{file.name} of {file.stat().st_size} bytes" for file in files if file.is_file()]

@@ -9,9 +9,8 @@ Everything that is not overridden here is transformers' own code, which sees one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.mirroring.module.batch_norm import guard_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
-from lockstep.train.batch import preserving_rng
+from lockstep.train.batch import preserving_rng, replica_of_step
 
 
 class Trainer(transformers.Trainer):
@@ -47,12 +46,6 @@ class Trainer(transformers.Trainer):
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
-
-    Example:
-        >>> import lockstep as ls
-        >>> from lockstep.integrations.transformers import Trainer
-        >>> Trainer.__mro__[1].__module__
-        'transformers.trainer'
     """
 
     def __init__(
@@ -80,13 +73,14 @@ class Trainer(transformers.Trainer):
             self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in transformers; the loss is weighed by its shard's share before backward."""
+        """The loss is weighed by its shard's share before backward."""
         super().create_accelerator_and_postprocess()
         self._one_process.keep()
-        self.accelerator.backward = partial(_backward, self.accelerator.backward)
+        backward = self.accelerator.backward
+        self.accelerator.backward = lambda loss, **named: backward(sharding.weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As in transformers, which sets the seed for it; so the replicas' random states are seeded again too."""
+        """Transformers sets the seed for it; so the replicas' random states are seeded again too."""
         sync.begin_random_numbers(self.strategy, self.args.seed)
         return super().call_model_init(trial)
 
@@ -208,7 +202,7 @@ class Trainer(transformers.Trainer):
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
-        with preserving_rng(self._context):
+        with preserving_rng(replica_of_step()):
             return sharding.loss_difference(loss_of, shard, copy, shifted=sharding.shifts_labels(self.model))
 
     def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
@@ -272,20 +266,8 @@ class Trainer(transformers.Trainer):
     @property
     def _copy(self) -> nn.Module:
         """The current replica's copy of the model."""
-        return self._mirrored_module.copies[self._context.local_replica]
+        return self._mirrored_module.copies[replica_of_step().local_replica]
 
     @property
     def _device(self) -> torch.device:
-        return self._context.device.torch_device
-
-    @property
-    def _context(self) -> ReplicaContext:
-        context = get_replica_context()
-        if context is None:
-            raise UsageError("a part of a step was called outside a replica; call training_step or prediction_step")
-        return context
-
-
-def _backward(plain: Callable[..., None], loss: Tensor, **named: Any) -> None:
-    """Accelerate's backward pass, of the weighed loss."""
-    plain(sharding.weighted(loss), **named)
+        return replica_of_step().device.torch_device

@@ -1,164 +1,339 @@
-"""The images of a run, decoded and labelled, in three splits; and a summary of them without training."""
+"""Labelled images, found and decoded once per run: a tree of class folders, or scikit-learn's handwritten digits.
+
+    DIR/CLASS/*.jpg                                 one tree, from which validation and test images are held out
+    DIR/train/CLASS/*.jpg, DIR/test/CLASS/*.jpg     split already; DIR/valid may be there too
+
+Other files (LICENSE.txt, Thumbs.db) and hidden files are ignored. Worker processes of torch's DataLoader decode;
+epochs read the array, so no image is decoded twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import shutil
+import uuid
 import warnings
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.errors import DataError
 from lockstep.extras import require
-from lockstep.recipes.images import pixels
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.folder import FoundImages, Split, Splits, complete_splits, read_digits, scan_folder
+from lockstep.replicas.cpu.memory import available_mb
 
-_MAX_NAMED = 3  # broken images that a message names
+Split = Literal["train", "valid", "test"]
+
+FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
+"""Suffixes of image files, in lower case; of an animation the first frame is used."""
+MAX_BROKEN = 0.05
+"""Fraction of the images that may be broken and are skipped; more is an error."""
+_SPLIT_NAMES: Mapping[str, Split] = {
+    "train": "train",
+    "test": "test",
+    "valid": "valid",
+    "val": "valid",
+    "validation": "valid",
+}
+_CHUNK = 16  # images that a worker sends together
+_MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledRows:
-    """One split without the broken images: their rows in the array of pixels, and their labels."""
+class ImageFile:
+    """An image and the index of its class among the sorted classes.
 
-    rows: tuple[int, ...]
+    ``name`` is its path below the split's folder, such as "Cat/12.jpg": the same wherever the tree is. ``embedded`` is
+    the Pillow image if it is not a file.
+    """
+
+    name: str
+    label: int
+    path: Path = Path()
+    embedded: Any = None
+
+
+Splits = Mapping[Split, tuple[ImageFile, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledPixels:
+    """The readable images of a split: pixels [images, size, size, 3] uint8, and their labels."""
+
+    pixels: Tensor
     labels: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """Decoded images: rows and labels of each split ("valid" may be empty), and which images are broken, and why."""
+    """Decoded images: the three splits ("valid" may be empty), and path -> reason of the broken ones."""
 
-    store: pixels.PixelStore
-    splits: Mapping[Split, LabelledRows]
+    splits: Mapping[Split, LabelledPixels]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
     source: str
 
 
-def load_images(config: ImagesConfig, *, progress: pixels.Progress | None = None) -> ImageDataset:
-    """Reads and decodes the images of the config, or the embedded digits.
+def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDataset:
+    """Finds, splits and decodes the images of the config, or the embedded digits.
 
     Raises:
         DataError: the images cannot be used, or too many of them are broken.
     """
-    found = _find_images(config)
-    for what in found.ignored:
-        warnings.warn(f"ignored: {what}", stacklevel=3)
-    splits, paths = _splits(config, found.splits), found.paths
-    store = _decode(config, found, progress)
-    broken = {paths[row]: reason for row, reason in store.broken.items()}
-    _check_broken(broken, len(paths), config.max_broken)
-    rows = {path: row for row, path in enumerate(paths) if path not in broken}
-    readable = {split: [image for image in images if image.path in rows] for split, images in splits.items()}
-    gone = sorted(set(range(len(found.classes))) - {image.label for image in readable["train"]})
-    if gone:
-        names = ", ".join(repr(found.classes[label]) for label in gone)
-        raise DataError(f"no readable training image is left of the class {names}, expected at least one; repair some")
-    if not readable["test"]:
-        raise DataError(
-            "no image is left for the test, expected at least one; add images: a class needs two to hold out one"
-        )
-    labelled = {
-        split: LabelledRows(rows=tuple(rows[each.path] for each in images), labels=tuple(each.label for each in images))
-        for split, images in readable.items()
-    }
-    return ImageDataset(store=store, splits=labelled, classes=found.classes, broken=broken, source=found.source)
+    if config.data is None:
+        source, (classes, found) = "scikit-learn's digits", read_digits()
+    else:
+        source, (classes, found) = str(config.data), scan_folder(config.data.expanduser())
+    for split, fraction in (("valid", config.valid_fraction), ("test", config.test_fraction)):
+        if split in found and fraction != getattr(ImagesConfig, f"{split}_fraction"):
+            warnings.warn(f"{split}_fraction={fraction:g} has no effect: the images have a {split} split", stacklevel=3)
+    splits = complete_splits(found, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
+    decoded, broken = _decode(splits, config, show_progress=show_progress)
+    if broken:
+        _report_broken(broken, sum(map(len, splits.values())))
+    for label, name in enumerate(classes):
+        if label not in decoded["train"].labels:
+            raise DataError(f"no readable training image is left of the class {name!r}, expected at least one")
+    if not decoded["test"].labels:
+        raise DataError("no image is left for the test; add images: a class needs two to hold out one")
+    return ImageDataset(splits=decoded, classes=classes, broken=broken, source=source)
 
 
-def _find_images(config: ImagesConfig) -> FoundImages:
-    return read_digits() if config.data is None else scan_folder(config.data.expanduser())
+def _report_broken(broken: Mapping[Path, str], images: int) -> None:
+    path, reason = next(iter(broken.items()))
+    message = f"{len(broken):,} of {images:,} images cannot be read, such as {str(path)!r} ({reason})"
+    if len(broken) > MAX_BROKEN * images:
+        raise DataError(f"{message}; expected at most {MAX_BROKEN:.0%} of them; repair or remove them")
+    warnings.warn(f"{message}; they are skipped", stacklevel=3)
 
 
-def _splits(config: ImagesConfig, splits: Splits) -> Splits:
-    """All three splits; warns of a fraction that has no effect because the data has the split."""
-    for split, fraction, default in (
-        ("valid", config.valid_fraction, ImagesConfig.valid_fraction),
-        ("test", config.test_fraction, ImagesConfig.test_fraction),
-    ):
-        if split in splits and fraction != default:
-            warnings.warn(f"{split}_fraction={fraction:g} has no effect: the images have a {split} split", stacklevel=4)
-    return complete_splits(splits, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
-
-
-def _decode(config: ImagesConfig, found: FoundImages, progress: pixels.Progress | None) -> pixels.PixelStore:
-    if found.embedded:
-        squares = [pixels.to_square(found.embedded[path], config.size) for path in found.paths]
-        return pixels.PixelStore(pixels=require("numpy", "images").stack(squares), broken={})
-    how = {"size": config.size, "workers": config.num_workers}
-    if config.cache == "memory":
-        return pixels.decode_to_memory(found.paths, progress=progress, **how)
-    folder = config.cache_dir.expanduser()
-    return pixels.decode_to_disk(found.paths, root=found.root, cache_dir=folder, progress=progress, **how)
-
-
-def _check_broken(broken: Mapping[Path, str], images: int, max_broken: float) -> None:
-    if not broken:
-        return
-    named = ", ".join(f"{str(path)!r} ({reason})" for path, reason in list(broken.items())[:_MAX_NAMED])
-    more = f" and {len(broken) - _MAX_NAMED:,} more" if len(broken) > _MAX_NAMED else ""
-    message = f"{len(broken):,} of {images:,} images cannot be read: {named}{more}"
-    if len(broken) > max_broken * images:
-        raise DataError(
-            f"{message}; expected at most {max_broken:.3g} of them (max_broken); repair or remove them, or raise"
-            " max_broken"
-        )
-    warnings.warn(f"{message}; they are skipped", stacklevel=4)
-
-
-Size = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageSummary:
-    """What ``lockstep data images`` shows: counts by split and class, broken images included, and the splits' rule.
-
-    ``sizes`` counts the images of each (width, height) in pixels as stored; ``ignored`` was found and is not used.
-    """
-
-    source: str
-    classes: tuple[str, ...]
-    counts: Mapping[str, tuple[int, ...]]
-    rule: str
-    sizes: Mapping[Size, int]
-    broken: Mapping[Path, str]
-    ignored: tuple[str, ...]
-
-    @property
-    def num_images(self) -> int:
-        """The number of images in all splits."""
-        return sum(map(sum, self.counts.values()))
-
-
-def summarize_images(config: ImagesConfig, *, progress: pixels.Progress | None = None) -> ImageSummary:
-    """Finds the images of the config, or the embedded digits, and decodes each once.
+def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
+    """Returns the sorted classes, and the images of each split; only "train" if the tree is not split.
 
     Raises:
-        DataError: a run could not use the images.
+        DataError: the folder is missing, has fewer than two class folders or an empty one, or a split has a class that
+            the training split does not have.
     """
-    found = _find_images(config)
-    sizes: Counter[Size] = Counter(image.size for image in found.embedded.values())
-    paths = [] if found.embedded else found.paths
-    broken: dict[Path, str] = {}
-    with closing(pixels.map_in_workers(pixels.inspect_file, paths, workers=config.num_workers)) as results:
-        for number, (path, result) in enumerate(zip(paths, results, strict=True), start=1):
-            if isinstance(result, str):
-                broken[path] = result
-            else:
-                sizes[result] += 1
-            if progress is not None:
-                progress(number, len(paths))
-    labels = {split: Counter(each.label for each in images) for split, images in _splits(config, found.splits).items()}
-    fractions = {"test": config.test_fraction, "valid": config.valid_fraction}
-    held_out = [f"{split} ({value:.3g})" for split, value in fractions.items() if value and split not in found.splits]
-    rule = "held out of the training split, by the hash of an image's name within each class: "
-    return ImageSummary(
-        source=found.source,
-        classes=found.classes,
-        counts={split: tuple(count[label] for label in range(len(found.classes))) for split, count in labels.items()},
-        rule=f"{rule}{', '.join(held_out)}" if held_out else "the splits are those of the data",
-        sizes=sizes,
-        broken=broken,
-        ignored=found.ignored,
+    if not folder.is_dir():
+        raise DataError(
+            f"the image folder {str(folder)!r} does not exist or is not a folder; expected one folder of images for"
+            " each class; correct --data, or leave it out for the embedded digits"
+        )
+    found = {split: (path, _images_by_class(path)) for split, path in _split_folders(folder).items()}
+    classes = tuple(sorted(found["train"][1]))
+    for path, by_class in found.values():
+        if len(classes) < 2 or not by_class.keys() <= set(classes) or not all(by_class.values()):
+            counts = ", ".join(f"{name}: {len(images)}" for name, images in list(by_class.items())[:10]) or "none"
+            raise DataError(
+                f"the image folder {str(path)!r} has these classes and images: {counts}; expected at least two folders,"
+                f" the same ones in every split, each with an image ({', '.join(sorted(FORMATS))})"
+            )
+    splits = {
+        split: tuple(
+            ImageFile(name=path.relative_to(root).as_posix(), label=label, path=path)
+            for label, name in enumerate(classes)
+            for path in by_class.get(name, ())
+        )
+        for split, (root, by_class) in found.items()
+    }
+    return classes, splits
+
+
+def _split_folders(root: Path) -> dict[Split, Path]:
+    """Split -> its folder. A folder "train" of folders is a split, one of images is a class."""
+    inside = _folders_in(root)
+    if not any(path.name == "train" and _folders_in(path) for path in inside):
+        return {"train": root}
+    if unknown := [path.name for path in inside if path.name not in _SPLIT_NAMES]:
+        raise DataError(
+            f"the image folder {str(root)!r} holds 'train' and {unknown[0]!r}, which is not a split; expected folders"
+            " called train, test and valid; move the other away"
+        )
+    return {_SPLIT_NAMES[path.name]: path for path in inside}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not _is_hidden(path.name))
+
+
+def _images_by_class(split: Path) -> dict[str, list[Path]]:
+    return {
+        folder.name: sorted(
+            path
+            for path in folder.rglob("*")
+            if path.suffix.lower() in FORMATS
+            and path.is_file()
+            and not any(map(_is_hidden, path.relative_to(folder).parts))
+        )
+        for folder in _folders_in(split)
+    }
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: float) -> Splits:
+    """Returns all three splits: those that exist as they are, the missing ones held out of the training split.
+
+    Within each class the images whose names have the lowest SHA-256 are held out. Nothing is drawn at random: the same
+    names give the same splits everywhere and with every seed, and a new image hardly changes the others' splits.
+    """
+    train, test, valid = splits["train"], splits.get("test"), splits.get("valid")
+    if test is None:
+        train, test = hold_out(train, test_fraction)
+    if valid is None:
+        train, valid = hold_out(train, valid_fraction)
+    return {"train": train, "valid": valid, "test": test}
+
+
+def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageFile, ...], tuple[ImageFile, ...]]:
+    """Returns the images that are kept and those that are held out, each in the given order.
+
+    Each class keeps at least one image, and holds out at least one if it has two and the fraction is not 0.
+
+    >>> kept, held = hold_out([ImageFile(name=f"a/{n}.png", label=0) for n in range(10)], 0.2)
+    >>> len(kept), [image.name for image in held]
+    (8, ['a/2.png', 'a/7.png'])
+    """
+    by_class: dict[int, list[str]] = defaultdict(list)
+    for image in images:
+        by_class[image.label].append(image.name)
+    held: set[str] = set()
+    for names in by_class.values():
+        number = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
+        held.update(sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:number])
+    return (
+        tuple(image for image in images if image.name not in held),
+        tuple(image for image in images if image.name in held),
     )
+
+
+def _decode(
+    splits: Splits, config: ImagesConfig, *, show_progress: bool
+) -> tuple[dict[Split, LabelledPixels], dict[Path, str]]:
+    """The readable images of each split, and path -> reason of the broken ones."""
+    images = [(split, image) for split, files in splits.items() for image in files]
+    needed_mb, free_mb = len(images) * config.size**2 * 3 / 2**20, available_mb()
+    if needed_mb > _MEMORY_FRACTION * free_mb:
+        raise DataError(
+            f"{len(images):,} images of {config.size}x{config.size} take {needed_mb:,.0f} MB decoded, expected at most"
+            f" {_MEMORY_FRACTION:.0%} of the {free_mb:,.0f} MB of free memory; set a smaller size"
+        )
+    loader = DataLoader(
+        _Decoded([image for _, image in images], config.size),
+        batch_size=_CHUNK,
+        num_workers=0 if config.data is None else min(config.num_workers, math.ceil(len(images) / _CHUNK)),
+        collate_fn=list,
+        generator=torch.Generator(),  # otherwise the loader draws from the caller's random numbers
+    )
+    tqdm = require("tqdm", "images").tqdm
+    chunks = tqdm(loader, desc="decoding", unit_scale=_CHUNK, leave=False, disable=None if show_progress else True)
+    pixels = torch.empty(len(images), config.size, config.size, 3, dtype=torch.uint8)
+    labels: dict[Split, list[int]] = {split: [] for split in splits}
+    broken: dict[Path, str] = {}
+    readable = 0
+    for (split, image), result in zip(images, (result for chunk in chunks for result in chunk), strict=True):
+        if isinstance(result, str):
+            broken[image.path] = result
+        else:
+            pixels[readable] = torch.frombuffer(result, dtype=torch.uint8).view(pixels.shape[1:])
+            labels[split].append(image.label)
+            readable += 1
+    parts = torch.split(pixels[:readable], [len(own) for own in labels.values()])
+    decoded = zip(labels.items(), parts, strict=True)
+    return {split: LabelledPixels(pixels=part, labels=tuple(own)) for (split, own), part in decoded}, broken
+
+
+class _Decoded(Dataset[bytearray | str]):
+    def __init__(self, images: Sequence[ImageFile], size: int) -> None:
+        self._images, self._size = images, size
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> bytearray | str:
+        return decode(self._images[index], self._size)
+
+
+def decode(image: ImageFile, size: int) -> bytearray | str:
+    """Returns the pixels [size, size, 3] of an image, or the reason why it cannot be decoded."""
+    if image.embedded is not None:
+        return to_square(image.embedded, size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
+            with require("PIL.Image", "images").open(image.path) as opened:
+                # A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, at least twice the needed size.
+                opened.draft("RGB", (2 * size, 2 * size))
+                return to_square(opened, size)
+    except Exception as error:  # noqa: BLE001 - Pillow's plugins raise almost anything for damaged files
+        return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def to_square(image: Any, size: int) -> bytearray:
+    """Returns a Pillow image as bytes: upright, RGB, resized to [size, size, 3] without keeping proportions.
+
+    Resizing is bilinear and antialiased; 16 bits per channel are reduced to 8.
+    """
+    pillow = require("PIL.Image", "images")
+    with suppress(Exception):  # of damaged EXIF data, where the orientation is not known
+        image = require("PIL.ImageOps", "images").exif_transpose(image)
+    if image.mode.startswith("I"):  # 16-bit grey, which Pillow's own conversion would clip at 255
+        image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
+    return bytearray(image.convert("RGB").resize((size, size), pillow.Resampling.BILINEAR).tobytes())
+
+
+_WHITE = 16  # grey values of the digits go from 0 to 16
+_DIGITS_TEST_FRACTION = 0.2
+
+
+def read_digits() -> tuple[tuple[str, ...], Splits]:
+    """Returns the classes and splits of scikit-learn's digits: 1,797 real ones of 8x8 pixels, part of the package.
+
+    The last fifth of each digit is the test split. The images are in the order of their writers, so most test images
+    are by other writers than the training images, which is harder than a random fifth.
+    """
+    data = require("sklearn.datasets", "images").load_digits()
+    pillow = require("PIL.Image", "images")
+    greys = (data.images * (255 / _WHITE)).round().astype("uint8")
+    splits: dict[Split, list[ImageFile]] = {"train": [], "test": []}
+    for digit in range(10):
+        indices = [int(index) for index in (data.target == digit).nonzero()[0]]
+        first_of_test = len(indices) - round(_DIGITS_TEST_FRACTION * len(indices))
+        for number, index in enumerate(indices):
+            split: Split = "train" if number < first_of_test else "test"
+            name, image = f"{digit}/{index:04}.png", pillow.fromarray(greys[index])
+            splits[split].append(ImageFile(name=name, label=digit, path=Path(split, name), embedded=image))
+    return tuple("0123456789"), {split: tuple(images) for split, images in splits.items()}
+
+
+def write_digits(folder: Path) -> dict[Split, int]:
+    """Writes the digits as a tree of PNG files of 8x8 pixels; returns the number of images in each split.
+
+    The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
+    with ``data=folder`` gets the same pixels as a run without data.
+    """
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
+    _, splits = read_digits()
+    try:
+        for image in (image for images in splits.values() for image in images):
+            (partial / image.path).parent.mkdir(parents=True, exist_ok=True)
+            image.embedded.save(partial / image.path)
+        partial.rename(folder)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(
+            f"the digits cannot be written to {str(folder)!r} ({reason}); give a new or an empty folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {split: len(images) for split, images in splits.items()}

@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from lockstep.extras import require
 from lockstep.recipes import training
 from lockstep.recipes.config_checks import at_least
-from lockstep.recipes.exactness import ExactnessReport, compare_task
-from lockstep.recipes.from_hub import warn_of_ignored
+from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import ImageDataset, load_images
-from lockstep.recipes.images.folder import Split
-from lockstep.recipes.images.model import ImageClassifier, load_mobilenet, new_mobilenet, save_mobilenet
-from lockstep.recipes.images.pixels import Progress
+from lockstep.recipes.images.dataset import ImageDataset, Split, load_images
+from lockstep.recipes.images.model import new_mobilenet, save_mobilenet
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
 
-_MAY_CHANGE = ("data", "max_broken", "workers", "cache", "cache_dir", "pretrained", "patience")
+_MAY_CHANGE = ("data", "workers", "patience")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 _EXACT_ROWS = 17
 """Images per batch of the exactness check: double convolutions take ten times as long; odd, for uneven shards."""
@@ -46,24 +43,21 @@ class ImagesTask(training.Task):
     dataset: ImageDataset
 
 
-def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> ImagesTask:
-    """Finds and decodes the images, and makes or loads the model.
-
-    Raises:
-        DataError: the images cannot be used.
-        ConfigError: the pretrained model cannot be used.
-    """
-    dataset = load_images(config, progress=progress)
+def build_images(config: ImagesConfig, *, show_progress: bool = False) -> ImagesTask:
+    """Finds and decodes the images, and makes the model; raises DataError if the images cannot be used."""
+    dataset = load_images(config, show_progress=show_progress)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        module = new_mobilenet(config, dataset.classes)
 
     def batches(split: Split) -> ImageBatches:
-        chosen = dataset.splits[split]
-        return ImageBatches(dataset.store.pixels, chosen.rows, chosen.labels, config, training=split == "train")
+        return ImageBatches(dataset.splits[split], config, training=split == "train")
 
     return ImagesTask(
         config=config,
-        module=_model(config, dataset.classes),
+        module=module,
         train=batches("train"),
-        valid=batches("valid") if dataset.splits["valid"].rows else (),
+        valid=batches("valid") if dataset.splits["valid"].labels else (),
         test=batches("test"),
         loss=image_loss,
         optimizer=partial(build_optimizer, config),
@@ -72,15 +66,6 @@ def build_images(config: ImagesConfig, *, progress: Progress | None = None) -> I
         settings=partial(run_settings, config, dataset),
         dataset=dataset,
     )
-
-
-def _model(config: ImagesConfig, classes: tuple[str, ...]) -> ImageClassifier:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        if config.pretrained is None:
-            return new_mobilenet(config, classes)
-        warn_of_ignored(config, ("width_multiplier",))
-        return load_mobilenet(config.pretrained, config, classes)
 
 
 def build_optimizer(config: ImagesConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -108,23 +93,18 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
     digest = hashlib.sha256("\0".join(dataset.classes).encode())
     splits: tuple[Split, ...] = ("train", "valid")
     for split in splits:
-        chosen = dataset.splits[split]
-        digest.update(f"\0{split} {chosen.labels}".encode())
-        for row in chosen.rows:
-            digest.update(dataset.store.pixels[row])
+        digest.update(f"\0{split} {dataset.splits[split].labels}".encode())
+        pixels: Any = dataset.splits[split].pixels.numpy()
+        digest.update(pixels)
     return {**training.settings_except(config, _MAY_CHANGE), "images": digest.hexdigest()[:16]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesResult(training.Result):
-    """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones.
-
-    ``decoded`` is size and location of the decoded images, for a person to read.
-    """
+    """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones."""
 
     source: str
     num_images: dict[str, int]
-    decoded: str
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
 
@@ -137,7 +117,6 @@ def train_images(
     log_dir: Path | None = None,
     output_dir: Path | None = None,
     verbose: Verbose = 1,
-    progress: Progress | None = None,
 ) -> ImagesResult:
     """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
 
@@ -150,23 +129,21 @@ def train_images(
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and class names at the end, as transformers reads them; None writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
-        progress: called with the number of decoded files and of all files.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
     """
-    task = build_images(config, progress=progress)
+    task = build_images(config, show_progress=verbose == 1)
     dataset, model = task.dataset, training.compile_task(task, strategy)
     history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
-        save_mobilenet(model, task.module, output_dir, pixel_range=config.pixel_range)
+        save_mobilenet(model, task.module, output_dir)
     return ImagesResult(
         history=history,
         test_metrics=test_metrics,
         parameters=training.num_parameters(task.module),
         source=dataset.source,
-        num_images={split: len(chosen.rows) for split, chosen in dataset.splits.items()},
-        decoded=dataset.store.description,
+        num_images={split: len(images.labels) for split, images in dataset.splits.items()},
         classes=dataset.classes,
         broken=dataset.broken,
     )
@@ -175,10 +152,10 @@ def train_images(
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
     """Trains the first steps with the strategy and again without it, from the same weights on the same batches.
 
-    Batch statistics are synchronised and dropout is off: otherwise N replicas differ from one device by definition. The
-    check computes in double precision: from random weights of this size and 34 batch norms, one step multiplies
-    rounding so much that in float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas,
-    digits, SGD with 0.1). Every worker must call it.
+    Batch statistics are synchronised: otherwise N replicas differ from one device by definition. The check computes in
+    double precision: from random weights of this size and 34 batch norms, one step multiplies rounding so much that in
+    float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas, digits, SGD with 0.1). Every
+    worker must call it.
 
     Args:
         config: the configuration of the run.
@@ -190,12 +167,11 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
         DataError: the images cannot be used.
     """
     at_least("steps", steps, 1)
-    task = build_images(replace(config, dropout=0.0, sync_batchnorm=True))
+    task = build_images(replace(config, sync_batchnorm=True))
     task.module.double()
     first = islice(task.train, steps)
     batches = tuple((images[:_EXACT_ROWS].double(), labels[:_EXACT_ROWS]) for images, labels in first)
-    condition = "double precision, batch statistics synchronised, no dropout"
-    return compare_task(task, strategy, batches, _plain_loss, condition=condition)
+    return compare(task, strategy, batches, _plain_loss, "double precision, batch statistics synchronised")
 
 
 def _plain_loss(module: nn.Module, batch: Any) -> Tensor:

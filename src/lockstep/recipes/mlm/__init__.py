@@ -1,6 +1,6 @@
 """The recipe ``mlm``: a small BERT learns to fill in masked words.
 
-    model <- config <- batches, metrics, fill_mask <- train
+    model <- config <- batches, metrics <- train
 
 ``config.mlm()`` returns the configuration and ``train.train_mlm()`` runs it; begin reading in ``train``.
 """

@@ -21,6 +21,8 @@ from lockstep.recipes.text.tokenizer import TokenRows
 
 Inputs = dict[str, Tensor]
 _PAD_TO_MULTIPLE = 8  # matrix kernels work on whole vectors
+_MASK_FRACTION, _RANDOM_FRACTION = 0.8, 0.1
+"""Fractions of the tokens to predict that are replaced by [MASK] and by a random token; the others are kept."""
 
 
 class MaskedRows(NamedTuple):
@@ -53,9 +55,8 @@ def mask_tokens(
     labels = input_ids.gather(1, positions)
     choice = torch.rand(labels.shape, generator=generator)
     random_ids = ordinary_ids[torch.randint(len(ordinary_ids), labels.shape, generator=generator)]
-    mask_or_random = config.mask_replace_fraction + config.random_replace_fraction
-    replaced = torch.where(choice < mask_or_random, random_ids, labels)
-    replaced = torch.where(choice < config.mask_replace_fraction, mask_id, replaced)
+    replaced = torch.where(choice < _MASK_FRACTION + _RANDOM_FRACTION, random_ids, labels)
+    replaced = torch.where(choice < _MASK_FRACTION, mask_id, replaced)
     masked = input_ids.scatter(1, positions, torch.where(used, replaced, labels))
     return MaskedRows(masked, positions.masked_fill(~used, NO_POSITION), labels.masked_fill(~used, IGNORED_LABEL))
 
@@ -105,11 +106,6 @@ class MaskedBatches:
         self._is_special = special_tokens(tokenizer)
         self._ordinary_ids = (~self._is_special).nonzero()[:, 0]
         self._epoch = 0
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows in an epoch."""
-        return len(self._rows)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, counted from 0, whose order and masks the next iteration draws."""

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least_each, check_common, positive
+from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.recipes.mlm.model import BertShape
-from lockstep.recipes.text.corpus import MINIMUM_CHARACTERS
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 
@@ -23,7 +21,6 @@ class MlmConfig:
 
     Args:
         data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens; default: the prose of Python itself.
-        min_characters: lines of this many characters or fewer are left out.
         pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
         layers: number of encoder layers.
         hidden: hidden size.
@@ -31,15 +28,12 @@ class MlmConfig:
         feed_forward: inner size of the feed-forward networks.
         vocabulary: number of token embeddings; the tokenizer gets at most as many tokens.
         dropout: dropout probability of activations and attention weights.
-        attention: attention implementation of transformers.
         sequence_length: maximum length of a line in tokens; longer lines are truncated.
         padding: pad each batch to its longest line, or all batches to sequence_length.
         shuffle_buffer: lines that are shuffled together, as by tf.data; 0 shuffles the whole text.
         length_window: global batches whose lines are sorted by length together; 1 does not sort.
-        mask_fraction: fraction of a line's tokens to predict.
+        mask_fraction: fraction of a line's tokens to predict: 80% of them masked, 10% random, 10% kept.
         max_masked: maximum number of tokens to predict in one line.
-        mask_replace_fraction: fraction of the predicted tokens that are replaced by [MASK].
-        random_replace_fraction: fraction of the predicted tokens that are replaced by a random token.
         batch_size: lines in a global batch.
         epochs: passes over the training text.
         learning_rate: learning rate of the first step; it decays linearly to 0. Default: 1e-3 for random weights, and
@@ -51,11 +45,9 @@ class MlmConfig:
         accumulate: global batches per update.
         clip_norm: maximum norm of the gradients; default: no clipping.
         seed: seed of weights, order, masks and dropout.
-        cache_dir: folder in which the trained tokenizer is cached.
     """
 
     data: Path | None = None
-    min_characters: int = MINIMUM_CHARACTERS
     pretrained: str | None = None
     layers: int = 2
     hidden: int = 128
@@ -63,15 +55,12 @@ class MlmConfig:
     feed_forward: int = 512
     vocabulary: int = 30522
     dropout: float = 0.1
-    attention: Literal["sdpa", "eager"] = "sdpa"
     sequence_length: int = 512
     padding: Literal["longest", "full"] = "longest"
     shuffle_buffer: int = 0
     length_window: int = 64
     mask_fraction: float = 0.15
     max_masked: int = 96
-    mask_replace_fraction: float = 0.8
-    random_replace_fraction: float = 0.1
     batch_size: int = 128
     epochs: int = 5
     learning_rate: float | None = None
@@ -81,22 +70,19 @@ class MlmConfig:
     accumulate: int = 1
     clip_norm: float | None = None
     seed: int = 0
-    cache_dir: Path = Path("~/.cache/lockstep")
 
     def __post_init__(self) -> None:
-        check_common(self)
-        at_least_each(self, 1, "batch_size", "length_window", "max_masked")
-        at_least_each(self, 3, "sequence_length")  # [CLS], one token, [SEP]
-        at_least_each(self, 0, "patience", "min_characters", "shuffle_buffer")
-        positive("clip_norm", self.clip_norm)
-        if not 0 < self.mask_fraction <= 1:
-            raise ConfigError(f"mask_fraction={self.mask_fraction} was given, expected a number in (0, 1]; try 0.15")
-        replaced = self.mask_replace_fraction, self.random_replace_fraction
-        if min(replaced) < 0 or sum(replaced) > 1:
-            raise ConfigError(
-                f"mask_replace_fraction={replaced[0]} and random_replace_fraction={replaced[1]} were given, expected"
-                " two numbers from 0 whose sum is at most 1; try 0.8 and 0.1"
-            )
+        check_settings(
+            self,
+            batch_size=(1, UNBOUNDED),
+            length_window=(1, UNBOUNDED),
+            mask_fraction=(ABOVE_ZERO, 1),
+            max_masked=(1, UNBOUNDED),
+            sequence_length=(3, UNBOUNDED),  # [CLS], one token, [SEP]
+            patience=(0, UNBOUNDED),
+            shuffle_buffer=(0, UNBOUNDED),
+            clip_norm=(ABOVE_ZERO, UNBOUNDED),
+        )
         # These check the other values; they are made here so that a bad value is an error now, not when it is used.
         _ = self.shape, self.tokenizer
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least_each, divides, probability
-from lockstep.recipes.from_hub import check_embeddings, check_model_type, load_named
+from lockstep.recipes.config_checks import at_least_each, divides
+from lockstep.recipes.from_hub import check_embeddings, load_named
 from lockstep.recipes.text.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
@@ -46,7 +46,8 @@ class BertShape:
     def __post_init__(self) -> None:
         at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
         divides("heads", self.heads, "hidden", self.hidden)
-        probability("dropout", self.dropout)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} was given, expected a probability in [0, 1)")
 
 
 class MaskedLanguageModel(nn.Module):
@@ -111,19 +112,13 @@ class MaskedLanguageModel(nn.Module):
         if input_ids is not None and not len(input_ids):  # an empty shard, which transformers cannot reshape
             return self.bert.embeddings.word_embeddings(input_ids)
         if self.static_shapes and attention_mask is not None:
-            attention_mask = self._full_mask(attention_mask)
+            # transformers takes a mask [rows, 1, tokens, tokens] as it is.
+            attention_mask = attention_mask.bool()[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
         encoded = self.bert(input_ids=input_ids, inputs_embeds=embedded, attention_mask=attention_mask)
         return encoded.last_hidden_state
 
-    def _full_mask(self, real: Tensor) -> Tensor:
-        """[rows, 1, tokens, tokens] from [rows, tokens]: transformers takes a 4-dimensional mask as it is."""
-        keys = real.bool()[:, None, None, :].expand(-1, 1, real.shape[1], -1)
-        if self.config._attn_implementation == "sdpa":
-            return keys
-        return torch.zeros_like(keys, dtype=self.bert.dtype).masked_fill(~keys, torch.finfo(self.bert.dtype).min)
 
-
-def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageModel:
+def new_bert(shape: BertShape) -> MaskedLanguageModel:
     """Returns a model with random weights, drawn from torch's default generator."""
     bert = require("transformers.models.bert.modeling_bert", "text")
     config = bert.BertConfig(
@@ -135,23 +130,24 @@ def new_bert(shape: BertShape, *, attention: str = "sdpa") -> MaskedLanguageMode
         max_position_embeddings=shape.positions,
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
-        attn_implementation=attention,
+        attn_implementation="sdpa",
     )
     whole = bert.BertForPreTraining(config)
     return MaskedLanguageModel(whole.bert, whole.cls.predictions)
 
 
-def load_pretrained(name: str, *, attention: str, dropout: float) -> tuple[MaskedLanguageModel, Any]:
+def load_pretrained(name: str, *, dropout: float) -> tuple[MaskedLanguageModel, Any]:
     """Loads a BERT and its tokenizer, from a folder of ``save_pretrained`` or this recipe, or by Hugging Face name.
 
     Raises:
         ConfigError: the model was not found, cannot be read, or is not a BERT with a mask token.
     """
     transformers = require("transformers", "text")
-    config = load_named(name, transformers.AutoConfig, extra="text")
-    check_model_type(name, config, expected="bert", example="prajjwal1/bert-tiny")
+    model_type = load_named(name, transformers.AutoConfig).model_type
+    if model_type != "bert":
+        raise ConfigError(f"pretrained={name!r} is a model of type {model_type!r}, expected a BERT")
     settings = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    bert = load_named(name, transformers.BertForPreTraining, extra="text", attn_implementation=attention, **settings)
+    bert = load_named(name, transformers.BertForPreTraining, attn_implementation="sdpa", **settings)
     tokenizer = load_tokenizer(name, masks=True)
     check_embeddings(name, bert.config.vocab_size, len(tokenizer))
     return MaskedLanguageModel(bert.bert, bert.cls.predictions), tokenizer

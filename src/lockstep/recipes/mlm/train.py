@@ -26,12 +26,11 @@ from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes import training
 from lockstep.recipes.config_checks import at_least
-from lockstep.recipes.exactness import ExactnessReport, compare_task
+from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.fill_mask import FilledSentence, fill_masks, mask_words, tokenize_examples
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
@@ -47,10 +46,8 @@ from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
 from lockstep.train.model import Model
 
-_MAY_CHANGE = ("data", "pretrained", "attention", "patience", "gradient_checkpointing", "cache_dir")
+_MAY_CHANGE = ("data", "pretrained", "patience", "gradient_checkpointing")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
-_NUM_EXAMPLES, _TOP_K = 5, 3
-"""Number of lines of the test text in which a word is masked at the end, and of predictions for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +97,17 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
 
 def read_text(config: MlmConfig) -> TextSplits:
     """Reads the text of the config, or the embedded text."""
-    if config.data is None:
-        return python_text(longer_than=config.min_characters)
-    return read_wikitext(config.data.expanduser(), longer_than=config.min_characters)
+    return python_text() if config.data is None else read_wikitext(config.data.expanduser())
 
 
 def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, Any]:
     if config.pretrained is not None:
         warn_of_ignored(config, ("layers", "hidden", "heads", "feed_forward", "vocabulary"))
-        return load_pretrained(config.pretrained, attention=config.attention, dropout=config.dropout)
-    length = config.sequence_length
-    tokenizer = new_tokenizer(text.train, config.tokenizer, max_tokens=length, cache_dir=config.cache_dir)
+        return load_pretrained(config.pretrained, dropout=config.dropout)
+    tokenizer = new_tokenizer(text.train, config.tokenizer, max_tokens=config.sequence_length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return new_bert(config.shape, attention=config.attention), tokenizer
+        return new_bert(config.shape), tokenizer
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -150,18 +144,16 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the text's source, the size of the vocabulary, and the predictions for the examples."""
+    """The result of a run: also the text's source and the size of the vocabulary."""
 
     source: str
     vocabulary: int
-    filled: tuple[FilledSentence, ...]
 
 
 def train_mlm(
     config: MlmConfig,
     strategy: Strategy,
     *,
-    examples: Sequence[str] | None = None,
     callbacks: Sequence[Callback] = (),
     log_dir: Path | None = None,
     output_dir: Path | None = None,
@@ -174,23 +166,18 @@ def train_mlm(
     Args:
         config: the configuration of the run.
         strategy: the devices.
-        examples: sentences with [MASK] for each word to fill in at the end; None masks a word in each of five lines of
-            the test text.
         callbacks: callbacks that run before those of the recipe, early stopping and TensorBoard.
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and tokenizer at the end, as transformers reads them; None writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
 
     Raises:
-        ConfigError: an example has no mask.
         CheckpointError: the backup is of a run with other settings.
     """
     text = read_on_chief(partial(read_text, config), strategy.workers)
-    task = build_mlm(config, text, static_shapes=_static_shapes(strategy))
-    if examples is None:
-        sentences = mask_words(text.test, task.tokenizer, number=_NUM_EXAMPLES, seed=config.seed)
-    else:
-        sentences = tokenize_examples(examples, task.tokenizer)
+    # A divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs.
+    static_shapes = strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
+    task = build_mlm(config, text, static_shapes=static_shapes)
     parameters = training.num_parameters(task.module)  # before a strategy divides them
     model = training.compile_task(task, strategy)
     history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
@@ -202,13 +189,7 @@ def train_mlm(
         parameters=parameters,
         source=text.source,
         vocabulary=len(task.tokenizer),
-        filled=fill_masks(model, sentences, task.tokenizer, top_k=_TOP_K),
     )
-
-
-def _static_shapes(strategy: Strategy) -> bool:
-    """On GPUs; but a divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs."""
-    return strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
@@ -242,7 +223,7 @@ def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> Ex
     at_least("steps", steps, 1)
     text = read_on_chief(partial(read_text, config), strategy.workers)
     task = build_mlm(replace(config, dropout=0.0), text)
-    return compare_task(task, strategy, tuple(islice(task.train, steps)), _plain_loss, condition="no dropout")
+    return compare(task, strategy, tuple(islice(task.train, steps)), _plain_loss, "no dropout")
 
 
 def _plain_loss(module: nn.Module, batch: Any) -> Tensor:

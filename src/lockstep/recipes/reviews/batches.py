@@ -54,11 +54,11 @@ class ReviewRows(Dataset[dict[str, Any]]):
             hidden[self._rows.ends - self.lengths] = False
             self._masked = self._masked.masked_fill(hidden, self._mask_id)
 
-    def sorted_by_length(self) -> tuple[ReviewRows, list[int]]:
-        """Returns the unmasked rows from the shortest to the longest, which pads least, and their original indices."""
+    def sorted_by_length(self) -> ReviewRows:
+        """Returns the unmasked rows from the shortest to the longest, which pads least."""
         order: list[int] = self.lengths.argsort(stable=True).tolist()
         rows = [self._row(self._rows.tokens, index) for index in order]
-        return ReviewRows(rows, [self._classes[index] for index in order]), order
+        return ReviewRows(rows, [self._classes[index] for index in order])
 
     def __len__(self) -> int:
         return len(self._classes)

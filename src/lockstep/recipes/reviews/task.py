@@ -25,7 +25,7 @@ from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, 
 from lockstep.recipes.text.tokenizer import encode, load_tokenizer, new_tokenizer
 
 CPU = torch.device("cpu")
-_SET_BY_PRETRAINED = ("tokens", "vocabulary", "layers", "hidden", "heads", "feed_forward", "dropout")
+_SET_BY_PRETRAINED = ("vocabulary", "layers", "hidden", "heads", "feed_forward", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> Revie
     table = read_table(config)
     splits = split_reviews(table, config)
     names = class_names(config, splits.labels)
-    with quiet_transformers(extra="text"):
+    with quiet_transformers():
         tokenizer = _tokenizer(config, [review.text for review in splits.train])
         model = _model(config, tokenizer, names, device=device)
         max_tokens = max_row_length(config, model)
@@ -87,8 +87,7 @@ def class_names(config: ReviewsConfig, labels: Sequence[int]) -> tuple[str, ...]
     names = tuple(name.strip() for name in config.names.split(","))
     if len(set(names)) != len(labels) or not all(names):
         raise ConfigError(
-            f"names={config.names!r} was given for the {len(labels)} classes {', '.join(map(str, labels))}; expected as"
-            " many different names, separated by commas"
+            f"names={config.names!r} was given for {len(labels)} classes; expected as many names, separated by commas"
         )
     return names
 
@@ -113,7 +112,7 @@ def _tokenizer(config: ReviewsConfig, texts: Sequence[str]) -> Any:
             " set pretrained",
             stacklevel=3,
         )
-    return new_tokenizer(texts, config.tokenizer, max_tokens=config.max_tokens, cache_dir=config.cache_dir)
+    return new_tokenizer(texts, config.tokenizer, max_tokens=config.max_tokens)
 
 
 def _model(config: ReviewsConfig, tokenizer: Any, names: Sequence[str], *, device: torch.device) -> Any:
@@ -141,6 +140,6 @@ def _model(config: ReviewsConfig, tokenizer: Any, names: Sequence[str], *, devic
         else:
             kind = require("transformers", "text").AutoModelForSequenceClassification
             settings = {**label_names(names), **loading(config.memory, device), "ignore_mismatched_sizes": True}
-            model = load_named(config.pretrained, kind, extra="text", **settings)
+            model = load_named(config.pretrained, kind, **settings)
             check_embeddings(config.pretrained, model.config.vocab_size, len(tokenizer))
         return with_choices(model, config.memory, task="SEQ_CLS")

@@ -45,7 +45,6 @@ class ReviewsTrainer(Trainer):
         args: TrainingArguments,
         strategy: Strategy,
         callbacks: list[TrainerCallback],
-        **settings: Any,
     ) -> None:
         self._config = config
         super().__init__(
@@ -54,11 +53,10 @@ class ReviewsTrainer(Trainer):
             strategy=strategy,
             data_collator=build_collator(task),
             train_dataset=task.train,
-            eval_dataset=task.valid.sorted_by_length()[0],
+            eval_dataset=task.valid.sorted_by_length(),
             processing_class=task.tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
-            **settings,
         )
         self.remove_callback(PrinterCallback)  # it prints dicts instead of progress bars
 

@@ -8,16 +8,14 @@ on every host.
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import os
 import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
@@ -26,7 +24,7 @@ MINIMUM_CHARACTERS = 100
 """Lines must be longer than this: a language model learns little from headings and stray lines."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TextSplits:
     """The lines of a text in three splits, and where the text comes from, for a person to read."""
 
@@ -50,60 +48,41 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
     return TextSplits(train=train, valid=tuple(lines[18::20]), test=tuple(lines[19::20]), source=source)
 
 
-def read_wikitext(folder: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
+def read_wikitext(folder: Path) -> TextSplits:
     """Reads the three splits of a folder in the layout of WikiText: a file for each, such as ``wiki.train.tokens``.
 
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
-    if not folder.is_dir():
-        raise DataError(
-            f"the text folder {str(folder)!r} does not exist or is not a folder; expected a folder with"
-            " *.train.tokens, *.valid.tokens and *.test.tokens; correct --data, or leave it out for the embedded text"
-        )
-    train, valid, test = (_read_split(folder, split, longer_than) for split in ("train", "valid", "test"))
+    train, valid, test = (_read_split(folder, split) for split in ("train", "valid", "test"))
     return TextSplits(train=train, valid=valid, test=test, source=str(folder))
 
 
-def _read_split(folder: Path, split: str, longer_than: int) -> tuple[str, ...]:
-    pattern = f"*.{split}.tokens"
-    found = sorted(folder.glob(pattern))
+def _read_split(folder: Path, split: str) -> tuple[str, ...]:
+    found = sorted(folder.glob(f"*.{split}.tokens"))
     if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
         raise DataError(
-            f"the text folder {str(folder)!r} holds {len(found)} files {pattern} ({names}), expected exactly one;"
-            " add or remove files so that each of train, valid and test has one"
+            f"the text folder {str(folder)!r} does not exist or has {len(found)} files *.{split}.tokens, expected one"
+            " each of train, valid and test; correct --data, or leave it out for the embedded text"
         )
-    file = repr(str(found[0]))
     try:
         text = found[0].read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start}: {error.reason}"
-        raise DataError(f"the text file {file} is not UTF-8 ({reason}); convert it, for example with iconv") from error
-    except OSError as error:
-        raise DataError(f"the text file {file} cannot be read ({error.strerror}); check its permissions") from error
-    lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > longer_than)
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"the text file {str(found[0])!r} cannot be read as UTF-8: {error}") from error
+    lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > MINIMUM_CHARACTERS)
     if not lines:
         raise DataError(
-            f"the text file {file} has no line longer than {longer_than} characters; expected one paragraph per line;"
-            " join the lines of each paragraph, or give another folder"
+            f"the text file {str(found[0])!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
+            " of each paragraph"
         )
     return lines
 
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
-    """Returns, or raises as DataError, what ``read`` does on the chief. Every worker must call it."""
-    if workers.is_single:
-        return read()
-    try:
-        sent = asdict(read()) if workers.is_chief else {}
-    except DataError as error:
-        sent = {"error": str(error)}
-    received = json.loads(workers.broadcast_bytes("the text", json.dumps(sent).encode()))
-    if "error" in received:
-        raise DataError(received["error"])
-    values: dict[str, Any] = {name: tuple(value) for name, value in received.items() if name != "source"}
-    return TextSplits(**values, source=received["source"])
+    """Returns what ``read`` returns on the chief. Every worker must call it."""
+    sent = json.dumps(astuple(read())) if workers.is_chief else ""
+    train, valid, test, source = json.loads(workers.broadcast_bytes("the text", sent.encode()))
+    return TextSplits(tuple(train), tuple(valid), tuple(test), source)
 
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -111,36 +90,22 @@ _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def python_text(*, longer_than: int = MINIMUM_CHARACTERS) -> TextSplits:
+def python_text() -> TextSplits:
     """Reads the installed Python's own prose, in about two seconds, and splits it by position."""
     library = Path(sysconfig.get_path("stdlib"))
-    paragraphs = python_paragraphs(library, longer_than=longer_than)
-    if len(paragraphs) < 20:
-        raise DataError(
-            f"the embedded text has {len(paragraphs)} paragraphs longer than {longer_than} characters, expected at"
-            " least 20; set a smaller min_characters"
-        )
-    return split_by_position(paragraphs, source=f"English prose of the Python library in {library}")
+    return split_by_position(python_paragraphs(library), source=f"English prose of the Python library in {library}")
 
 
-def python_paragraphs(library: Path, *, longer_than: int = MINIMUM_CHARACTERS) -> tuple[str, ...]:
+def python_paragraphs(library: Path) -> tuple[str, ...]:
     """Returns the distinct paragraphs of a standard library: the language reference, then docstrings by path.
 
     Tests and installed packages are left out.
     """
-    found: dict[str, None] = {}  # a dict, because it keeps the order of insertion
-    collecting = gc.isenabled()
-    gc.disable()  # syntax trees have no cycles, and looking for them took half of the time
-    try:
-        for document in (*_language_reference(library), *_library_docstrings(library)):
-            found |= dict.fromkeys(paragraphs_of(document, longer_than=longer_than))
-    finally:
-        if collecting:
-            gc.enable()
-    return tuple(found)
+    documents = (*_language_reference(library), *_library_docstrings(library))
+    return tuple(dict.fromkeys(paragraph for document in documents for paragraph in paragraphs_of(document)))
 
 
-def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> Iterator[str]:
+def paragraphs_of(document: str) -> Iterator[str]:
     """Yields the long paragraphs of a document, each as one line with single spaces.
 
     >>> list(paragraphs_of("short\\n\\n" + "word\\n  " * 25))[0][:14]
@@ -148,7 +113,7 @@ def paragraphs_of(document: str, *, longer_than: int = MINIMUM_CHARACTERS) -> It
     """
     for block in re.split(r"\n\s*\n", document):
         paragraph = " ".join(block.split())
-        if len(paragraph) > longer_than:
+        if len(paragraph) > MINIMUM_CHARACTERS:
             yield paragraph
 
 

@@ -1,28 +1,21 @@
-"""Training a WordPiece tokenizer, keeping it in a cache, and encoding lines as rows of token ids."""
+"""Training a WordPiece tokenizer, which takes seconds, and encoding lines as rows of token ids."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lockstep.atomic_files import atomic_write
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import load_named
 
 SPECIAL_TOKENS: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """Name of a special token in transformers -> the token, in the order of their ids."""
-MASK = SPECIAL_TOKENS["mask"]
 
-_CACHE_FORMAT = "lockstep wordpiece 3"
 _MAX_VOCABULARY = 1_000_000  # the library allocates memory for all tokens at once and aborts if there is not enough
 _MIN_FREQUENCY = 2  # occurrences of a pair of pieces before it becomes one piece
 _MAX_WORD_LENGTH = 100  # characters; BERT's own limit: a longer word becomes [UNK]
@@ -53,10 +46,11 @@ class WordPieceSettings:
         return "##" if self.chinese == "characters" else ""
 
 
-def new_tokenizer(lines: Sequence[str], settings: WordPieceSettings, *, max_tokens: int, cache_dir: Path) -> Any:
-    """Trains a tokenizer on these lines, or reads it from the cache; returns it as a transformers tokenizer."""
+def new_tokenizer(lines: Sequence[str], settings: WordPieceSettings, *, max_tokens: int) -> Any:
+    """Trains a tokenizer on these lines; returns it as a transformers tokenizer."""
+    trained = train_wordpiece(lines, settings)
     return require("transformers", "text").PreTrainedTokenizerFast(
-        tokenizer_object=cached_wordpiece(lines, settings, cache_dir=cache_dir),
+        tokenizer_object=trained,
         model_max_length=max_tokens,
         model_input_names=["input_ids", "attention_mask"],
         **{f"{name}_token": token for name, token in SPECIAL_TOKENS.items()},
@@ -69,15 +63,9 @@ def load_tokenizer(name: str, *, masks: bool = False) -> Any:
     Raises:
         ConfigError: it was not found, or has no padding token, or with ``masks`` no mask token.
     """
-    tokenizer = load_named(name, require("transformers", "text").AutoTokenizer, extra="text")
-    needed = ("mask", "pad") if masks else ("pad",)
-    if any(getattr(tokenizer, f"{token}_token_id") is None for token in needed):
-        missing = "mask or padding" if masks else "padding"
-        expected = " and ".join(SPECIAL_TOKENS[token] for token in needed)
-        raise ConfigError(
-            f"pretrained={name!r} has a tokenizer without a {missing} token; expected BERT's {expected}; give a folder"
-            " whose tokenizer was saved with its special tokens"
-        )
+    tokenizer = load_named(name, require("transformers", "text").AutoTokenizer)
+    if tokenizer.pad_token_id is None or (masks and tokenizer.mask_token_id is None):
+        raise ConfigError(f"pretrained={name!r} has a tokenizer without a {'mask or ' * masks}padding token")
     return tokenizer
 
 
@@ -85,51 +73,6 @@ def encode(tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> list[lis
     """Returns the token ids of each text, special tokens included, truncated to ``max_tokens``."""
     rows: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"]
     return rows
-
-
-def cached_wordpiece(lines: Sequence[str], settings: WordPieceSettings, *, cache_dir: Path) -> Any:
-    """Returns the ``tokenizers.Tokenizer`` of these lines and settings: trained once, and then read from the cache.
-
-    If the cache cannot be written to, the function warns and caches nothing.
-    """
-    key = cache_key(lines, settings)
-    path = cache_dir.expanduser() / f"wordpiece-{key[:16]}.json"
-    cached = _read_cache(path, key)
-    if cached is not None:
-        return require("tokenizers", "text").Tokenizer.from_str(cached)
-    tokenizer = train_wordpiece(lines, settings)
-    try:
-        atomic_write(path, _with_checksum(key, tokenizer.to_str()))
-    except OSError as error:
-        warnings.warn(
-            f"the tokenizer cannot be cached in {str(path.parent)!r} ({error.strerror}) and will be trained again in"
-            " the next run; set cache_dir to a writable folder",
-            stacklevel=2,
-        )
-    return tokenizer
-
-
-def cache_key(lines: Sequence[str], settings: WordPieceSettings) -> str:
-    """Returns a hash of everything the tokenizer depends on: text, settings, and the version of the library."""
-    version = require("tokenizers", "text").__version__
-    digest = hashlib.sha256(json.dumps([_CACHE_FORMAT, version, asdict(settings)]).encode())
-    for line in lines:
-        digest.update(b"\0" + line.encode())
-    return digest.hexdigest()
-
-
-def _with_checksum(key: str, tokenizer: str) -> str:
-    return f"{hashlib.sha256(f'{key}{tokenizer}'.encode()).hexdigest()}\n{tokenizer}"
-
-
-def _read_cache(path: Path, key: str) -> str | None:
-    """The cached tokenizer; None if there is none, or if the file is damaged or belongs to another key."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-    _, _, tokenizer = text.partition("\n")
-    return tokenizer if text == _with_checksum(key, tokenizer) else None
 
 
 def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:

@@ -33,14 +33,12 @@ On a GPU, the program waits for the numbers of a batch only when a hook looks at
 class Callback:
     """Code that runs at set moments of fit, evaluate and predict, in the caller's thread and outside the replicas.
 
-    Override the hooks you need. ``train`` hooks are those of fit, ``test`` hooks those of evaluate and of validation
-    inside fit. Epochs and batches count from 0. The logs of ``on_epoch_end`` are the numbers of the epoch and its
-    validation; those of ``on_train_batch_end`` the numbers of the epoch so far; those of ``on_test_batch_end`` the loss
-    so far. ``on_train_end`` is not called after an error.
+    Override the hooks you need. ``test`` hooks are those of evaluate and of validation inside fit. Epochs and batches
+    count from 0. The logs of a batch are the numbers so far. ``on_train_end`` is not called after an error.
 
     ``self.model`` is the Model and ``self.params`` a dict with "epochs", "steps" (None if unknown) and "verbose".
-    Setting ``self.model.stop_training = True`` ends fit after the current batch; with several workers it is enough that
-    one of them sets it, and all end after the next batch.
+    ``self.model.stop_training = True`` ends fit after the current batch; of several workers one may set it, and all end
+    after the next batch.
 
     Example:
         >>> class Shout(Callback):
@@ -75,9 +73,9 @@ class Callback:
         self._model = model
 
     def wants_batch_logs(self) -> bool:
-        """Whether this batch's ``on_train_batch_end`` needs the metrics, which are then merged over all replicas.
+        """Whether this batch's logs need the metrics, merged over all replicas, beside the loss.
 
-        Otherwise the logs of the batch hold the loss only. By default: whether the class overrides that hook.
+        By default: whether the class overrides ``on_train_batch_end``.
         """
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
@@ -146,9 +144,6 @@ class CallbackList:
     """The callbacks of one run, called in the given order, then by ``comes_after``. Closes them when its block ends.
 
     Each gets the model and ``params``. An exception of a callback becomes a CallbackError, here and nowhere else.
-
-    Raises:
-        ConfigError: an item is not a Callback.
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:

@@ -46,13 +46,12 @@ class _SavingCallback(Callback):
 class ModelCheckpoint(_SavingCallback):
     """Saves during fit, always or only the best. Arguments as in Keras. With several workers the chief writes.
 
-    With ``save_weights_only`` it writes safetensors files, atomically. Without it, checkpoints that
-    ``model.load_checkpoint`` restores, one folder per step inside ``filepath``.
+    With ``save_weights_only`` it writes safetensors files; without it, checkpoints for ``model.load_checkpoint``.
 
     Args:
         filepath: the weights file, which may hold ``{epoch}`` (from 1), ``{batch}`` (from 1, with an integer
             ``save_freq``) and names of the logs, with formats: ``"weights-{epoch:02d}-{val_loss:.3f}.safetensors"``.
-            Folders are made. For checkpoints, the folder that they are in.
+            For checkpoints, the folder that they are in.
         monitor: the name of the logs that says which is best.
         verbose: 1 writes a line for each save.
         save_best_only: save only when ``monitor`` has improved.
@@ -63,10 +62,6 @@ class ModelCheckpoint(_SavingCallback):
         initial_value_threshold: the value to beat first, with ``save_best_only``.
         keep: how many of the last checkpoints stay, beside the best by ``monitor`` if the logs have it; None keeps all.
         asynchronous: a thread writes checkpoints while training goes on; see ``CheckpointManager``.
-
-    Raises:
-        ConfigError: ``filepath`` is empty, ``save_freq`` is neither "epoch" nor a positive integer, or ``keep`` or
-            ``asynchronous`` is given with ``save_weights_only``.
 
     Example:
         >>> callback = ModelCheckpoint("best.safetensors", monitor="val_loss", save_best_only=True)
@@ -93,12 +88,9 @@ class ModelCheckpoint(_SavingCallback):
                 "save_weights_only=False, or leave them out"
             )
         self.filepath = check_path(filepath, "ModelCheckpoint(filepath)")
-        self.monitor = monitor
-        self.verbose = verbose
-        self.save_best_only = save_best_only
-        self.save_weights_only = save_weights_only
-        self.keep = keep
-        self.asynchronous = asynchronous
+        self.monitor, self.verbose = monitor, verbose
+        self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
+        self.keep, self.asynchronous = keep, asynchronous
         self.best = initial_value_threshold
         if not save_weights_only:
             self.comes_after = 1  # so that it saves the states of the others after their hooks
@@ -132,7 +124,7 @@ class ModelCheckpoint(_SavingCallback):
 
     def on_train_end(self, logs: Logs) -> None:
         if self._manager is not None:
-            self._manager.close()
+            self._manager.wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -174,20 +166,15 @@ class ModelCheckpoint(_SavingCallback):
 
 
 SAVED_AND_STOPPED = 75
-"""The exit code of a process that saved and ended on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later".
-
-It is neither 0, as the training is not done, nor 143, the code of a process that ended on SIGTERM without saving.
-"""
+"""The exit code of a process that saved and ended on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 
 class BackupAndRestore(_SavingCallback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
-    The backup holds weights, optimizer, scheduler, random states, the position in the data, history, and the states of
-    the other callbacks. On the same replicas the resumed training is bit-equal to one that was never interrupted. On
-    another number of workers or replicas it goes on too, with the numbers of one device. Arguments as in Keras.
-
-    On SIGTERM to any worker during fit, all workers save after the same batch and exit with code 75.
+    On the same replicas the resumed training is bit-equal to one that was never interrupted; on another number of
+    replicas it goes on with the numbers of one device. On SIGTERM to any worker during fit, all workers save after the
+    same batch and exit with code 75. Arguments as in Keras.
 
     Args:
         backup_dir: the folder of the backups, for this callback and this training alone. Other files in it are neither
@@ -196,9 +183,6 @@ class BackupAndRestore(_SavingCallback):
             With gradient accumulation a save waits for the update.
         double_checkpoint: keep the backup before the last one too.
         delete_checkpoint: remove the backups when fit ends by itself.
-
-    Raises:
-        ConfigError: ``backup_dir`` is empty, or ``save_freq`` is neither "epoch", nor a positive integer, nor False.
 
     Example:
         >>> callback = BackupAndRestore("backup", save_freq=100)
@@ -311,8 +295,6 @@ class _Termination:
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
 
     def listen(self, received: Callable[[], None]) -> None:
-        """Calls ``received`` when the signal comes."""
-
         def handle(number: int, frame: FrameType | None) -> None:
             self.came = True
             received()
@@ -323,10 +305,7 @@ class _Termination:
             self._listens = True
 
     def restore(self, *, again: bool) -> None:
-        """Restores the former handler, and with ``again`` sends it the signal if it came.
-
-        A handler that Python did not install cannot be restored; the default one takes its place.
-        """
+        """Restores the former handler (the default for one that is not Python's), and sends it the signal again."""
         if not self._listens:
             return
         self._listens = False

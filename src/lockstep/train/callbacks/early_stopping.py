@@ -27,10 +27,7 @@ class EarlyStopping(Callback):
         restore_best_weights: load the weights of the best epoch at the end of training; kept in memory, on the CPU.
         start_from_epoch: epochs before this one are ignored.
 
-    Attributes:
-        best: the best value so far; None before the first.
-        stopped_epoch: the epoch after which training was stopped; 0 if it was not.
-        best_epoch: the epoch with the best value.
+    ``best`` is the best value so far, ``best_epoch`` its epoch, ``stopped_epoch`` the one after which training stopped.
 
     Example:
         >>> callback = EarlyStopping(monitor="val_loss", patience=2, restore_best_weights=True)
@@ -51,10 +48,7 @@ class EarlyStopping(Callback):
         if patience < 0:
             raise ConfigError(f"EarlyStopping(patience={patience!r}) is no number of epochs; give 0 or more")
         self._watch = Monitor(monitor, mode=mode, owner="EarlyStopping", min_delta=min_delta)
-        self.monitor = monitor
-        self.patience = patience
-        self.verbose = verbose
-        self.baseline = baseline
+        self.monitor, self.patience, self.verbose, self.baseline = monitor, patience, verbose, baseline
         self.restore_best_weights = restore_best_weights
         self.start_from_epoch = start_from_epoch
         self._reset()

@@ -24,9 +24,6 @@ class CSVLogger(Callback):
         separator: between the fields.
         append: go on in an existing file instead of writing it anew, as a training that is resumed should.
 
-    Raises:
-        ConfigError: ``filename`` is empty.
-
     Example:
         >>> callback = CSVLogger("log.csv")
     """
@@ -90,17 +87,12 @@ class TensorBoard(Callback):
     """Writes scalars for TensorBoard, in the folders and with the names that Keras uses.
 
     ``log_dir/train`` and ``log_dir/validation`` hold ``epoch_loss`` and one ``epoch_<metric>`` each; ``train`` also
-    ``epoch_learning_rate`` and ``epoch_examples_per_s``; with another ``update_freq``, ``batch_loss`` and so on. Of the
-    chief's GPUs and their shares, ``train`` has each epoch's ``memory_mb/gpu_0/in_use`` (of tensors), ``reserved``,
-    ``peak`` (of ``reserved``) and, where there is one, ``limit``.
+    ``epoch_learning_rate``, ``epoch_examples_per_s`` and, of the chief's GPUs, ``memory_mb/gpu_0/in_use`` (of tensors),
+    ``reserved``, ``peak`` and ``limit``; with another ``update_freq``, ``batch_loss`` and so on.
 
     Args:
         log_dir: the folder; look at it with ``tensorboard --logdir``.
         update_freq: "epoch", "batch", or every this many global batches.
-
-    Raises:
-        ConfigError: ``log_dir`` is empty, or ``update_freq`` is none of these.
-        MissingExtraError: when training begins and tensorboard is not installed.
 
     Example:
         >>> callback = TensorBoard("logs")

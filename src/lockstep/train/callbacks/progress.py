@@ -29,11 +29,7 @@ def write_line(text: str) -> None:
 class ProgressBar(Callback):
     """Shows step time, examples a second, loss, metrics and the time left. ``fit(verbose=...)`` makes one by default.
 
-    Args:
-        verbose: 1 for a live line if standard output is a terminal, 2 for plain lines only.
-
-    Example:
-        >>> callback = ProgressBar(verbose=2)
+    ``verbose`` is 1 for a live line if standard output is a terminal, 2 for plain lines only.
     """
 
     chief_only = True
@@ -78,17 +74,11 @@ class ProgressBar(Callback):
     def on_predict_begin(self, logs: Logs) -> None:
         self._begin("predict", self.params.get("steps"))
 
-    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        self._advance(logs)
-
-    def on_predict_end(self, logs: Logs) -> None:
-        self._finish(logs)
+    on_predict_batch_end = on_train_batch_end
+    on_predict_end = on_test_end
 
     def close(self) -> None:
         self._training = False
-        self._close_bar()
-
-    def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -120,7 +110,8 @@ class ProgressBar(Callback):
     def _finish(self, logs: Logs) -> None:
         if self._bar is not None:
             self._bar.leave = False
-        self._close_bar()
+            self._bar.close()
+            self._bar = None
         timing = self.model.clock.summary()
         steps = "1 step" if timing.steps == 1 else f"{timing.steps} steps"
         write_line(f"{self._title}: {steps}, {timing.seconds:.1f} s, {self._describe(logs)}")

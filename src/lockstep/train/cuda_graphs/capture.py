@@ -8,20 +8,21 @@ A graph reads and writes the same memory each time. Metrics count in Python, so 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import foreach_copy_, tree_flatten, tree_map, tree_unflatten
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.structure import is_plain
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.device.driver import DeviceDriver, DeviceGraph
+from lockstep.replicas.device.driver import DeviceGraph
 from lockstep.train.compile import TrainSetup
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards, check_before_capture
 from lockstep.train.step import MetricInputs, ReplicaState, StepOutput, train_step
@@ -45,13 +46,13 @@ class StepInputs:
         leaves, structure = tree_flatten(shards, is_leaf=lambda node: isinstance(node, PackedSequence))
         for leaf in leaves:
             if not is_plain(leaf) and not isinstance(leaf, (bool, int, float, complex, str, type(None))):
-                kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                kind = f"{leaf.layout} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise NotCapturableError(f"the batches hold a {kind}; give dense tensors, numbers or strings")
         return cls(leaves, structure)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def shards(self) -> PerReplica[Any]:
@@ -60,41 +61,14 @@ class StepInputs:
     def signature(self) -> Hashable:
         """What two batches have in common if one captured step serves both."""
         forms: list[Hashable] = [
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), leaf)
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
             for leaf in self.leaves
         ]
         return self.structure, tuple(forms)
 
     def cloned(self) -> StepInputs:
         """The same, with copies of the tensors."""
-        return StepInputs(
-            [each.clone() if isinstance(each, torch.Tensor) else each for each in self.leaves], self.structure
-        )
-
-
-@dataclass(frozen=True)
-class StepResults:
-    """What a step of all replicas returns: the output of each, and what its metrics are to be updated with."""
-
-    outputs: tuple[StepOutput, ...]
-    metrics: list[MetricInputs]
-
-    def copied(self) -> StepResults:
-        """The same with one copy of each tensor, made on the current stream."""
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                if id(leaf) not in copies:
-                    copies[id(leaf)] = leaf.detach().clone()
-                return copies[id(leaf)]
-            if is_dataclass(leaf) and not isinstance(leaf, type):
-                return replace(leaf, **tree_map(copy, dict(vars(leaf))))
-            return leaf
-
-        return StepResults(*tree_map(copy, (self.outputs, self.metrics)))
+        return StepInputs([each.clone() if isinstance(each, Tensor) else each for each in self.leaves], self.structure)
 
 
 class DeviceLearningRates:
@@ -111,7 +85,7 @@ class DeviceLearningRates:
     def refresh(self) -> None:
         """Copies the rates to the device, on the current stream."""
         groups = self._optimizer.param_groups
-        if len(groups) != len(self._tensors) or any(isinstance(group["lr"], torch.Tensor) for group in groups):
+        if len(groups) != len(self._tensors) or any(isinstance(group["lr"], Tensor) for group in groups):
             raise NotCapturableError("the optimizer has a new parameter group, or a learning rate that is a tensor")
         for group, tensor in zip(groups, self._tensors, strict=True):
             tensor.fill_(group["lr"])
@@ -154,56 +128,57 @@ class CapturedStep:
     graph: DeviceGraph
     inputs: StepInputs
     rates: DeviceLearningRates
-    results: StepResults
+    outputs: tuple[StepOutput, ...]
+    metrics: list[MetricInputs]
     guards: StepGuards
 
-    def replay(self, inputs: StepInputs) -> StepResults:
-        """Runs the step on another batch of its signature. The tensors in the results are copies."""
+    def replay(self, inputs: StepInputs) -> tuple[tuple[StepOutput, ...], list[MetricInputs]]:
+        """Runs the step on another batch of its signature.
+
+        The next replay overwrites the numbers in the outputs, whose copy to the host is queued by then. What the
+        metrics get, and may keep, is copied.
+        """
         if self.inputs.tensors:
             foreach_copy_(self.inputs.tensors, inputs.tensors, non_blocking=True)
         self.rates.refresh()
         self.graph.replay()
-        return self.results.copied()
+        return self.outputs, tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.metrics)
 
 
-class GraphCapture:
-    """Captures the steps of one fit, whose replicas are all on one device."""
+def capture_step(
+    setup: TrainSetup,
+    states: PerReplica[ReplicaState],
+    batch: StepInputs,
+    rates: DeviceLearningRates,
+    new_graph: Callable[[], DeviceGraph],
+) -> CapturedStep:
+    """Captures the step for batches like this one. Nothing is computed; replay it to run the step.
 
-    def __init__(self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver) -> None:
-        self._setup, self._states, self._driver = setup, states, driver
-        self._device = setup.strategy.devices[0].torch_device
-        assert setup.optimizer is not None
-        self._rates = DeviceLearningRates(setup.optimizer, self._device)
-        self.new_pool()
-
-    def new_pool(self) -> None:
-        """To be called when all graphs are dropped: torch captures no other graph into the pool of the last one."""
-        self._pool = self._driver.graph_pool(self._device)
-
-    def capture(self, batch: StepInputs) -> CapturedStep:
-        """Captures the step for batches like this one. Nothing is computed; replay it to run the step.
-
-        If the device refuses, a NotCapturableError is raised, and everything is as it was before.
-        """
-        check_before_capture(self._setup)
-        strategy = self._setup.strategy
-        try:
-            inputs = batch.cloned()  # there may be no memory for it
-            self._rates.refresh()
-            graph = self._driver.graph(self._device, strategy.generators.on_gpu(), self._pool)
-            with deferring_metrics(self._states.values) as metrics, self._rates.in_groups(), graph.recording():
-                outputs = strategy.run(_captured_step, (graph, self._setup, self._states, inputs.shards))
-        except Exception as error:  # an error of the user's code is raised again when the step runs as usual
-            line = str(error).strip().split("\n", 1)[0]
-            raise NotCapturableError(f"the step could not be captured: {type(error).__name__}: {line}") from error
-        finally:
-            for state in self._states.values:
-                state.reset_sums()
-            for copy in self._setup.module.copies:
-                copy.zero_grad()
-        results = StepResults(strategy.local_results(outputs), metrics)
-        guards = StepGuards(self._setup)
-        return CapturedStep(graph=graph, inputs=inputs, rates=self._rates, results=results, guards=guards)
+    If the device refuses, a NotCapturableError is raised, and everything is as it was before.
+    """
+    check_before_capture(setup)
+    try:
+        inputs = batch.cloned()  # there may be no memory for it
+        rates.refresh()
+        graph = new_graph()
+        with deferring_metrics(states.values) as metrics, rates.in_groups(), graph.recording():
+            outputs = setup.strategy.run(_captured_step, (graph, setup, states, inputs.shards))
+    except Exception as error:  # an error of the user's code is raised again when the step runs as usual
+        line = str(error).strip().split("\n", 1)[0]
+        raise NotCapturableError(f"the step could not be captured: {type(error).__name__}: {line}") from error
+    finally:
+        for state in states.values:
+            state.reset_sums()
+        for copy in setup.module.copies:
+            copy.zero_grad()
+    return CapturedStep(
+        graph=graph,
+        inputs=inputs,
+        rates=rates,
+        outputs=setup.strategy.local_results(outputs),
+        metrics=metrics,
+        guards=StepGuards(setup),
+    )
 
 
 @wraps(train_step)  # so that the strategy's check of the first run of a step is not made again

@@ -37,24 +37,18 @@ def driver_for(setup: TrainSetup) -> DeviceDriver | None:
         return None
     not_fused, kind = optimizer.storages.not_fused, type(optimizer.plain)
     sparse = [each for each in module.module.modules() if isinstance(each, _EMBEDDINGS) and each.sparse]
+    num_gpus = len({device.physical.name for device in strategy.devices})
+    fp16 = setup.config.precision == "fp16"
     refused = {
-        "several workers exchange gradients, and a CUDA graph cannot wait for another process": (
-            not strategy.workers.is_single
-        ),
-        "the replicas are on several GPUs, and only those of one GPU are captured together": (
-            len({device.physical.name for device in strategy.devices}) > 1
-        ),
-        'precision="fp16" asks on the host whether gradients overflowed; "bf16" does not': (
-            setup.config.precision == "fp16"
-        ),
+        "several workers exchange gradients, and a CUDA graph cannot wait for them": not strategy.workers.is_single,
+        "the replicas are on several GPUs, and only those of one GPU are captured together": num_gpus > 1,
+        'precision="fp16" asks on the host whether gradients overflowed; "bf16" does not': fp16,
         "accumulate keeps gradients from step to step; give larger batches instead": setup.config.accumulate > 1,
         "the module is compiled, and compiled code hides its tensors; use one of the two": module.is_compiled,
         "the model is divided among workers": module.pipeline is not None or module.shards_weights,
         "an embedding with sparse=True has gradients of changing size": sparse,
         f"the update is not made by fused kernels: {not_fused}": not_fused is not None,
-        f"{kind.__name__} takes its learning rate as a number; Adam, AdamW and SGD do not": (
-            kind not in (SGD, Adam, AdamW)
-        ),
+        f"{kind.__name__} takes its rate as a number; Adam, AdamW and SGD do not": kind not in (SGD, Adam, AdamW),
     }
     for reason, applies in refused.items():
         if applies:

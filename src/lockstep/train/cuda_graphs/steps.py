@@ -21,15 +21,22 @@ from typing import Any
 import torch
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.replicas.device.driver import DeviceDriver
+from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.replicas.device.driver import DeviceDriver, DeviceGraph
 from lockstep.replicas.device.host_syncs import HostSyncs
 from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
-from lockstep.train.cuda_graphs.capture import CapturedStep, GraphCapture, StepInputs, StepResults, deferring_metrics
+from lockstep.train.cuda_graphs.capture import (
+    CapturedStep,
+    DeviceLearningRates,
+    StepInputs,
+    capture_step,
+    deferring_metrics,
+)
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards, driver_for
 from lockstep.train.cuda_graphs.trace import StepTrace
-from lockstep.train.step import ReplicaState, StepOutput, train_step, update_deferred_metrics
+from lockstep.train.step import MetricInputs, ReplicaState, StepOutput, train_step, update_deferred_metrics
 
 _LOG = logging.getLogger("lockstep")
 
@@ -55,9 +62,14 @@ class GraphedSteps:
     Where steps cannot be captured, the log "lockstep" says why, and they run as usual.
     """
 
-    def __init__(self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver) -> None:
-        self._strategy, self._setup, self._states = setup.strategy, setup, states
-        self._capture: GraphCapture | None = GraphCapture(setup, states, driver)
+    def __init__(
+        self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver, optimizer: MirroredOptimizer
+    ) -> None:
+        self._strategy, self._setup, self._states, self._driver = setup.strategy, setup, states, driver
+        self._device = setup.strategy.devices[0].torch_device
+        self._rates = DeviceLearningRates(optimizer, self._device)
+        self._pool = driver.graph_pool(self._device)
+        self._gave_up = False
         self._kinds: dict[Hashable, _Kind] = {}
         self._changes = 0
         self._alike_in = -1  # the last epoch in which a step was like the one before it of its kind
@@ -70,20 +82,21 @@ class GraphedSteps:
         except NotCapturableError as reason:
             _log(reason)
             return None
-        return None if driver is None else cls(setup, states, driver)
+        return None if driver is None or setup.optimizer is None else cls(setup, states, driver, setup.optimizer)
 
     def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...]:
         """One step of every replica on a sharded batch. Epochs count from 0."""
-        if self._capture is None or current_observer() is not None:
+        if self._gave_up or current_observer() is not None:
             return self._run(batch)
         try:
             inputs = StepInputs.of(batch, len(self._strategy.devices))
             kind = self._kind(inputs)
             if kind.alike and self._alike_in == epoch:
-                kind.captured = kind.captured or self._capture.capture(inputs)
-                results = kind.captured.replay(inputs)
+                if kind.captured is None:
+                    kind.captured = capture_step(self._setup, self._states, inputs, self._rates, self._new_graph)
+                outputs, metrics = kind.captured.replay(inputs)
                 self._setup.module.propagation.note_replay()
-                return self._complete(results)
+                return self._complete(outputs, metrics)
         except NotCapturableError as reason:
             self._give_up(reason)
             return self._run(batch)
@@ -106,11 +119,11 @@ class GraphedSteps:
     def _forget(self, change: str) -> None:
         """Drops all captured steps: what has changed for one kind may have changed for all."""
         self._changes += 1
-        if self._capture is None or self._changes == MAX_CHANGES:
+        if self._changes == MAX_CHANGES:
             raise NotCapturableError(f"steps differ from each other: {change}")
         for kind in self._kinds.values():
             kind.trace, kind.alike, kind.captured = None, False, None
-        self._capture.new_pool()
+        self._pool = self._driver.graph_pool(self._device)  # torch captures no graph into the pool of the last one
 
     def _observe(self, kind: _Kind, inputs: StepInputs, epoch: int) -> tuple[StepOutput, ...]:
         """Runs a step as usual, and compares it with the one before of its kind."""
@@ -136,12 +149,15 @@ class GraphedSteps:
             kind.trace = trace
         except NotCapturableError as reason:
             self._give_up(reason)
-        return self._complete(StepResults(strategy.local_results(outputs), metrics))
+        return self._complete(strategy.local_results(outputs), metrics)
 
-    def _complete(self, results: StepResults) -> tuple[StepOutput, ...]:
-        if any(results.metrics):
-            self._strategy.run(update_deferred_metrics, (self._states, PerReplica(results.metrics)))
-        return results.outputs
+    def _new_graph(self) -> DeviceGraph:
+        return self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
+
+    def _complete(self, outputs: tuple[StepOutput, ...], metrics: list[MetricInputs]) -> tuple[StepOutput, ...]:
+        if any(metrics):
+            self._strategy.run(update_deferred_metrics, (self._states, PerReplica(metrics)))
+        return outputs
 
     def _run(self, batch: Any) -> tuple[StepOutput, ...]:
         results = self._strategy.run(train_step, (self._setup, self._states, batch, True))
@@ -149,8 +165,8 @@ class GraphedSteps:
 
     def _give_up(self, reason: NotCapturableError) -> None:
         _log(reason)
-        self._kinds.clear()
-        self._capture = None  # frees the captured steps and their memory
+        self._kinds.clear()  # frees the captured steps and their memory
+        self._gave_up = True
 
 
 def _host_generators(strategy: Strategy) -> list[torch.Tensor]:
