@@ -28,7 +28,6 @@ from lockstep.plan.layout import Layout
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
-from lockstep.recipes.config_checks import at_least_each
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
@@ -49,9 +48,6 @@ class LayoutWork:
     vocabulary: int = 16384  # tokens that have an embedding
     rows: int = 8  # sequences in a global batch
     tokens: int = 128  # in each of them
-
-    def __post_init__(self) -> None:
-        at_least_each(self, 1, "layers", "hidden", "heads", "vocabulary", "rows", "tokens")
 
     @property
     def title(self) -> str:
@@ -125,7 +121,7 @@ def contenders(work: LayoutWork) -> list[Contender]:
             name=name_of(layout),
             settings=f"ls.ParallelStrategy({'' if not layout else name_of(layout)}), one thread a worker",
             launcher=SpawnedBody(body=partial(train_in_layout, layout=layout, work=work)),
-            shares=layout.get("data", 1),
+            replicas=layout.get("data", 1),
             processes=prod(layout.get(degree, 1) for degree in ("data", "pipeline", "tensor")),
             layout="auto",
             role="ours",

@@ -120,8 +120,7 @@ class ClusterSpec:
         if isinstance(workers, str) or not isinstance(workers, Iterable):
             raise ClusterError(f"workers={shown(workers)} is not a list of addresses; give one per worker, {_EXAMPLE}")
         object.__setattr__(self, "workers", tuple(workers))
-        self._check_workers()
-        self._check_task()
+        self._check()
         if not _is_count(self.attempt):
             raise ClusterError(f"attempt={shown(self.attempt)} is not a number of earlier attempts; give 0, 1, ...")
         check_job_id(self.job_id)
@@ -157,7 +156,7 @@ class ClusterSpec:
         """A worker's name in messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
         return f"{self.noun} {index} ({self.workers[index]})" if self.workers[index] else f"{self.noun} {index}"
 
-    def _check_workers(self) -> None:
+    def _check(self) -> None:
         if not self.workers:
             raise ClusterError(f"{self.source}: the cluster has no workers; name every worker's address, {_EXAMPLE}")
         if not self.workers[0] and len(self.workers) > 1:
@@ -166,8 +165,6 @@ class ClusterSpec:
             check_addresses({f"workers[{i}]": address for i, address in enumerate(self.workers) if address != ""})
         except ClusterError as error:
             raise ClusterError(f"{self.source}: {error}, {_EXAMPLE}") from None
-
-    def _check_task(self) -> None:
         if self.task not in get_args(Task):
             raise ClusterError(f"{self.source}: task={shown(self.task)} is unknown; choose 'worker' or 'evaluator'")
         last = len(self.workers) - 1

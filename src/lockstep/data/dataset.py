@@ -262,22 +262,14 @@ def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
 def _checked(dataset: Any) -> Any:
     if isinstance(dataset, DistributedIterable):
         raise DataError("received a dataset that is distributed already; distribute the original once")
-    kind = type(dataset).__name__
     numpy = sys.modules.get("numpy")
-    if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray)):
+    is_one = isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray))
+    # What has __getitem__ alone is iterable too, by Python's old protocol. The items of torch's own datasets are rows,
+    # which a DataLoader makes batches of. Items of other datasets, such as Hugging Face's, may be batches.
+    gives_rows = isinstance(dataset, Dataset) and not isinstance(dataset, Iterable)
+    if is_one or gives_rows or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"received a {kind}, expected an iterable of global batches; "
-            "give a DataLoader, or a list of batches, such as [(x, y)]"
+            f"received a {type(dataset).__name__}, expected an iterable of global batches; give a DataLoader, such as "
+            "DataLoader(dataset, batch_size=64), or a list of batches, such as [(x, y)]"
         )
-    # Its items are rows, which a DataLoader makes batches of. Items of datasets that do not inherit from
-    # torch.utils.data.Dataset, such as Hugging Face's, may be batches.
-    if isinstance(dataset, Dataset) and not isinstance(dataset, Iterable):
-        raise DataError(
-            f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
-            f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
-        )
-    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"received a {kind}, which cannot be iterated; give an iterable of global batches such as a DataLoader"
-        )
-    return dataset  # what has __getitem__ alone is iterable too, by Python's old protocol
+    return dataset

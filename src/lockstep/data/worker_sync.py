@@ -146,12 +146,11 @@ def _known(length: int | None) -> int:
 
 
 def _check_equal(lengths: Sequence[Sequence[float]], names: Sequence[str]) -> None:
-    units = ("global batches", "examples", "torch.Generators")
-    for unit, values in zip(units, zip(*lengths, strict=True), strict=True):
-        for name, value in zip(names, values, strict=True):
-            if value != values[0]:
+    for name, own in zip(names, lengths, strict=True):
+        for unit, value, chief in zip(("global batches", "examples", "torch.Generators"), own, lengths[0], strict=True):
+            if value != chief:
                 raise ClusterError(
-                    f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(values[0])}; "
+                    f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(chief)}; "
                     'give every worker the same data, or distribute its own with shard="off"'
                 )
 

@@ -226,7 +226,6 @@ class HeartbeatMonitor:
         try:
             while not self._closing.is_set():
                 self._beat()
-                self.job.wake()
                 self._closing.wait(self._beat_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody would notice a lost worker any more
             reason = f"the heartbeat of {self._names[self._rank]} failed with {type(error).__name__}: {error}"
