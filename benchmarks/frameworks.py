@@ -76,13 +76,15 @@ def peers_of(workload: str) -> list[Contender]:
 
 
 def _peer(
-    peer: str, settings: str, *, suffix: str = "", shares: int = 2, variables: Mapping[str, str] | None = None,
+    peer: str, settings: str, *, suffix: str = "", replicas: int = 2, variables: Mapping[str, str] | None = None,
     arguments: tuple[str, ...] = (), **fields: Any,
 ) -> Contender:  # fmt: skip
     script = PROGRAMS / f"train_{peer}.py"
     launcher = Program(python=_python(peer), script=script, arguments=arguments, variables=variables or {})
-    name, parts = f"{peer}-{shares}{suffix}", {"layout": "framework", **fields}
-    return Contender(name=name, settings=settings, launcher=launcher, shares=shares, role="peer", peer=peer, **parts)
+    name, parts = f"{peer}-{replicas}{suffix}", {"layout": "framework", **fields}
+    return Contender(
+        name=name, settings=settings, launcher=launcher, replicas=replicas, role="peer", peer=peer, **parts
+    )
 
 
 def _on_torch(peer: str, start: str, arguments: tuple[str, ...], layout: Layout) -> Contender:
@@ -97,7 +99,7 @@ def _tensorflow(replicas: int) -> Contender:
         "NHWC, the batches on their devices beforehand"
     )
     variables = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return _peer("tensorflow", settings, shares=replicas, variables=variables)
+    return _peer("tensorflow", settings, replicas=replicas, variables=variables)
 
 
 def _python(peer: str) -> Path:

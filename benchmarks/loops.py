@@ -126,17 +126,17 @@ def train_ddp(
     dist.destroy_process_group()
 
 
-def split_cpu(shares: int) -> list[str]:
+def split_cpu(replicas: int) -> list[str]:
     """Splits the CPU into logical devices and gives their names."""
     (cpu,) = ls.config.list_physical_devices("CPU")
-    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration() for _ in range(shares)])
+    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration() for _ in range(replicas)])
     return [device.name for device in ls.config.list_logical_devices("CPU")]
 
 
 def run_replicas(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
-    """Trains with a MirroredStrategy of ``trial.contender.shares`` replicas on all cores."""
+    """Trains with a MirroredStrategy of ``trial.contender.replicas`` replicas on all cores."""
     torch.set_num_threads(trial.cores)
-    train_replicas(trial.workload, trial.workload.make_batches(timer.total), timer, replicas=trial.contender.shares)
+    train_replicas(trial.workload, trial.workload.make_batches(timer.total), timer, replicas=trial.contender.replicas)
 
 
 def train_replicas(workload: Workload, batches: Iterable[Batch], timer: StepTimer, *, replicas: int) -> None:
@@ -173,12 +173,12 @@ def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batc
     strategy.close()
 
 
-def train_one_share(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
-    """One replica in this process, on its own share of each global batch; several processes are timed side by side."""
-    shares = trial.contender.shares
-    torch.set_num_threads(max(1, trial.cores // shares))
-    workload = replace(trial.workload, count=trial.workload.count // shares)
-    batches = [split_batch(batch, shares)[process.rank] for batch in trial.workload.make_batches(timer.total)]
+def train_one_shard(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
+    """One replica in this process, on its own shard of each global batch; several processes are timed side by side."""
+    replicas = trial.contender.replicas
+    torch.set_num_threads(max(1, trial.cores // replicas))
+    workload = replace(trial.workload, count=trial.workload.count // replicas)
+    batches = [split_batch(batch, replicas)[process.rank] for batch in trial.workload.make_batches(timer.total)]
     train_replicas(workload, _meeting(batches, trial, process), timer, replicas=1)
 
 
@@ -198,7 +198,7 @@ def run_worker(trial: Trial, process: ProcessInfo, timer: StepTimer, *, compress
     """One of ``trial.contender.processes`` workers, each with an equal part of the replicas. All must call it."""
     torch.set_num_threads(trial.threads_per_process)
     torch.manual_seed(0)
-    devices = split_cpu(trial.contender.shares // trial.contender.processes)
+    devices = split_cpu(trial.contender.replicas // trial.contender.processes)
     cluster = cluster_of(trial, process)
     options = ls.CommunicationOptions(compression=compression)
     strategy = ls.MultiWorkerMirroredStrategy(devices, cluster=cluster, communication=options)

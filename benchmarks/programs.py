@@ -66,7 +66,7 @@ class Program(Launcher):
         write_inputs(trial.workload, trial.warm_up + trial.steps, inputs)
         job = {
             "workload": trial.workload.name,
-            "replicas": trial.contender.shares,
+            "replicas": trial.contender.replicas,
             "layout": trial.contender.layout,
             "warm_up": trial.warm_up,
             "steps": trial.steps,

@@ -62,7 +62,7 @@ class Contender:
     name: str  # a short one, such as "ddp-2"
     settings: str  # for the table: what was chosen, and how
     launcher: Launcher
-    shares: int  # replicas or processes that divide the global batch
+    replicas: int  # ours, or processes of DDP: how many divide the global batch
     processes: int = 1  # processes that train, and report
     layout: Layout = "contiguous"
     role: Role = "baseline"

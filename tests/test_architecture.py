@@ -65,7 +65,6 @@ PRINTS = (
 DRIVES_GPUS = (
     "replicas/device/driver.py",
     "scaling/",
-    "plan/measure.py",  # measures a GPU's rates
 )
 MAX_FUNCTION_LINES = 60
 

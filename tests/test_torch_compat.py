@@ -13,7 +13,7 @@ from lockstep import _torch_compat as compat
 MISSING = [
     ("torch.utils._pytree", "tree_map", "nested structures"),
     ("torch.overrides", "_push_mode", "function modes"),
-    ("torch.utils._python_dispatch", "_push_mode", "dispatch modes"),
+    ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "dispatch modes"),
     ("torch._C", "_len_torch_dispatch_stack", "dispatch modes"),
     ("torch._C", "DisableTorchFunction", "past function modes"),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks", "saved tensors"),

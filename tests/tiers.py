@@ -89,7 +89,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
 # Single tests that are slow.
 SLOW_TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/test_folder.py": ("test_a_folder_without_permission_is_one_line",),
-    "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_three_files",),
+    "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_two_files",),
     "mirroring/test_compile.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
     "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
     "scaling/test_html_report.py": (

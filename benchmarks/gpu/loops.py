@@ -211,13 +211,13 @@ class _Notes(logging.Handler):
 def train_ours(
     trial: Trial, process: ProcessInfo, timer: StepTimer, *, setting: Setting, compiled: bool = False
 ) -> None:
-    """Trains with ``Model.fit`` on ``trial.contender.shares`` replicas."""
+    """Trains with ``Model.fit`` on ``trial.contender.replicas`` replicas."""
     device = begin_process(setting, timer)
     notes, log = _Notes(), logging.getLogger("lockstep")
     log.addHandler(notes)
     log.setLevel(logging.INFO)
     workload = trial.workload
-    strategy = ls.MirroredStrategy(logical_devices(device, trial.contender.shares))
+    strategy = ls.MirroredStrategy(logical_devices(device, trial.contender.replicas))
     with strategy.scope():
         module = workload.make_module()
         model = Model(module)
@@ -231,18 +231,18 @@ def train_ours(
     strategy.close()
 
 
-def logical_devices(device: torch.device, shares: int) -> list[str]:
+def logical_devices(device: torch.device, replicas: int) -> list[str]:
     """The names of the device, or of so many logical devices that it is divided into."""
     if device.type == "cpu":
-        return split_cpu(shares)
-    if shares == 1:
+        return split_cpu(replicas)
+    if replicas == 1:
         return ["gpu:0"]
     gpu = ls.config.list_physical_devices("GPU")[0]
-    share = ls.config.LogicalDeviceConfiguration(memory_limit=share_mb(gpu.memory or 0, shares))
-    ls.config.set_logical_device_configuration(gpu, [share] * shares)
-    return [f"gpu:{number}" for number in range(shares)]
+    share = ls.config.LogicalDeviceConfiguration(memory_limit=share_mb(gpu.memory or 0, replicas))
+    ls.config.set_logical_device_configuration(gpu, [share] * replicas)
+    return [f"gpu:{number}" for number in range(replicas)]
 
 
-def share_mb(memory_mb: int, shares: int) -> int:
+def share_mb(memory_mb: int, replicas: int) -> int:
     """The memory limit of each of so many logical devices."""
-    return int(memory_mb * MEMORY_SHARE) // shares
+    return int(memory_mb * MEMORY_SHARE) // replicas

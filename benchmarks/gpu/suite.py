@@ -42,7 +42,7 @@ PACE = Pace(warm_up=10, steps=10, rounds=3)
 _LAPS = 3
 ONE, FOUR, ONE_COMPILED, DDP = "lockstep-1", "lockstep-4", "lockstep-1 compiled", "ddp-4"
 EAGER, COMPILED = "eager", "compiled"
-_SHARES = 4
+_REPLICAS = 4
 BUDGET_S = 600.0
 """Ten minutes, with everything."""
 _LEAST_BUDGET_S = 60.0
@@ -60,30 +60,32 @@ def contenders_for(workload: Workload, device: DeviceType) -> tuple[Contender, .
     first, *others = layouts_of(workload.name)
 
     def contender(
-        name: str, settings: str, body: Callable[..., None], *, shares: int = 1, **fields: object
+        name: str, settings: str, body: Callable[..., None], *, replicas: int = 1, **fields: object
     ) -> Contender:
         options = {} if body is train_ddp else {"compiled": COMPILED in name}
         # Each trial is forked from a process that has imported this module alone.
         launcher = SpawnedBody(body=partial(body, setting=setting, **options), preloaded=__name__)
         common = {"name": name, "settings": settings, "launcher": launcher, "limit_s": _TRIAL_LIMIT_S}
-        return Contender(**common, shares=shares, **fields)  # type: ignore[arg-type]
+        return Contender(**common, replicas=replicas, **fields)  # type: ignore[arg-type]
 
-    def ours(name: str, where: str, shares: int = 1) -> Contender:
+    def ours(name: str, where: str, replicas: int = 1) -> Contender:
         settings = f"MirroredStrategy on {where}, one process, Model.fit, memory_format auto"
-        return contender(name, settings, train_ours, shares=shares, role="ours", layout="auto")
+        return contender(name, settings, train_ours, replicas=replicas, role="ours", layout="auto")
 
     def plain(name: str, how: str, layout: Layout) -> Contender:
         settings = f"a hand-written loop, {how}, {layout}, fused Adam, input copied one step ahead"
         return contender(name + suffix_of(layout), settings, train_plain, layout=layout)
 
     by_compiler = f"torch.compile of forward pass and loss, mode {COMPILE_MODE}"
-    quarter = f"{_SHARES} logical devices, each with 1/{_SHARES} of {MEMORY_SHARE:.0%} of the GPU's memory"
+    quarter = f"{_REPLICAS} logical devices, each with 1/{_REPLICAS} of {MEMORY_SHARE:.0%} of the GPU's memory"
     ddp = "DistributedDataParallel, processes that share the GPU, gloo, gradient_as_bucket_view, static_graph, no"
     return (
         ours(ONE, "the undivided GPU"),
         plain(EAGER, "eager", first),
-        ours(FOUR, quarter, _SHARES),
-        contender(DDP, f"{ddp} buffer broadcast, {first}", train_ddp, shares=_SHARES, processes=_SHARES, layout=first),
+        ours(FOUR, quarter, _REPLICAS),
+        contender(
+            DDP, f"{ddp} buffer broadcast, {first}", train_ddp, replicas=_REPLICAS, processes=_REPLICAS, layout=first
+        ),
         plain(COMPILED, by_compiler, first),
         ours(ONE_COMPILED, "the undivided GPU, compile_module=True"),
         *(plain(EAGER, "eager", layout) for layout in others),

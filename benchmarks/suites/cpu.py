@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.frameworks import PEERS, peers_of, versions_of
 from benchmarks.harness import Absence, run_rounds, trials_of
-from benchmarks.loops import SETTINGS, layouts_of, run_replicas, suffix_of, train_alone, train_ddp, train_one_share
+from benchmarks.loops import SETTINGS, layouts_of, run_replicas, suffix_of, train_alone, train_ddp, train_one_shard
 from benchmarks.processes import SpawnedBody
 from benchmarks.report import Report, Section, columns, report_of
 from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, with_role
@@ -20,7 +20,7 @@ from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
 from lockstep.errors import ConfigError
 
 PACE = Pace(warm_up=3, steps=10, rounds=3)
-_SHARES = (2, 4)
+_REPLICAS = (2, 4)
 
 
 def contenders_for(workload: str) -> tuple[Contender, ...]:
@@ -30,11 +30,11 @@ def contenders_for(workload: str) -> tuple[Contender, ...]:
     """
     layouts = layouts_of(workload)
     return (
-        *map(_ours, _SHARES),
+        *map(_ours, _REPLICAS),
         _half("half alone", "nothing else running", 1),
         _half("halves together", "two such processes at once, which do not communicate", 2),
         *map(_alone, layouts),
-        *(_ddp(processes, layout) for processes in _SHARES for layout in layouts),
+        *(_ddp(processes, layout) for processes in _REPLICAS for layout in layouts),
     )
 
 
@@ -43,7 +43,7 @@ def _ours(replicas: int) -> Contender:
         name=f"lockstep-{replicas}",
         settings=f"MirroredStrategy, CPU split in {replicas}, one process, run + optimizer.step, memory_format auto",
         launcher=SpawnedBody(body=run_replicas),
-        shares=replicas,
+        replicas=replicas,
         layout="auto",
         role="ours",
     )
@@ -53,8 +53,8 @@ def _half(name: str, how: str, processes: int) -> Contender:
     return Contender(
         name=name,
         settings=f"one replica of ours on half of each batch with cores // 2 threads, {how}; a reference",
-        launcher=SpawnedBody(body=train_one_share),
-        shares=2,
+        launcher=SpawnedBody(body=train_one_shard),
+        replicas=2,
         processes=processes,
         layout="auto",
         role="reference",
@@ -66,7 +66,7 @@ def _alone(layout: Layout) -> Contender:
         name=f"single{suffix_of(layout)}",
         settings=f"one process, a hand-written loop, all cores as intra-op threads, {layout}",
         launcher=SpawnedBody(body=train_alone),
-        shares=1,
+        replicas=1,
         layout=layout,
     )
 
@@ -76,7 +76,7 @@ def _ddp(processes: int, layout: Layout) -> Contender:
         name=f"ddp-{processes}{suffix_of(layout)}",
         settings=f"{processes} processes, {SETTINGS}, cores // processes threads each (at least 1), {layout}",
         launcher=SpawnedBody(body=train_ddp),
-        shares=processes,
+        replicas=processes,
         processes=processes,
         layout=layout,
     )
@@ -98,7 +98,7 @@ MAX_STEP_RATIO: Mapping[str, float] = {"mobilenetv2": 0.75, "mlm": 1.0}
 MAX_PEER_RATIO: Mapping[str, float] = {"mobilenetv2": 0.8, "mlm": 1.0}
 """Our step time at 2 replicas over the best peer's at 2."""
 MIN_EFFICIENCY = 0.95
-"""The step time of one share of the work on one share of the cores, over ours with the shares of all."""
+"""The step time of one replica on half of the batch and of the cores, over ours with both halves."""
 MAX_MEMORY_RATIO = 0.65
 """Our resident memory at 4 replicas over that of DDP's four processes together."""
 MAX_FIRST_STEP_RATIO = 1.0
@@ -110,18 +110,18 @@ MAX_EXCHANGE_SHARE: Mapping[str, float] = {"mobilenetv2": 0.03}
 def comparisons_of(workload: str, figures: Sequence[Figures]) -> list[Comparison]:
     """Ours against baselines, peers and references; what needs a contender that did not run is left out."""
     ours, baselines, peers = (with_role(figures, role) for role in ("ours", "baseline", "peer"))
-    ours_2, peers_2 = ([row for row in rows if row.contender.shares == 2] for rows in (ours, peers))
+    ours_2, peers_2 = ([row for row in rows if row.contender.replicas == 2] for rows in (ours, peers))
     found = []
     if workload in MAX_STEP_RATIO:
         found += _against_best(ours, baselines, "best baseline", MAX_STEP_RATIO[workload])
         found += _against_best(ours_2, peers_2, "best peer at 2 replicas", MAX_PEER_RATIO[workload])
     found += _efficiencies(figures)
     for row in ours:
-        name, shares = row.contender.name, row.contender.shares
-        ddp = fastest(each for each in baselines if each.contender.processes == shares > 1)
+        name, replicas = row.contender.name, row.contender.replicas
+        ddp = fastest(each for each in baselines if each.contender.processes == replicas > 1)
         if ddp is not None:
             other, start = ddp.contender.name, row.first_step_s / ddp.first_step_s
-            if shares == 4:
+            if replicas == 4:
                 text, memory = f"peak resident memory, {name} / {other}", row.memory.peak_mb / ddp.memory.peak_mb
                 found.append(Comparison(text=text, values=(memory,), limit=MAX_MEMORY_RATIO))
             text = f"start to first step, {name} / {other}"
@@ -145,11 +145,11 @@ def _against_best(ours: Sequence[Figures], others: Sequence[Figures], who: str, 
 
 
 def _efficiencies(figures: Sequence[Figures]) -> list[Comparison]:
-    """Ours against one share alone, that against the hardware's ceiling, and the ceiling against ours."""
+    """Ours against one half alone, that against the hardware's ceiling, and the ceiling against ours."""
     references = with_role(figures, "reference")
     alone = next((row for row in references if row.contender.processes == 1), None)
     together = next((row for row in references if row.contender.processes > 1), None)
-    ours = next((row for row in with_role(figures, "ours") if row.contender.shares == 2), None)
+    ours = next((row for row in with_role(figures, "ours") if row.contender.replicas == 2), None)
     if alone is None or together is None or ours is None:
         return []
     name = f"{alone.contender.name} / {ours.contender.name}"

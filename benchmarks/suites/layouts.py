@@ -18,6 +18,7 @@ from benchmarks.harness import Absence, run_rounds, trials_of
 from benchmarks.loops import cluster_of, trained_parameters
 from benchmarks.processes import ProcessInfo, SpawnedBody
 from benchmarks.report import Column, Report, Section, report_of
+from benchmarks.resident_memory import ResidentPeak, give_back_at_once, give_back_freed_memory, resident_mb
 from benchmarks.results import Figures, figures_of
 from benchmarks.step_timer import StepTimer
 from benchmarks.suites.memory import tensors_mb
@@ -27,9 +28,7 @@ from lockstep.plan.layout import Layout
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
 from lockstep.plan.software import Software, precision_named
-from lockstep.recipes.config_checks import at_least_each
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
-from lockstep.replicas.cpu.memory import ResidentPeak, give_back_at_once, give_back_freed_memory, resident_mb
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")
@@ -49,9 +48,6 @@ class LayoutWork:
     vocabulary: int = 16384  # tokens that have an embedding
     rows: int = 8  # sequences in a global batch
     tokens: int = 128  # in each of them
-
-    def __post_init__(self) -> None:
-        at_least_each(self, 1, "layers", "hidden", "heads", "vocabulary", "rows", "tokens")
 
     @property
     def title(self) -> str:
@@ -125,7 +121,7 @@ def contenders(work: LayoutWork) -> list[Contender]:
             name=name_of(layout),
             settings=f"ls.ParallelStrategy({'' if not layout else name_of(layout)}), one thread a worker",
             launcher=SpawnedBody(body=partial(train_in_layout, layout=layout, work=work)),
-            shares=layout.get("data", 1),
+            replicas=layout.get("data", 1),
             processes=prod(layout.get(degree, 1) for degree in ("data", "pipeline", "tensor")),
             layout="auto",
             role="ours",

@@ -18,13 +18,12 @@ from benchmarks.harness import Absence, Sample, run_rounds, trials_of
 from benchmarks.loops import split_cpu
 from benchmarks.processes import ProcessInfo, SpawnedBody
 from benchmarks.report import Column, Report, Section, columns, report_of
+from benchmarks.resident_memory import ResidentPeak, give_back_freed_memory, resident_mb
 from benchmarks.results import Figures, figures_of, paired_ratios
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least, at_least_each
 from lockstep.recipes.memory import Lora, MemoryChoices, trained_parameters, with_choices
-from lockstep.replicas.cpu.memory import ResidentPeak, give_back_freed_memory, resident_mb
 from lockstep.strategies.losses import compute_average_loss
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.compile import Precision, PrecisionName
@@ -60,10 +59,6 @@ class ReviewsWork:
     tokens: int = 128  # in each of them
     replicas: int = 2  # shares of the CPU
 
-    def __post_init__(self) -> None:
-        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "tokens", "replicas")
-        at_least("rows", self.rows, self.replicas)
-
     @property
     def title(self) -> str:
         return (
@@ -80,7 +75,7 @@ def contenders(work: ReviewsWork, only: Sequence[str] | None = None) -> list[Con
             name=name,
             settings=f"load_in={choices.load_in}, precision={precision}, memory_format auto",
             launcher=SpawnedBody(body=partial(train_with_choices, choices=choices, precision=precision, work=work)),
-            shares=work.replicas,
+            replicas=work.replicas,
             layout="auto",
             role="baseline" if name == FULL else "ours",
             limit_s=_LIMIT_S,

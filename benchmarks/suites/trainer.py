@@ -57,9 +57,9 @@ class ReviewsWork:
 
 
 @contextmanager
-def reviews_work(*, shares: int, steps: int) -> Iterator[ReviewsWork]:
-    """Builds model and data for one of ``shares`` devices or processes; removes the Trainer's folder at the end."""
-    config = replace(reviews(), per_device_train_batch_size=ROWS // shares)
+def reviews_work(*, replicas: int, steps: int) -> Iterator[ReviewsWork]:
+    """Builds model and data for one of ``replicas`` devices or processes; removes the Trainer's folder at the end."""
+    config = replace(reviews(), per_device_train_batch_size=ROWS // replicas)
     with TemporaryDirectory(prefix="lockstep-bench-") as folder:
         arguments = training_arguments(
             config,
@@ -123,7 +123,7 @@ def train_original(trial: Trial, process: ProcessInfo, timer: StepTimer, *, thre
         rank = str(process.rank)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
-    with reviews_work(shares=world, steps=timer.total) as work:
+    with reviews_work(replicas=world, steps=timer.total) as work:
         timer.trained = trained_parameters(work.task.model)
         OriginalTrainer(work, timer).train()
 
@@ -131,9 +131,9 @@ def train_original(trial: Trial, process: ProcessInfo, timer: StepTimer, *, thre
 def train_ours(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
     """Ours, on replicas that share the cores."""
     torch.set_num_threads(trial.cores)
-    replicas = trial.contender.shares
+    replicas = trial.contender.replicas
     strategy = ls.MirroredStrategy(split_cpu(replicas), seed=0)
-    with reviews_work(shares=replicas, steps=timer.total) as work:
+    with reviews_work(replicas=replicas, steps=timer.total) as work:
         timer.trained = trained_parameters(work.task.model)
         trainer = ReviewsTrainer(
             work.config, work.task, args=work.arguments, strategy=strategy, callbacks=[TimeEveryStep(timer)]
@@ -167,7 +167,7 @@ def _ours(replicas: int) -> Contender:
         name=f"lockstep-{replicas}",
         settings=f"lockstep.integrations.transformers.Trainer, MirroredStrategy, {devices}, one process",
         launcher=SpawnedBody(body=train_ours),
-        shares=replicas,
+        replicas=replicas,
         role="ours",
     )
 
@@ -177,7 +177,7 @@ def _original(name: str, processes: int, threads: int, settings: str) -> Contend
         name=name,
         settings=f"transformers.Trainer, {settings}",
         launcher=SpawnedBody(body=partial(train_original, threads=threads)),
-        shares=processes,
+        replicas=processes,
         processes=processes,
     )
 

@@ -56,8 +56,8 @@ def is_halved(contender: Contender) -> bool:
     return contender.name.endswith(_HALVED)
 
 
-def _ours(name: str, shares: int, link: Link | None, compression: Compression | None = None) -> Contender:
-    each = shares // _WORKERS
+def _ours(name: str, replicas: int, link: Link | None, compression: Compression | None = None) -> Contender:
+    each = replicas // _WORKERS
     where = "this machine" if link is None else "a host each"
     settings = f"MultiWorkerMirroredStrategy, {_WORKERS} workers of {each} {'replica' if each == 1 else 'replicas'}"
     sent = "" if compression is None else f", gradients sent in {compression}"
@@ -65,7 +65,7 @@ def _ours(name: str, shares: int, link: Link | None, compression: Compression | 
         name=name if compression is None else f"{name} {compression}",
         settings=f"{settings}, {where}, gloo, memory_format auto, run + optimizer.step{sent}",
         launcher=SpawnedBody(body=partial(run_worker, compression=compression), link=link),
-        shares=shares,
+        replicas=replicas,
         processes=_WORKERS,
         layout="auto",
         role="ours",
@@ -84,7 +84,7 @@ def _ddp(
         name=" ".join([name, *(option for option, chosen in options.items() if chosen)]),
         settings=f"{where}, {SETTINGS}, cores // processes threads each (at least 1), {layout}{memory}{sent}",
         launcher=SpawnedBody(body=body, link=link),
-        shares=processes,
+        replicas=processes,
         processes=processes,
         layout=layout,
     )

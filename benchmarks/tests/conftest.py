@@ -25,13 +25,19 @@ class Make:
     """Values with the parts filled in that a test does not care about."""
 
     def contender(
-        self, name: str, *, role: Role = "baseline", shares: int = 1, processes: int = 1, layout: Layout = "contiguous"
+        self,
+        name: str,
+        *,
+        role: Role = "baseline",
+        replicas: int = 1,
+        processes: int = 1,
+        layout: Layout = "contiguous",
     ) -> Contender:
         return Contender(
             name=name,
             settings=f"settings of {name}",
             launcher=SpawnedBody(body=train_ddp),
-            shares=shares,
+            replicas=replicas,
             processes=processes,
             layout=layout,
             role=role,

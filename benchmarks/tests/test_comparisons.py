@@ -10,9 +10,9 @@ from benchmarks.suites import cpu, trainer, workers
 
 @pytest.fixture
 def rows(make) -> list[Figures]:
-    two, four = (make.contender(f"ours-{n}", role="ours", shares=n) for n in (2, 4))
-    ddp_2, ddp_4 = (make.contender(f"ddp-{n}", shares=n, processes=n) for n in (2, 4))
-    slow = make.contender("ddp-4 slow", shares=4, processes=4)
+    two, four = (make.contender(f"ours-{n}", role="ours", replicas=n) for n in (2, 4))
+    ddp_2, ddp_4 = (make.contender(f"ddp-{n}", replicas=n, processes=n) for n in (2, 4))
+    slow = make.contender("ddp-4 slow", replicas=4, processes=4)
     return [
         make.figures(two, median_ms=8, peak_mb=90, first_step_s=3.0, share=0.02),
         make.figures(four, median_ms=7, peak_mb=60, first_step_s=4.0, share=0.04),
@@ -54,12 +54,12 @@ def test_what_was_not_measured_is_left_out(rows):
 
 
 def test_ours_at_two_replicas_is_compared_with_the_best_peer_at_two(make, rows):
-    fast = make.contender("fabric-2 channels_last", role="peer", shares=2, layout="channels_last")
+    fast = make.contender("fabric-2 channels_last", role="peer", replicas=2, layout="channels_last")
     rows += [
-        make.figures(make.contender("fabric-2", role="peer", shares=2), median_ms=12.5),
+        make.figures(make.contender("fabric-2", role="peer", replicas=2), median_ms=12.5),
         make.figures(fast, median_ms=9),
-        make.figures(make.contender("tensorflow-2", role="peer", shares=2, layout="framework"), median_ms=10),
-        make.figures(make.contender("tensorflow-4", role="peer", shares=4, layout="framework"), median_ms=1),
+        make.figures(make.contender("tensorflow-2", role="peer", replicas=2, layout="framework"), median_ms=10),
+        make.figures(make.contender("tensorflow-4", role="peer", replicas=4, layout="framework"), median_ms=1),
     ]
     found = {each.text: each.value for each in cpu.comparisons_of("mobilenetv2", rows)}
 
@@ -71,10 +71,10 @@ def test_ours_at_two_replicas_is_compared_with_the_best_peer_at_two(make, rows):
 @pytest.fixture
 def halves(make):
     return [
-        make.contender("ours-4", role="ours", shares=4),
-        make.contender("ours-2", role="ours", shares=2),
-        make.contender("alone", role="reference", shares=2),
-        make.contender("together", role="reference", shares=2, processes=2),
+        make.contender("ours-4", role="ours", replicas=4),
+        make.contender("ours-2", role="ours", replicas=2),
+        make.contender("alone", role="reference", replicas=2),
+        make.contender("together", role="reference", replicas=2, processes=2),
     ]
 
 

@@ -12,7 +12,6 @@ from benchmarks import frameworks
 from benchmarks.frameworks import PEERS, PROGRAMS, peers_of, versions_of
 from benchmarks.hosts import Link
 from benchmarks.loops import memory_format
-from benchmarks.processes import SpawnedBody
 from benchmarks.programs import Program
 from benchmarks.suites import trainer
 from benchmarks.suites.cpu import contenders_for, found_versions
@@ -74,14 +73,6 @@ def test_ddp_runs_as_written_and_with_what_our_strategies_choose():
     ]
 
 
-def test_each_of_two_hosts_has_as_many_replicas():
-    for contender in on_two_hosts("mlm", SLOW):
-        assert contender.shares == 4
-        assert contender.processes == (2 if contender.role == "ours" else 4)
-        assert isinstance(contender.launcher, SpawnedBody)
-        assert contender.launcher.link == SLOW
-
-
 def test_the_original_trainer_runs_alone_and_in_processes_as_torchrun_starts_them_and_tuned():
     assert names(trainer.contenders(2)) == ["lockstep-1", "lockstep-2", "lockstep-4", "trainer", "trainer ddp-2"]
     assert names(trainer.contenders(8))[-2:] == ["trainer ddp-2", "trainer ddp-2 tuned"]
@@ -129,7 +120,7 @@ def test_the_environments_have_the_same_versions():
 def test_every_framework_has_a_contender_of_two_replicas_with_its_settings(workload: str):
     contenders = peers_of(workload)
 
-    assert {contender.peer for contender in contenders if contender.shares == 2} == set(PEERS)
+    assert {contender.peer for contender in contenders if contender.replicas == 2} == set(PEERS)
     assert len({contender.name for contender in contenders}) == len(contenders)
     assert all(contender.settings and contender.role == "peer" for contender in contenders)
     assert peers_of("linear") == []
@@ -141,4 +132,4 @@ def test_a_contender_runs_its_program_in_its_environment(environments: Path):
     assert isinstance(contender.launcher, Program)
     assert contender.launcher.python == environments / "accelerate/bin/python"
     assert contender.launcher.script == PROGRAMS / "train_accelerate.py"
-    assert (contender.name, contender.processes, contender.shares) == ("accelerate-2 channels_last", 2, 2)
+    assert (contender.name, contender.processes, contender.replicas) == ("accelerate-2 channels_last", 2, 2)

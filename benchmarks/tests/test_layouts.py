@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.report import report_of
 from benchmarks.results import figures_of
 from benchmarks.step_timer import StepRecord, StepTimer
@@ -72,8 +71,3 @@ def test_a_worker_reports_what_it_has_in_memory():
     assert found["optimizer_mb"] == pytest.approx(8 * weights / MB, rel=1e-3)
     held = 16 * weights / MB  # weights, gradients and Adam's two
     assert found["peak_mb"] > 0.9 * held  # some of it in memory that tests before this one have freed
-
-
-def test_the_command_names_the_layouts_that_there_are(caplog: pytest.LogCaptureFixture):
-    assert main(["layouts", "--only", "data=9"]) == 1
-    assert "--only data=9 is unknown; choose from 'one worker', 'data=4', " in caplog.text

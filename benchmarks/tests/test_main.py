@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,22 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
-        (
-            ["--only", "tpu"],
-            "--only tpu is unknown; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves together'",
-        ),
-        (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
-        (["--steps", "0"], "steps=0 was given, expected at least 1"),
+        ("cpu --only tpu", "--only tpu is unknown; choose from 'lockstep-2', 'lockstep-4', 'half alone', 'halves"),
+        ("cpu --rounds 0", "rounds=0 was given, expected at least 1"),
+        ("cpu --steps 0", "steps=0 was given, expected at least 1"),
+        ("trainer --only ddp-2", "--only ddp-2 is unknown; choose from 'lockstep-1', 'lockstep-2', "),
+        ("memory --only less", "--only less is unknown; choose from 'full, fp32'"),
+        ("layouts --only data=9", "--only data=9 is unknown; choose from 'one worker', 'data=4', "),
+        ("workers --only ddp-4", "--only ddp-4 is unknown; choose from 'workers-2', 'ddp-2'"),
+        ("workers --link-mbit 0", "link_mbit=0.0"),
     ],
 )
-def test_bad_words_are_one_line_and_write_nothing(
-    words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_bad_arguments_are_one_line_and_write_nothing(
+    arguments: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    assert main(["cpu", *words, "--output", str(tmp_path)]) == 1
+    assert main([*arguments.split(), "--output", str(tmp_path)]) == 1
 
     (line,) = caplog.messages
     assert line.startswith(f"error: {message}")
@@ -53,21 +54,6 @@ def test_frameworks_without_environments_are_rows_with_a_reason(tmp_path: Path, 
     for name in ("fabric-2", "jax-2"):
         assert f"| {name} | not run |" in table.read_text()
         assert f"- {name}: not run: {tmp_path / 'none'}" in table.read_text()
-
-
-@pytest.mark.workers
-def test_an_interrupt_is_one_line_and_writes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    def interrupt(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("benchmarks.harness._log_outcome", interrupt)  # in the midst of a run
-    words = ["cpu", "--workload", "linear", "--only", "single", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
-
-    assert main([*words, "--output", str(tmp_path)]) == 130
-    assert caplog.messages == ["interrupted; nothing was written"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_suite_the_suites_are_listed(capsys: pytest.CaptureFixture[str]):
@@ -94,10 +80,3 @@ def test_an_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]):
 
     assert ended.value.code == 2
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
-
-
-def test_an_unknown_contender_of_the_trainer_suite_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert main(["trainer", "--only", "ddp-2", "--output", str(tmp_path)]) == 1
-    assert "--only ddp-2 is unknown; choose from 'lockstep-1', 'lockstep-2', " in caplog.messages[-1]
-    assert list(tmp_path.iterdir()) == []
-    assert caplog.records[-1].levelno == logging.ERROR

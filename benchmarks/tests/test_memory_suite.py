@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.processes import SpawnedBody
 from benchmarks.report import report_of
 from benchmarks.results import figures_of
@@ -65,25 +63,3 @@ def test_weights_and_optimizer_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert lora.trained == 2 * 2 * 2 * 8 * 64 + 2 * 64 + 2
     assert lora.extra["optimizer_mb"] == pytest.approx(2 * lora.trained * 4 / MB, rel=0.01)
     assert lora.extra["weights_mb"] > weights
-
-
-def test_a_step_of_no_rows_is_refused():
-    with pytest.raises(ConfigError, match=r"^rows=1 was given, expected at least 2$"):
-        ReviewsWork(rows=1)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "less"], "--only less is unknown; choose from 'full, fp32'"),
-        (["--rounds", "0"], "rounds=0 was given, expected at least 1"),
-    ],
-)
-def test_bad_words_are_one_line_and_write_nothing(
-    words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    assert main(["memory", *words, "--output", str(tmp_path)]) == 1
-
-    (line,) = caplog.messages
-    assert line.startswith(f"error: {message}")
-    assert list(tmp_path.iterdir()) == []

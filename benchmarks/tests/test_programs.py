@@ -38,7 +38,7 @@ def make_trial(tmp_path: Path):
         script.write_text(text.format(peers=str(PEERS)))
         program = Program(python=Path(sys.executable), script=script, **changes)  # type: ignore[arg-type]
         contender = Contender(
-            name="tiny-1", settings="", launcher=program, shares=processes, processes=processes, role="peer"
+            name="tiny-1", settings="", launcher=program, replicas=processes, processes=processes, role="peer"
         )
         return Trial(workload=WORKLOADS["linear"], contender=contender, warm_up=1, steps=5, cores=2)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
 from benchmarks.harness import Absence, Rounds
 from benchmarks.report import Report, Section, report_of, write_report
 from benchmarks.results import Figures
@@ -18,7 +17,7 @@ from benchmarks.suites import cpu, workers
 
 @pytest.fixture
 def figures(make) -> list[Figures]:
-    ours, baseline = make.contender("ours-2", role="ours", shares=2), make.contender("single")
+    ours, baseline = make.contender("ours-2", role="ours", replicas=2), make.contender("single")
     return [
         make.figures(ours, ratio=0.8, median_ms=10.0, share=0.0212, peak_mb=1234.5),
         make.figures(baseline, median_ms=12.5),
@@ -125,29 +124,3 @@ def test_the_json_holds_every_sample_and_the_verdicts(make, render, figures, tmp
     assert [(each["workload"], each["value"], each["verdict"]) for each in record["comparisons"]] == [
         ("mlm", 0.8, "yes")
     ]
-
-
-def test_a_report_that_cannot_be_written_leaves_the_old_one(render, figures, tmp_path: Path, monkeypatch):
-    write_report(tmp_path, render(cpu.section_of("mlm", figures)))
-    before = contents(tmp_path)
-
-    def full(self: Path, *args: object, **kwargs: object) -> int:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(report.Path, "write_text", full)
-    with pytest.raises(OSError, match="no space left"):
-        write_report(tmp_path, render(cpu.section_of("mlm", figures), command="another"))
-
-    assert contents(tmp_path) == before
-
-
-def test_a_sample_that_is_no_json_writes_nothing(make, render, figures, tmp_path: Path):
-    unwritable = render(cpu.section_of("mlm", figures), samples=[replace(make.sample("a", 1), loss=object())])
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_report(tmp_path / "new", unwritable)
-
-    assert not (tmp_path / "new").exists()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}

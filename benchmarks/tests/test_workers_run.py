@@ -38,20 +38,3 @@ def test_one_command_measures_and_writes_the_table(
     # Both have done one update of the same weights on the same batch.
     assert record["samples"][0]["loss"] == pytest.approx(record["samples"][1]["loss"], rel=1e-4)
     assert caplog.messages[-1] == f"written to {table}"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "ddp-4"], "--only ddp-4 is unknown; choose from 'workers-2', 'ddp-2', 'ddp-2 keeping'"),
-        (["--link-mbit", "0"], "link_mbit=0.0"),
-    ],
-)
-def test_bad_words_are_one_line_and_write_nothing(
-    words: list[str], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    assert main([*QUICK, *words, "--output", str(tmp_path)]) == 1
-
-    (line,) = caplog.messages
-    assert line.startswith(f"error: {message}")
-    assert list(tmp_path.iterdir()) == []

@@ -13,19 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CallbackError",
-    "CheckpointError",
-    "ClusterError",
-    "CollectiveError",
-    "ConfigError",
-    "DataError",
-    "DeviceMemoryError",
-    "LockstepError",
-    "MissingExtraError",
-    "NonFiniteLossError",
-    "ReplicaError",
-    "UsageError",
-]
+    "CallbackError", "CheckpointError", "ClusterError", "CollectiveError", "ConfigError", "DataError",
+    "DeviceMemoryError", "LockstepError", "MissingExtraError", "NonFiniteLossError", "ReplicaError", "UsageError",
+]  # fmt: skip
 
 
 class LockstepError(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.atomic_files import atomic_file
 from lockstep.errors import ConfigError
@@ -100,8 +100,7 @@ def _format(name: str, value: float) -> str:
     return _COLUMNS.get(name, ("", "{:.4f}"))[1].format(value)
 
 
-_TRAINING, _VALIDATION, _TEST = "#2f5d8a", "#d9822b", "#5c8a3c"
-_INK, _QUIET = "#30343b", "#d9dce1"
+_CURVES = (("", "training", "#2f5d8a"), ("val_", "validation", "#d9822b"))
 
 
 def draw_curves(
@@ -128,34 +127,20 @@ def draw_curves(
         raise ConfigError(f"a history of {sorted(history)} holds no epoch to draw; expected 'loss'; train first")
     require("matplotlib", "plots")
     figure = require("matplotlib.figure", "plots").Figure(
-        figsize=(4.4 * len(names) + 0.4, 3.6), dpi=160, facecolor="white", layout="constrained"
+        figsize=(4.4 * len(names) + 0.4, 3.6), dpi=160, layout="constrained"
     )
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.05)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=11, color=_INK)
-    figure.subplots(1, len(names))
-    for axes, name in zip(figure.axes, names, strict=True):
-        _panel(axes, name, history, (test or {}).get(name))
+    figure.suptitle(title)
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        epochs = 0
+        for prefix, label, color in _CURVES:
+            if values := history.get(f"{prefix}{name}"):
+                epochs = max(epochs, len(values))
+                axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=1.8, marker="o")
+        if test and name in test:
+            axes.plot([epochs], [test[name]], color="#5c8a3c", label="test", linestyle="none", marker="D")
+        axes.set(title=name, xlabel="epoch")
+        axes.grid(axis="y")
+        axes.legend()
     with atomic_file(Path(path)) as partial:
         figure.savefig(partial, format="png")
     return Path(path)
-
-
-def _panel(axes: Any, name: str, history: Mapping[str, Sequence[float]], test: float | None) -> None:
-    """Curves over a light grid, no box, whole epochs on the axis."""
-    epochs = 0
-    for key, color, label in ((name, _TRAINING, "training"), (f"val_{name}", _VALIDATION, "validation")):
-        if values := history.get(key):
-            epochs = max(epochs, len(values))
-            style = {"linewidth": 1.8, "marker": "o", "markersize": 3.6, "zorder": 3}
-            axes.plot(range(1, len(values) + 1), values, color=color, label=label, **style)
-    if test is not None:
-        axes.plot([epochs], [test], marker="D", markersize=5.5, color=_TEST, label="test", linestyle="none", zorder=4)
-    axes.set_title(name, loc="left", fontsize=10, color=_INK)
-    axes.set_xlabel("epoch", fontsize=9, color=_INK)
-    axes.set_xlim(0.8, max(epochs, 2) + 0.2)
-    axes.xaxis.set_major_locator(require("matplotlib.ticker", "plots").MaxNLocator(nbins=8, integer=True))
-    axes.grid(axis="y", color=_QUIET, linewidth=0.7)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_QUIET)
-    axes.tick_params(colors=_INK, labelsize=8.5, length=0)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK)

@@ -10,8 +10,7 @@ import pytest
 from lockstep.cli import main
 
 SMALL = (
-    "--layers", "4", "--hidden", "32", "--vocabulary", "32", "--sequence", "4", "--rows", "1", "--steps", "2",
-    "--warm-up", "1", "--rounds", "1",
+    "--layers", "4", "--hidden", "32", "--steps", "2", "--rounds", "1",
 )  # fmt: skip
 
 

@@ -64,10 +64,8 @@ def test_links_and_hosts_can_be_given(capsys: pytest.CaptureFixture[str]):
     assert slow.splitlines()[5:] != fast.splitlines()[5:]
 
 
-def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(
-        capsys, "plan", "mlm", "--devices", "2", "--measure", "--per-host", "1", "--microbatch-size", "8"
-    )
+def test_the_recipe_is_planned_for_a_device_by_its_figures(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = said(capsys, "plan", "mlm", "--devices", "2", "--kind", "48,864,362", "--microbatch-size", "8")
 
     assert code == 0
     assert out.startswith("mlm: 4.4 million parameters, 2 layers of 128, 2 heads, sequences of 512 tokens\n2 x ")
@@ -79,14 +77,10 @@ def test_the_recipe_is_planned_with_what_this_machine_reaches(capsys: pytest.Cap
     [
         (
             ["gpt-3", "--devices", "64"],
-            "--kind was not given; choose one of a100-40gb, a100-80gb, h100-sxm, ",
+            "Missing option '--kind'",
         ),
         (["gpt-3", "--devices", "0", *A100], "--devices 0 was given, expected at least 1"),
         (["gpt2", "--devices", "2", *A100, "--top", "0"], "--top 0 was given, expected at least 1"),
-        (
-            ["gpt2", "--devices", "2", *A100, "--measure"],
-            "--kind a100-80gb and --measure were both given, expected one",
-        ),
         (["gpt2", "--devices", "8", *A100, "--tensor", "8"], "tensor=8 does not divide heads=12; choose 1, 2, 3, 4, 6"),
         (["gpt-3", "--devices", "8", *A100], "no layout of gpt-3 on 8 x a100-80gb fits: the smallest needs"),
         (

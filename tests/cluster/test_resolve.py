@@ -71,7 +71,7 @@ def test_a_job_step_takes_the_chief_that_its_script_exported():
         ({**TWO_WORKERS, **TORCHRUN, "WORLD_SIZE": "4"}, r"TF_CONFIG declares worker 1 of 2.*declare worker 1 of 4"),
         ({**ALONE, **TORCHRUN}, r"TF_CONFIG declares worker 0 of 1, and .* declare worker 1 of 2"),
         ({"WORLD_SIZE": "4"}, r"torchrun: RANK not set \(there is WORLD_SIZE='4'\)"),
-        ({"TF_CONFIG": "{", **TORCHRUN}, r"TF_CONFIG: not JSON"),
+        ({"TF_CONFIG": "{", **TORCHRUN}, r"TF_CONFIG: .* is not JSON"),
     ],
 )
 def test_contradictions_and_halves_are_refused(environment: dict[str, str], message: str):
@@ -118,7 +118,7 @@ def test_mirrored_strategy_does_not_train_alone_where_the_job_is_malformed(
     monkeypatch: pytest.MonkeyPatch, fresh_devices: DeviceRegistry
 ):
     monkeypatch.setenv("TF_CONFIG", "{not json")
-    with pytest.raises(ClusterError, match=r"TF_CONFIG: not JSON .* near '{not json'"):
+    with pytest.raises(ClusterError, match=r"TF_CONFIG: '{not json' is not JSON"):
         MirroredStrategy()
 
 

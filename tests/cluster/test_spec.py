@@ -68,7 +68,7 @@ def test_it_is_frozen():
         ({"workers": ()}, r"ClusterSpec: the cluster has no workers; name every worker's address, for example Cluster"),
         ({"workers": "hosta:20000"}, r"workers='hosta:20000' is not a list of addresses; give one per worker"),
         ({"workers": None}, r"workers=None is not a list of addresses"),
-        ({"workers": ("hosta:1", "hostb")}, r"workers\[1\]: 'hostb' lacks a port; write 'hosta:20000'"),
+        ({"workers": ("hosta:1", "hostb")}, r"workers\[1\]: 'hostb' is not an address"),
         ({"workers": ("hosta:1", 2)}, r"workers\[1\]: 2 is not an address"),
         ({"workers": ("hosta:1", "b:1", "HOSTA:01")}, r"workers\[0\] and workers\[2\] are both 'HOSTA:01'; give each"),
         ({"workers": ("", "hostb:1")}, r"workers\[0\] is empty, but the others must find the chief; for example"),

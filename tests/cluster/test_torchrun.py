@@ -114,7 +114,7 @@ def test_what_is_there_is_shown_beside_what_is_missing():
         ({"MASTER_PORT": "9" * 5000}, r"MASTER_PORT='9{119}\.\.\.; it must be"),
         (
             {"MASTER_ADDR": "host a"},
-            r"torchrun: MASTER_ADDR='host a' is not a host: .*has no host name before its colon",
+            r"torchrun: MASTER_ADDR='host a' is not a host: .*is not an address",
         ),
         ({"MASTER_ADDR": "hosta:29500"}, r"torchrun: MASTER_ADDR='hosta:29500' is not a host"),
         ({"MASTER_ADDR": "0.0.0.0"}, r"torchrun: MASTER_ADDR='0.0.0.0' is not a host: .*which others cannot reach"),

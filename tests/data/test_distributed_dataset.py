@@ -176,11 +176,11 @@ def test_data_without_epochs_takes_none(three):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (torch.ones(4), "received a Tensor, expected an iterable of global batches; give a DataLoader, or a list"),
+        (torch.ones(4), "received a Tensor, expected an iterable of global batches; give a DataLoader, such as"),
         ({"x": torch.ones(4)}, "received a dict, expected an iterable of global batches"),
         ("data.csv", "received a str, expected an iterable of global batches"),
-        (3, "received a int, which cannot be iterated"),
-        (None, "received a NoneType, which cannot be iterated"),
+        (3, "received a int, expected an iterable of global batches"),
+        (None, "received a NoneType, expected an iterable of global batches"),
     ],
 )
 def test_what_is_no_data_is_refused(three, data, message):

@@ -24,11 +24,11 @@ def test_a_global_batch_that_does_not_divide_is_refused(size, choice):
 
 @pytest.mark.parametrize("bad", [{"num_replicas_in_sync": 0}, {"num_input_pipelines": 0}])
 def test_there_is_at_least_one_of_each(bad):
-    with pytest.raises(ValueError, match="give at least 1 of each"):
+    with pytest.raises(ValueError, match="give at least 1 replica, and an id below num_input_pipelines"):
         InputContext(**bad)
 
 
 @pytest.mark.parametrize("number", [-1, 2])
 def test_a_pipeline_is_one_of_those_there_are(number):
-    with pytest.raises(ValueError, match=f"input_pipeline_id={number} is none of 2 pipelines; choose 0 to 1"):
+    with pytest.raises(ValueError, match=f"input_pipeline_id={number}, .*and an id below num_input_pipelines"):
         InputContext(num_input_pipelines=2, input_pipeline_id=number)

@@ -20,7 +20,7 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.collectives.per_replica import select
 from lockstep.data.dataset import DistributedDataset
 from lockstep.data.layout import BatchLayout
-from lockstep.data.sharding import per_replica_batch, split_batch
+from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError, DataError
 
 
@@ -163,13 +163,17 @@ def rows_of(name: str, batch: Any) -> list[float]:
     return firsts([batch])[0]
 
 
-@pytest.mark.parametrize("name", COLLATES)
-def test_the_batch_size_of_a_loader_tells_its_rows(make_strategy, name: str):
+# With lists="rows" the root of the other is taken for rows.
+TOLD = [name for name in COLLATES if name != "a list of lists"]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_batches_of_lists_are_divided_when_told_that_these_are_rows(make_strategy, name: str):
     loader = DataLoader(Detection(), batch_size=4, collate_fn=COLLATES[name])
     expected = [rows_of(name, batch) for batch in loader]
     strategy = make_strategy(3)
     found = []
-    for batch in strategy.distribute_dataset(loader):
+    for batch in strategy.distribute_dataset(loader, lists="rows"):
         shards = strategy.local_results(strategy.run(lambda shard: ls.PerReplica([rows_of(name, shard)]), (batch,)))
         found.append([row for shard in shards for row in shard[0]])
     assert found == expected
@@ -305,7 +309,7 @@ def test_fit_takes_lists_of_two_alike_as_inputs_and_targets(make_strategy):
     torch.testing.assert_close(trained.state_dict(), dict(alone.state_dict()), rtol=1e-9, atol=1e-12)
 
 
-def test_per_replica_batches_keep_their_lists(make_strategy):
+def test_split_batches_keep_their_lists(make_strategy):
     strategy = make_strategy(2)
     batches = [(images(2), ["a", "b"], torch.ones(2)), (images(1), ["c"], torch.ones(1))]
     (batch,) = strategy.distribute_datasets_from_function(lambda _: batches)
@@ -339,7 +343,7 @@ def test_a_list_of_arrays_is_one_of_rows_too():
 )
 def test_a_mistake_is_no_list_of_rows(batch: Any):
     with pytest.raises(DataError):
-        per_replica_batch(batch, 2)
+        split_batch(batch, 2)
 
 
 def shards_of(
@@ -350,17 +354,14 @@ def shards_of(
     return [[select(batch, replica, len(own)) for replica in range(len(own))] for batch in data]
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [*((name, False) for name in COLLATES), *((name, True) for name in COLLATES if name != "a list of lists")],
-)
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("whole", [False, True])
 def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str, whole: bool):
     def make(_: Communicator) -> Iterable[Any]:
         loader = DataLoader(Detection(), batch_size=4, collate_fn=COLLATES[name])
         return list(loader) if whole else loader
 
-    lists = "rows" if whole else "auto"  # a list of batches says nothing of its rows
-    found = run_workers((1, 2), partial(shards_of, lists=lists), make, split_cpu(2))
+    found = run_workers((1, 2), partial(shards_of, lists="rows"), make, split_cpu(2))
     batches = list(make(SingleWorkerCommunicator(1)))
     for number, batch in enumerate(batches):
         parts = [shard for of_worker in found for shard in of_worker[number]]
@@ -368,14 +369,14 @@ def test_several_workers_cut_lists_as_one_does(split_cpu, run_workers, name: str
         assert [len(rows_of(name, part)) for part in parts] == ([2, 1, 1] if number == 0 else [1, 1, 1])
 
 
-def test_a_worker_without_data_gets_empty_lists(split_cpu, run_workers):
+def test_a_worker_whose_data_has_ended_gets_empty_lists(split_cpu, run_workers):
     def make(workers: Communicator) -> Iterable[Any]:
-        return [(images(3, 4), ("a", "b", "c"), torch.ones(3, 1))][workers.index :]
+        return [(images(3, 4), ("a", "b", "c"), torch.ones(3, 1))] * (2 - workers.index)
 
     found = run_workers((2, 2), partial(shards_of, shard="off", lists="rows"), make, split_cpu(2))
-    assert [[[len(each) for each in shard] for shard in of_worker[0]] for of_worker in found] == [
+    assert [[[len(each) for each in shard] for shard in of_worker[1]] for of_worker in found] == [
         [[2, 2, 2], [1, 1, 1]],
         [[0, 0, 0], [0, 0, 0]],
     ]
-    assert isinstance(found[1][0][0][0], list)
-    assert isinstance(found[1][0][0][1], tuple)
+    assert isinstance(found[1][1][0][0], list)
+    assert isinstance(found[1][1][0][1], tuple)

@@ -128,33 +128,6 @@ def test_a_loop_that_draws_between_the_batches_draws_in_turn_with_the_data(split
     assert left_early(DistributedDataset(loader(kind), split_cpu(3)), joined, between) == expected
 
 
-def test_an_iteration_kept_open_does_not_hide_where_it_has_come(split_cpu):
-    seeded()
-    first, second = iter(loader("torch")), None
-    next(first), next(first)
-    expected = next(iter(loader("torch"))).tolist()
-    seeded()
-    data = DistributedDataset(loader("torch"), split_cpu(3), prefetch=2)
-    second = iter(data)
-    next(second), next(second)
-    assert joined(next(iter(data))).tolist() == expected
-    second.close()
-
-
-def test_a_loop_that_draws_beside_data_that_was_told_to_be_read_ahead_is_warned(split_cpu):
-    seeded()
-    with pytest.warns(UserWarning, match="prefetch=0"):
-        left_early(DistributedDataset(loader("torch"), split_cpu(2), prefetch=2), joined, lambda: torch.rand(2))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_that_was_told_to_be_read_ahead_draws_as_a_plain_loop(split_cpu, kind: str):
-    seeded()
-    expected = left_early(loader(kind), lambda batch: batch, int)
-    seeded()
-    assert left_early(DistributedDataset(loader(kind), split_cpu(3), prefetch=2), joined, int) == expected
-
-
 def test_a_loop_that_draws_beside_data_that_does_not_is_not_warned(split_cpu):
     def plain() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)

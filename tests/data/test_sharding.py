@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.sharding import batch_rows, join_batches, per_replica_batch, shard_sizes, split_batch
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.layout import BatchLayout
+from lockstep.data.sharding import batch_rows, join_batches, shard_sizes, split_batch
 from lockstep.errors import DataError
 
 Pair = namedtuple("Pair", ["image", "label"])
@@ -100,12 +101,9 @@ def test_gradients_reach_the_global_batch():
     assert batch.grad.tolist() == [1, 1, 5]
 
 
-def test_the_per_replica_structure_is_one_that_replicas_can_select_from():
+def test_named_tuples_and_mappings_keep_their_fields():
     batch = (Pair(torch.arange(3), UserDict(n=1)), [torch.ones(3, 2)])
-    divided = per_replica_batch(batch, 2)
-    assert isinstance(divided[0].image, PerReplica)
-    assert divided[0].label["n"].values == (1, 1)
-    selected = select(divided, 1, 2)
+    selected = split_batch(batch, 2)[1]
     assert selected[0].image.tolist() == [2]
     assert selected[0].label == {"n": 1}
     assert selected[1][0].shape == (1, 2)
@@ -120,7 +118,7 @@ def test_rows_are_those_of_the_tensors():
 def test_lengths_that_disagree_are_named():
     batch = ({"input_ids": torch.ones(8, 2), "mask": torch.ones(8)}, torch.ones(7))
     message = r'disagree in length: x\["input_ids"\]: 8 rows, x\["mask"\]: 8 rows, y: 7 rows; give all the same number'
-    for divide in (batch_rows, lambda data: split_batch(data, 2), lambda data: per_replica_batch(data, 2)):
+    for divide in (batch_rows, lambda data: split_batch(data, 2), lambda data: split_batch(data, 2)):
         with pytest.raises(DataError, match=message):
             divide(batch)
 
@@ -161,13 +159,13 @@ def test_an_array_that_no_tensor_can_hold_is_refused(array):
 
 
 def test_joined_batches_are_taken_in_order():
-    joined = join_batches([{"x": torch.ones(2), "n": 1}, {"x": torch.zeros(3), "n": 2}], 2)
+    joined = join_batches([{"x": torch.ones(2), "n": 1}, {"x": torch.zeros(3), "n": 2}], 2, BatchLayout())
     assert [shard.tolist() for shard in joined["x"]] == [[1, 1], [0, 0, 0]]
     assert joined["n"].values == (1, 2)
 
 
 def test_replicas_without_a_batch_get_no_rows_of_the_first():
-    joined = join_batches([(np.ones((2, 3), dtype=np.float32), "a")], 3)
+    joined = join_batches([(np.ones((2, 3), dtype=np.float32), "a")], 3, BatchLayout())
     assert [tuple(shard.shape) for shard in joined[0]] == [(2, 3), (0, 3), (0, 3)]
     assert {shard.dtype for shard in joined[0]} == {torch.float32}
     assert joined[1].values == ("a", "a", "a")
@@ -175,4 +173,4 @@ def test_replicas_without_a_batch_get_no_rows_of_the_first():
 
 def test_joined_batches_have_one_structure():
     with pytest.raises(DataError, match=r"replica 1 got a batch of x, y, replica 0 one of batch; give every replica"):
-        join_batches([torch.ones(2), (torch.ones(2), torch.ones(2))], 2)
+        join_batches([torch.ones(2), (torch.ones(2), torch.ones(2))], 2, BatchLayout())

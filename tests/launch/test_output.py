@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.output import OutputForwarder, make_sink
+from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder
 
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
     """Lets workers say something through their pipes, one after the other."""
-    with closing(OutputForwarder(tmp_path, logs=None, sink=make_sink(output))) as forwarder:
-        pipes_of = {worker: forwarder.open(worker, 0, named=False) for worker in {each[0] for each in said}}
+    with closing(OutputForwarder(logs=None, sink=AllOutput() if output == "all" else ChiefOutput())) as forwarder:
+        pipes_of = {worker: forwarder.open(worker, 0) for worker in {each[0] for each in said}}
         for worker, stream, data in said:
             with Path(pipes_of[worker][stream]).open("wb", buffering=0) as pipe:
                 pipe.write(data)
@@ -38,16 +38,10 @@ def test_all_are_passed_on_line_by_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert err == "[1] 2%\n"
 
 
-def test_nobody_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    say(tmp_path, "none", (0, "out", b"a\n"))
-
-    assert capsys.readouterr() == ("", "")
-
-
 def test_logs_hold_both_forwarder_and_restarts_have_their_own(tmp_path: Path):
-    with closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("none"))) as forwarder:
+    with closing(OutputForwarder(logs=tmp_path, sink=ChiefOutput())) as forwarder:
         for attempt in (0, 1):
-            pipes = forwarder.open(3, attempt, named=True)
+            pipes = forwarder.open(3, attempt)
             for path, data in ((pipes["out"], b"out\n"), (pipes["err"], b"err\n")):
                 handle = os.open(path, os.O_WRONLY)
                 os.write(handle, data)
@@ -110,8 +104,8 @@ def test_a_log_that_cannot_be_written_is_told_once_and_all_is_passed_on(
 ):
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     with (
-        closing(OutputForwarder(tmp_path, logs=tmp_path, sink=make_sink("chief"))) as forwarder,
-        Path(forwarder.open(0, 0, named=False)["out"]).open("wb", buffering=0) as pipe,
+        closing(OutputForwarder(logs=tmp_path, sink=ChiefOutput())) as forwarder,
+        Path(forwarder.open(0, 0)["out"]).open("wb", buffering=0) as pipe,
     ):
         pipe.write(b"a\n")
         pipe.write(b"b\n")

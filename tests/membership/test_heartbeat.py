@@ -230,3 +230,13 @@ def test_the_end_of_the_interpreter_is_an_end_like_any_other(
 
     assert said.error.startswith(f"worker 1 ({addresses[1]}) {expected}")
     assert said.at_s - began < LOST_AFTER_S
+
+
+def test_an_error_in_the_thread_of_the_heartbeat_ends_the_job(members: MakeMembers):
+    chief, other = members(2)
+    chief.do("pretend", "lockstep.membership.heartbeat", "describe_loss", None)
+
+    other.send(signal.SIGKILL)
+
+    assert "the heartbeat of worker 0" in (error := chief.error("wait", 30.0))
+    assert "failed with TypeError" in error

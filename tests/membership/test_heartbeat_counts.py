@@ -19,10 +19,9 @@ def test_a_beat_that_stays_the_same_is_silence():
     peers.update(heard(1, 1, 1), 1.0)
     peers.update(heard(1, 1, 2), 5.0)
 
-    assert peers.silent(6.0, 2.0) == {1: 5.0}
-    assert peers.longest_silent(6.0, 2.0) == 1
+    assert peers.longest_silent(6.0, 2.0) == (1, 5.0)
     assert peers.longest_silent(6.0, 5.0) is None
-    assert (peers.silence_s(1, 6.0), peers.status(1)) == (5.0, "step 1")
+    assert peers.status(1) == "step 1"
 
 
 def test_the_longest_silent_is_found_and_never_the_listener_itself():
@@ -30,7 +29,7 @@ def test_the_longest_silent_is_found_and_never_the_listener_itself():
     peers.update(heard(1, 1, 1), 1.0)
     peers.update(heard(1, 2, 1), 2.0)
 
-    assert peers.longest_silent(100.0, 5.0) == 2
+    assert peers.longest_silent(100.0, 5.0) == (2, 99.0)
 
 
 def test_one_that_has_ended_is_not_silent_but_gone():
@@ -38,7 +37,7 @@ def test_one_that_has_ended_is_not_silent_but_gone():
     peers.update(heard(1, 1, 1, ended=(2,)), 1.0)
     peers.update(heard(2, 1, 1, ended=(2,)), 50.0)
 
-    assert peers.silent(50.0, 5.0) == {1: 49.0}
+    assert peers.longest_silent(50.0, 5.0) == (1, 49.0)
     assert peers.has_ended(2)
     assert peers.first_ended(1.5, 1.0) is None
     assert peers.first_ended(2.0, 1.0) == 2
@@ -51,7 +50,7 @@ def test_a_time_in_which_nobody_could_be_heard_is_no_silence():
     peers.excuse(-5.0)
 
     assert peers.longest_silent(35.0, 5.0) is None
-    assert peers.longest_silent(37.0, 5.0) == 1
+    assert peers.longest_silent(37.0, 5.0) == (1, 6.0)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,6 @@ def test_in_a_replica_they_are_refused(make_strategy: MakeStrategy):
         strategy.run(lambda: optimizer.eval())
     assert mirrored
     assert hasattr(optimizer, "eval")
-    assert "eval" in dir(optimizer)
     assert not hasattr(optimizer, "absent")
 
 

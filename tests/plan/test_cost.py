@@ -23,20 +23,13 @@ def predicted(shape: ModelShape, layout: Layout, software: Software = SOFTWARE) 
     return predict(shape, layout, device=A100, network=NETWORK, software=software)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_operations_are_those_of_the_papers(recompute):
-    shape, layout = KNOWN_SHAPES["gpt-3"], Layout(data=4, microbatches=16, activation_checkpointing=recompute)
+def test_operations_are_those_of_the_papers():
+    shape, layout = KNOWN_SHAPES["gpt-3"], Layout(data=4, microbatches=16)
     rows, layers, s, h, words = layout.batch, shape.layers, shape.sequence, shape.hidden, shape.vocabulary
-    found = predicted(shape, layout)
-    # Korthikanti et al., equation 7; Narayanan et al., equation 3.
+    # Korthikanti et al., equation 7.
     model = 72 * rows * layers * s * h * h * (1 + s / (6 * h) + words / (12 * h * layers))
-    hardware = {
-        "none": model,
-        "full": 96 * rows * layers * s * h * h * (1 + s / (6 * h) + words / (16 * layers * h)),
-    }
 
-    assert found.model_flops == pytest.approx(model, rel=1e-12)
-    assert found.hardware_flops == pytest.approx(hardware[recompute], rel=1e-12)
+    assert predicted(shape, layout).model_flops == pytest.approx(model, rel=1e-12)
 
 
 @pytest.mark.parametrize(("stages", "batches"), [(2, 4), (4, 8), (8, 64), (16, 16)])
@@ -126,15 +119,6 @@ def test_autocast_and_unfused_programs_move_more_bytes():
 
     assert layer_work(eager, Layout(), A100, SOFTWARE).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
     assert layer_work(fused, Layout(), A100, autocast).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
-
-
-def test_slow_passes_slow_what_lies_between_products():
-    slow = replace(SOFTWARE, fused_attention=True, constants=replace(SOFTWARE.constants, passes=0.1))
-    usual = replace(SOFTWARE, fused_attention=True)
-    works = [layer_work(EVEN, Layout(), A100, software) for software in (usual, slow)]
-
-    assert works[1].forward > 1.5 * works[0].forward
-    assert works[1].weights == works[0].weights
 
 
 def test_tiny_work_costs_its_launches():

@@ -180,5 +180,6 @@ def test_every_kind_of_device_can_be_planned_for(name: str):
 def test_an_unknown_kind_lists_the_known():
     with pytest.raises(ConfigError, match="the device kind 'tpu' is not known; choose one of a100-40gb, a100-80gb"):
         device_kind("tpu")
+    assert (device_kind("48,864,362").memory_gib, device_kind("48,864,362").peak("bf16")) == (48, 362e12)
     with pytest.raises(ConfigError, match="v100-16gb has no published rate in bf16; choose one of fp16, fp32"):
         device_kind("V100_16GB").peak("bf16")

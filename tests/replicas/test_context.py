@@ -106,8 +106,9 @@ def test_a_merge_call_of_a_function_without_the_strategy_says_so(make_strategy: 
     def fail(_strategy: MirroredStrategy) -> None:
         raise TypeError("its own")
 
-    with pytest.raises(TypeError, match=r"total\(strategy, \*args.*\(values: .*first parameter"):
+    with pytest.raises(TypeError, match="total") as raised:
         strategy.run(lambda: here().merge_call(total, (replica(),)))
+    assert "merge_call calls fn(strategy, *args, **kwargs), as TensorFlow does" in raised.value.__notes__
     with pytest.raises(TypeError, match="its own"):
         strategy.run(lambda: here().merge_call(fail))
     with pytest.raises(UsageError, match=r"0 args.*1 args"):

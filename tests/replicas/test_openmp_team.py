@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lockstep.replicas.cpu import openmp_team
-from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -72,11 +71,7 @@ def test_a_run_ends_the_team_of_the_thread_that_asks_for_it(make_strategy: Calla
 
 
 @needs_libgomp
-def test_a_team_that_was_made_since_is_ended_by_a_later_run(
-    make_strategy: Callable[..., MirroredStrategy], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(openmp_team, "SHARE_OF_RUNS", 1e9)  # however short the run is
-
+def test_a_team_that_was_made_since_is_ended_by_a_later_run(make_strategy: Callable[..., MirroredStrategy]):
     def body() -> None:
         strategy = make_strategy(1)
         first = own_team()
@@ -116,22 +111,13 @@ def test_the_teams_of_other_threads_stay(make_strategy: Callable[..., MirroredSt
     in_a_thread_with_two_cores(body)
 
 
-def test_ending_teams_takes_a_small_part_of_the_runs_time():
-    ended: list[None] = []
-    team = CallerOpenMPTeam((2,), lambda: ended.append(None))
+@needs_libgomp
+def test_replicas_of_one_thread_each_leave_the_caller_s_team_alone(make_strategy: Callable[..., MirroredStrategy]):
+    def body() -> None:
+        strategy = make_strategy(2)
+        mine = own_team()
+        strategy.run(native_threads)
 
-    team.end()  # nothing has been spent
-    team.end()
-    assert len(ended) == 1
+        assert mine <= native_threads()
 
-    team.record(1000.0)
-    team.end()
-    assert len(ended) == 2
-
-
-def test_replicas_of_one_thread_each_leave_the_caller_s_team_alone():
-    ended: list[None] = []
-    team = CallerOpenMPTeam((1, 1), lambda: ended.append(None))
-
-    team.end()
-    assert not ended
+    in_a_thread_with_two_cores(body)

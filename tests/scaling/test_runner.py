@@ -9,21 +9,13 @@ import pytest
 from lockstep.errors import DataError
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.scaling.plan import ScalingSettings
-from lockstep.scaling.runner import Trial, run_trial
-
-
-def trial(make, *, data: Path | None = None) -> Trial:
-    return Trial(
-        recipe="images",
-        config=ImagesConfig(data=data, workers=0, width_multiplier=0.1),
-        devices="cpu:2",
-        configuration=make.plan(2, cores=2, devices=2)[0],
-        settings=ScalingSettings(batch_size=64, replicas=(2,), warm_up=1),
-    )
+from lockstep.scaling.runner import run_trial
 
 
 @pytest.mark.workers
 def test_the_process_s_own_error_comes_back_and_no_traceback(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    config = ImagesConfig(data=tmp_path / "no-such-folder", workers=0, width_multiplier=0.1)
+    settings = ScalingSettings(batch_size=64, replicas=(2,), warm_up=1)
     with pytest.raises(DataError, match=r"no-such-folder' does not exist; .* \(while measuring '1 device'\)"):
-        run_trial(trial(make, data=tmp_path / "no-such-folder"))
+        run_trial("images", config, "cpu:2", make.plan(2, cores=2, devices=2)[0], settings)
     assert capfd.readouterr() == ("", "")

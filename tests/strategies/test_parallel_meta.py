@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.replicas.cpu.memory import ResidentPeak, resident_mb
 
 pytestmark = pytest.mark.workers
 
@@ -88,17 +88,26 @@ def copied(model: ls.Model) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def memory_mb(line: str) -> float:
+    """MB of this process, of a line of its status such as "VmRSS"."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kb,) = (int(each.split()[1]) for each in lines if each.startswith(f"{line}:"))
+    return kb / 2**10
+
+
 def measured() -> list[tuple[float, float]]:
     """Of each worker: MB that it came to hold in the meantime, MB that its part is."""
     strategy = ls.ParallelStrategy(seed=SEED, pipeline=2, tensor=2)
     with strategy.scope():
         with torch.device("meta"):
             module = big()
-        before = resident_mb()
-        with ResidentPeak() as peak:
-            part = strategy.parallelize(module)
+        gc.collect()  # what the models before it leave is no part of either number
+        before = memory_mb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        part = strategy.parallelize(module)
+        more = memory_mb("VmHWM") - before
     held = sum(each.numel() * each.element_size() for each in part.parameters()) / 2**20
-    everyones = strategy._job.workers.all_gather_numbers("memory", [peak.peak_mb - before, held])
+    everyones = strategy._job.workers.all_gather_numbers("memory", [more, held])
     strategy.close()
     return [(float(more), float(own)) for more, own in everyones]
 

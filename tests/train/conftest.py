@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import LogicalDevice
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.model import Model
 
 MakeStrategy = Callable[..., MirroredStrategy]
+
+
+def compiled(module: nn.Module, strategy: Any, **settings: Any) -> Model:
+    with strategy.scope():
+        model = Model(module)
+        model.compile(
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05), loss=nn.functional.mse_loss, **settings
+        )
+    return model
+
+
+def weights(model: Model) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture
@@ -40,7 +58,7 @@ def model(make_strategy: MakeStrategy) -> Model:
 
 
 @pytest.fixture
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches() -> list[tuple[Tensor, Tensor]]:
     """Three global batches of linear data, the last one short."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(10, 3, generator=random)

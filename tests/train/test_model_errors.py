@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.train.conftest import compiled, equal, weights
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -18,23 +19,6 @@ if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy
 
 Batches = list[tuple[Tensor, Tensor]]
-
-
-def compiled(module: nn.Module, strategy: Any, **settings: Any) -> Model:
-    with strategy.scope():
-        model = Model(module)
-        model.compile(
-            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05), loss=nn.functional.mse_loss, **settings
-        )
-    return model
-
-
-def weights(model: Model) -> list[Tensor]:
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy: MakeStrategy, batches: Batches):

@@ -24,7 +24,12 @@ Verified = Callable[..., VerifyReport]
         ("batch_size", ("rows", 1), "batch size", "2 times as many"),
         ("order", ("rows", 1), "different rows", "two runs on one replica get the same rows"),
         ("unseeded", ("rows", 1), "not reproducible", "ran it twice on one replica"),
-        ("centred_loss", ("loss", 1), "loss not per example", "replica 0 and replica 1 alone: the gradients are those"),
+        (
+            "centred_loss",
+            ("loss", 1),
+            "loss not per example",
+            "no factors for the 2 replicas' gradients give the one replica's",
+        ),
         ("weight_penalty", ("loss", 1), "weight penalty", "the sum less 0.1 times the weights"),
         (
             "decay_by_hand",

@@ -8,13 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import lockstep as ls
 from lockstep.verify.config import Interventions
 from lockstep.verify.interventions import (
     active_dropouts,
     intervene_before_first_step,
     local_batch_norms,
-    one_shard,
     without_randomness,
 )
 
@@ -71,23 +69,6 @@ def test_in_shards_a_module_sees_one_shard_after_another(make_strategy: Make):
     assert seen == [3, 2, 2]
     assert torch.equal(outputs["rows"], 2 * torch.arange(7.0))
     assert outputs["one"].ndim == 0
-
-
-def test_one_shard_of_a_batch_is_what_a_replica_gets(make_strategy: Make):
-    strategy = make_strategy(1)
-    batch = (ls.PerReplica([torch.arange(7)]), ls.PerReplica([torch.ones(2)]), ls.PerReplica(["name"]), 5)
-
-    told: list[tuple[list[int], int, str, int]] = []
-
-    def step(batch: tuple[torch.Tensor, torch.Tensor, str, int]) -> None:
-        told.append((batch[0].tolist(), len(batch[1]), batch[2], batch[3]))
-
-    for shard in (0, 1, 2, None):
-        with one_shard(shard, 3):
-            strategy.run(step, (batch,))
-
-    assert [rows for rows, *_ in told] == [[0, 1, 2], [3, 4], [5, 6], [0, 1, 2, 3, 4, 5, 6]]
-    assert [rest for _, *rest in told] == [[2, "name", 5]] * 4
 
 
 X = torch.ones(4, 6)

@@ -20,7 +20,6 @@ from benchmarks.gpu.loops import (
     begin_process,
     on_device,
     pinned,
-    share_mb,
     train_ddp,
     train_ours,
     train_plain,
@@ -102,14 +101,6 @@ def by_hand() -> float:
     return sum(losses) / (WARM_UP + STEPS)
 
 
-def test_the_undivided_device_trains_pictures_in_bf16(fresh_devices: object):
-    record = trained(trial("lockstep-1", "mobilenetv2-bf16"), train_ours, "bf16")
-    eager = trained(trial("eager channels_last", "mobilenetv2-bf16"), train_plain, "bf16", compiled=False)
-
-    assert record.trained == eager.trained == 2_226_434
-    assert record.loss == pytest.approx(eager.loss, rel=0.2)  # the classifier drops other features
-
-
 @pytest.mark.parametrize(("name", "shares"), [("lockstep-1", None), ("lockstep-4", (2048,) * 4)])
 @pytest.mark.parametrize("workload", ["mlm-fp32", "mobilenetv2-bf16"])
 def test_on_a_gpu_s_stand_in_the_steps_are_recorded_whole_and_nothing_waits(
@@ -184,14 +175,6 @@ def test_four_processes_do_the_same_work_within_the_trial_s_own_limit():
         run_trial(trial("eager", limit_s=0.01))
 
 
-def test_batches_come_in_order_and_as_they_are_on_a_cpu():
-    batches = WORK["mlm-fp32"].make_batches(3)
-
-    assert [id(batch) for batch in on_device(pinned(batches, torch.device("cpu")), torch.device("cpu"))] == [
-        id(batch) for batch in batches
-    ]
-
-
 @needs_gpu
 def test_batches_come_to_a_gpu_in_order_while_the_step_before_runs():
     device = torch.device("cuda", 0)
@@ -222,11 +205,6 @@ def test_a_gpu_s_rates_are_measured():
 
     assert facts.name == torch.cuda.get_device_name(0)
     assert facts.matmul_flops["bf16"] > 0 < facts.matmul_flops["fp32"]
-
-
-def test_a_logical_device_gets_its_part_of_four_fifths():
-    assert share_mb(81920, 4) == 16384
-    assert share_mb(24564, 4) == 4912
 
 
 def test_the_programs_of_the_contenders_are_these_and_travel_to_their_processes():

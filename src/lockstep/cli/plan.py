@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,16 +12,13 @@ from lockstep.cli.flags import command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
-from lockstep.plan.hardware import DEVICE_KINDS, GIB, device_kind, parse_link
+from lockstep.plan.hardware import GIB, device_kind, parse_link
 from lockstep.plan.layout import CheckpointingName, Layout
 from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PrecisionName, precision_named
 from lockstep.report import text_table
-
-if TYPE_CHECKING:
-    from lockstep.plan.measure import Measured
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -41,9 +38,8 @@ class PlanCommand:
         model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
             sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
-        measure: use figures of this machine, measured in a second or two, for every device.
         devices: number of devices.
-        kind: kind of the devices, whose published figures are used.
+        kind: a known kind of device, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
         per_host: devices in a host; by default as usual for the kind.
         link: link inside a host and, after a comma, each device's link to other hosts: nvlink3,hdr. Any other link is
             its one-way GB/s and its microseconds: 25@14.
@@ -60,9 +56,8 @@ class PlanCommand:
 
     model: Annotated[str, typer.Argument(metavar="MODEL")]
     top: int = 5
-    measure: bool = False
     devices: int
-    kind: str | None = None
+    kind: str
     per_host: int | None = None
     link: str | None = None
     batch: int | None = None
@@ -87,14 +82,9 @@ class PlanCommand:
         return 0
 
     def find(self, shape: ModelShape) -> Plan:
-        """Makes the plan; raises ConfigError if no kind was given, a name is unknown, or nothing fits."""
-        here = self._measured() if self.measure else None
-        if here is None and self.kind is None:
-            raise ConfigError(
-                f"--kind was not given; choose one of {', '.join(DEVICE_KINDS)}, or --measure this machine's device"
-            )
-        device = here.device if here else device_kind(self.kind or "")
-        network = here.network if here else usual_network(device, self.devices)
+        """Makes the plan; raises ConfigError if a name is unknown, or nothing fits."""
+        device = device_kind(self.kind)
+        network = usual_network(device, self.devices)
         if self.per_host is not None:
             network = replace(network, per_host=self.per_host)
         inside, _, between = (self.link or "").partition(",")
@@ -105,8 +95,6 @@ class PlanCommand:
         software = usual_software(device)
         if self.precision is not None:
             software = replace(software, precision=precision_named(self.precision))
-        if here is not None:
-            software = replace(software, constants=here.constants)
         return make_plan(
             shape,
             devices=self.devices,
@@ -129,13 +117,6 @@ class PlanCommand:
             schedules=usual.schedules if self.schedule is None else (self.schedule,),
             activation_checkpointing=usual.activation_checkpointing if checkpointing is None else (checkpointing,),
         )
-
-    def _measured(self) -> Measured:
-        if self.kind is not None:
-            raise ConfigError(f"--kind {self.kind} and --measure were both given, expected one of them; leave one out")
-        from lockstep.plan.measure import measure  # imports torch
-
-        return measure(per_host=self.per_host or 1)
 
 
 # The table.

@@ -58,7 +58,7 @@ class Run:
     nodes: Annotated[int | None, typer.Option(metavar="N")] = None
     gpus_per_worker: Annotated[int | None, typer.Option(metavar="N")] = None
     max_restarts: int = 0
-    output: Literal["chief", "all", "none"] = "chief"
+    output: Literal["chief", "all"] = "chief"
     log_dir: Annotated[Path, typer.Option(metavar="DIR")] = Path("lockstep-logs")
     job: Annotated[str | None, typer.Option(metavar="NAME")] = None
     stop_s: float = 30.0
@@ -123,9 +123,6 @@ def _report(outcome: Outcome) -> int:
     """Prints which worker failed, and how; returns the exit code."""
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.last_output:
-        last_output = outcome.last_output.rstrip("\n")
-        complain(f"the last output of worker {outcome.worker}:\n{last_output}")
-    if outcome.line is not None:
-        complain(f"error: {outcome.line}")
+    for line in outcome.lines:
+        complain(line)
     return outcome.exit_code

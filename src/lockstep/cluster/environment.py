@@ -130,44 +130,28 @@ def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
     text = environment.get("TF_CONFIG", "").strip()
     if not text:
         return None
-    declared = _load(text)
-    cluster = _read_cluster(declared.get("cluster"))
+    try:
+        declared = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"{shown(text)} is not JSON ({error})") from None
+    if not isinstance(declared, dict):
+        raise _malformed(f"{shown(declared)} is not a JSON object")
+    cluster = _read_cluster(declared.get("cluster") or {})
     workers = tuple(address for name in (*_CHIEFS, "worker") for address in cluster.get(name, ()))
     task, index = _read_task(declared.get("task"), cluster, alone=len(workers) <= 1)
     job_id = Variables(environment, "TF_CONFIG").job_id()
     return ClusterSpec(workers=workers or ("",), index=index, task=task, job_id=job_id, source="TF_CONFIG")
 
 
-def _load(text: str) -> dict[str, Any]:
-    try:
-        declared = json.loads(text)
-    except json.JSONDecodeError as error:
-        near = text[max(error.pos - 20, 0) : error.pos + 40]
-        quotes = "; JSON takes double quotes, with the shell's single quotes around them" if "'" in text else ""
-        raise _malformed(f"not JSON ({error.msg}) at character {error.pos}, near {shown(near)}{quotes}") from None
-    except RecursionError:
-        raise _malformed(f"{shown(text)} is nested too deep") from None
-    if not isinstance(declared, dict):
-        raise _malformed(f"{shown(declared)} is not a JSON object")
-    return declared
-
-
-def _read_cluster(cluster: object) -> dict[str, list[str]]:
+def _read_cluster(cluster: Any) -> dict[str, list[str]]:
     """The checked addresses of each task type."""
-    if cluster is None:
-        return {}
-    if not isinstance(cluster, dict):
-        raise _malformed(f"cluster is {shown(cluster)}; it must map task types to lists of addresses")
-    if "ps" in cluster:
+    if not isinstance(cluster, dict) or any(
+        name not in _TYPES or not isinstance(addresses, list) for name, addresses in cluster.items()
+    ):
         raise _malformed(
-            f"cluster has parameter servers (ps: {shown(cluster['ps'])}); here every worker keeps a copy of the "
-            "weights and none are served: leave out ps and list those hosts as workers"
+            f"cluster is {shown(cluster)}; it must map chief, worker and evaluator to lists of addresses (there are no "
+            "parameter servers here: every worker keeps a copy of the weights)"
         )
-    for name, addresses in cluster.items():
-        if name not in _TYPES:
-            raise _malformed(f"cluster has the task type {shown(name)}; the types are chief, worker and evaluator")
-        if not isinstance(addresses, list):
-            raise _malformed(f"cluster.{name} is {shown(addresses)}; it must be a list of addresses")
     chiefs = [address for name in _CHIEFS for address in cluster.get(name, ())]
     if len(chiefs) > 1:
         raise _malformed(f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); list all but one as worker")
@@ -184,35 +168,21 @@ def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -
     """The task and its index in our counting, where the chief is worker 0."""
     if task is None and alone:
         return "worker", 0
-    if task is None:
-        raise _malformed("task is missing; it says which of the workers this process is")
-    if not isinstance(task, dict):
-        raise _malformed(f"task is {shown(task)}; it must be an object with type and index")
-    kind, index = task.get("type"), task.get("index")
-    if kind == "ps":
-        raise _malformed("task.type is 'ps', a parameter server; here every worker keeps a copy of the weights")
-    if kind not in _TYPES:
-        raise _malformed(f"task.type is {shown(kind)}; the types are chief, worker and evaluator")
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise _malformed(f"task.index is {shown(index)}; it must be a whole number without quotes")
+    kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
+    if kind not in _TYPES or type(index) is not int:
+        raise _malformed(
+            f"task is {shown(task)}; it must say which worker this process is, with a type (chief, worker or evaluator)"
+            " and an index, a whole number without quotes"
+        )
+    places = len(cluster.get(kind, ())) if any(cluster.values()) else 1
+    if kind == "evaluator" and not cluster.get(kind):  # in TensorFlow evaluators need not be listed
+        places = index + 1
+    if not 0 <= index < places:
+        raise _malformed(f"task is {kind} {index}, but cluster lists {places or 'none'} of that type, counted from 0")
     if kind == "evaluator":
-        # In TensorFlow the cluster may list the evaluators or leave them out.
-        _check_index(kind, index, len(cluster.get("evaluator", ())) or None)
         return "evaluator", index
-    listed = [name for name in _TYPES if cluster.get(name)]
-    if kind not in listed and listed:
-        raise _malformed(f"task.type is {kind!r}, but cluster lists {' and '.join(listed)} only; add its address there")
-    _check_index(kind, index, len(cluster.get(kind, ())))
     chiefs = sum(len(cluster.get(name, ())) for name in _CHIEFS)
     return "worker", index + (chiefs if kind == "worker" else 0)
-
-
-def _check_index(kind: str, index: int, count: int | None) -> None:
-    """Checks an index against the number of addresses of its type: one may be left out, and None allows any index."""
-    places = max(count, 1) if count is not None else index + 1
-    if not 0 <= index < places:
-        expected = "it must be 0" if places <= 1 else f"it must be from 0 to {places - 1}"
-        raise _malformed(f"task.index is {index}, but cluster lists {count or 'none'} of type {kind}; {expected}")
 
 
 def _malformed(what: str) -> ClusterError:

@@ -17,7 +17,8 @@ Task = Literal["worker", "evaluator"]
 _EXAMPLE = "for example ClusterSpec(workers=['hosta:20000', 'hostb:20000'], index=0)"
 _JOB_ID_LENGTH = 200
 _SHOWN_LENGTH = 120
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?"
+_ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})")
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
@@ -32,38 +33,23 @@ def parse_address(address: object) -> tuple[str, int]:
 
     Raises ClusterError for what is no text, has no port or one out of range, or an impossible host.
     """
-    if not isinstance(address, str):
-        raise ClusterError(f"{shown(address)} is not an address; write text such as 'hosta:20000'")
-    if "/" in address:
-        raise ClusterError(f"{shown(address)} looks like a URL; write host and port alone, such as 'hosta:20000'")
-    host, colon, port = address.rpartition(":")
-    if not colon or not host:
-        raise ClusterError(f"{shown(address)} lacks {'a host' if colon else 'a port'}; write 'hosta:20000'")
-    if not port.isascii() or not port.isdecimal() or len(port) > 5 or not 1 <= int(port) <= 65535:
-        raise ClusterError(f"{shown(address)} has no port from 1 to 65535 after its last colon; write 'hosta:20000'")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if ":" in host and not bracketed:
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ClusterError(
-            f"{shown(address)} has more than one colon; write an IPv6 address in brackets: '[fd00::1]:20000'"
+            f"{shown(address)} is not an address; write a host and a port from 1 to 65535, such as 'hosta:20000' or "
+            "'[fd00::1]:20000'"
         )
-    host = host[1:-1] if bracketed else host
-    if bracketed or _NUMBERS.fullmatch(host):
-        _check_ip(host, address, bracketed)
-    elif not _HOST.fullmatch(host):
-        raise ClusterError(f"{shown(address)} has no host name before its colon; write 'hosta:20000'")
-    return host, int(port)
-
-
-def _check_ip(host: str, address: str, is_ipv6: bool) -> None:
-    try:
-        ip = ipaddress.IPv6Address(host) if is_ipv6 else ipaddress.IPv4Address(host)
-    except ValueError as error:
-        example = "[fd00::1]:20000" if is_ipv6 else "10.0.0.1:20000"
-        raise ClusterError(f"{shown(address)} has no IP address before its port ({error}); write '{example}'") from None
-    if ip.is_unspecified:
-        raise ClusterError(
-            f"{shown(address)} means every address of a host, which others cannot reach; write the one that they use"
-        )
+    host = match["ipv6"] or match["host"]
+    if match["ipv6"] or _NUMBERS.fullmatch(host):
+        try:
+            ip = ipaddress.IPv6Address(host) if match["ipv6"] else ipaddress.IPv4Address(host)
+        except ValueError as error:
+            raise ClusterError(f"{shown(address)} has no IP address before its port ({error}); correct it") from None
+        if ip.is_unspecified:
+            raise ClusterError(
+                f"{shown(address)} means every address of a host, which others cannot reach; write the one they use"
+            )
+    return host, int(match["port"])
 
 
 def join_address(host: str, port: int) -> str:
@@ -134,8 +120,7 @@ class ClusterSpec:
         if isinstance(workers, str) or not isinstance(workers, Iterable):
             raise ClusterError(f"workers={shown(workers)} is not a list of addresses; give one per worker, {_EXAMPLE}")
         object.__setattr__(self, "workers", tuple(workers))
-        self._check_workers()
-        self._check_task()
+        self._check()
         if not _is_count(self.attempt):
             raise ClusterError(f"attempt={shown(self.attempt)} is not a number of earlier attempts; give 0, 1, ...")
         check_job_id(self.job_id)
@@ -171,7 +156,7 @@ class ClusterSpec:
         """A worker's name in messages: "worker 1 (hostb:20001)", or "worker 1" if its address is not known."""
         return f"{self.noun} {index} ({self.workers[index]})" if self.workers[index] else f"{self.noun} {index}"
 
-    def _check_workers(self) -> None:
+    def _check(self) -> None:
         if not self.workers:
             raise ClusterError(f"{self.source}: the cluster has no workers; name every worker's address, {_EXAMPLE}")
         if not self.workers[0] and len(self.workers) > 1:
@@ -180,8 +165,6 @@ class ClusterSpec:
             check_addresses({f"workers[{i}]": address for i, address in enumerate(self.workers) if address != ""})
         except ClusterError as error:
             raise ClusterError(f"{self.source}: {error}, {_EXAMPLE}") from None
-
-    def _check_task(self) -> None:
         if self.task not in get_args(Task):
             raise ClusterError(f"{self.source}: task={shown(self.task)} is unknown; choose 'worker' or 'evaluator'")
         last = len(self.workers) - 1

@@ -4,10 +4,9 @@
     its replicas: local sum     its replicas: local sum
              `--- all_reduce, all_gather, broadcast ---'     every worker makes the same calls, in one order
 
-``Communicator`` is abstract. ``SingleWorkerCommunicator`` is for a process by itself, ``collectives.distributed`` for
-several, and ``MeshCommunicator`` for processes that hold a replica of the model together. Calls are made outside
-replicas, or by the one replica that runs the ``combine`` of a barrier. Objects are sent as ``torch.save`` writes them
-and are read with ``weights_only``: received data cannot run code.
+``SingleWorkerCommunicator`` is for a process by itself, ``collectives.distributed`` for several, ``MeshCommunicator``
+for processes that hold a replica of the model together. Calls are made outside replicas, or by the one replica that
+runs the ``combine`` of a barrier. Received objects are read with ``weights_only``, so they cannot run code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ControlFlags(enum.IntFlag):
 
 
 class Communicator(ABC):
-    """One worker's access to the collectives of all workers.
+    """One worker's access to the collectives of all workers, who must all make the same calls in one order.
 
     Args:
         index: the number of this worker, from 0.
@@ -100,11 +99,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        """Gathers some numbers of every worker, in worker order. Every worker must call it.
+        """Gathers at most 16 numbers of every worker, in worker order and double precision.
 
-        Args:
-            name: the purpose of the call; equal on all workers, as for all collectives.
-            numbers: at most 16, the same count on every worker; sent in double precision.
+        ``name`` is the purpose of the call, equal on all workers, as for all collectives.
 
         Raises:
             CollectiveError: the workers are not at the same call; the message says which worker is where.
@@ -113,29 +110,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
-        """Gathers the payload of every worker, in worker order; lengths may differ. Every worker must call it."""
+        """Gathers the payload of every worker, in worker order; lengths may differ."""
 
     def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
-        """Gives every worker the chief's payload; others' payloads are ignored. Every worker must call it."""
+        """Gives every worker the chief's payload; others' payloads are ignored."""
         return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
 
     @abstractmethod
     def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums tensors elementwise over all workers, with the same bits on all of them. Every worker must call it.
-
-        The tensors are dense, on any device, with the same shapes and dtypes everywhere. They are not modified.
-        """
+        """The elementwise sums over all workers, with the same bits on all, of dense tensors of the same shapes."""
 
     @abstractmethod
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Gathers a tensor of every worker, in worker order, on this worker's device. Every worker must call it.
-
-        The tensors have one dtype, and shapes that differ in dimension ``axis`` only.
-        """
+        """Gathers a tensor of every worker, in worker order; shapes may differ in dimension ``axis`` only."""
 
     @abstractmethod
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Writes the chief's values into ``tensors``, in place. Every worker must call it with the same shapes."""
+        """Writes the chief's values into ``tensors``, in place; their shapes are equal on all workers."""
 
     @abstractmethod
     def add_digest(self, digest: int) -> None:
@@ -180,10 +171,7 @@ class SingleWorkerCommunicator(Communicator):
 
 
 def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]:
-    """Gathers a value of every worker, in worker order, with tensors on the CPU. Every worker must call it.
-
-    A value is made of tensors, numbers, strings and None in lists, tuples and dicts.
-    """
+    """Gathers a value of every worker (lists, tuples and dicts of tensors, numbers, strings and None), on the CPU."""
     if workers.is_single:
         return [value]
     written = io.BytesIO()
@@ -195,12 +183,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
-    """Runs ``act`` on the chief while the others wait; None on the others. Every worker must call it.
-
-    Raises:
-        Exception: on the chief, what ``act`` raised.
-        ClusterError: on the others, that the chief failed, and with what.
-    """
+    """Runs ``act`` on the chief while the others wait; None on the others, who get a ClusterError if it fails."""
     result, failed = None, None
     try:
         result = act() if workers.is_chief else None
@@ -216,11 +199,7 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
 
 
 def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> None:
-    """Checks that every worker has the same ``lines`` about ``what``, such as "the model". Every worker must call it.
-
-    Raises:
-        ClusterError: a worker has other lines than the chief; all raise it, with the first difference.
-    """
+    """Raises a ClusterError on all workers, with the first difference, unless all have the chief's ``lines``."""
     if workers.is_single:
         return
     gathered = workers.all_gather_bytes(f"agree on {what}", "\n".join(lines).encode())
@@ -254,16 +233,13 @@ T = TypeVar("T")
 class MeshCommunicator(Communicator):
     """Shows each replica of a model that several processes hold together as one worker.
 
-    All processes take part in each collective, but only the leaders' values count. So a sum over workers counts each
-    replica once, and a process that does not know a value, such as a pipeline stage that never sees the loss, learns
-    it.
+    All processes take part in each collective, but only the leaders' values count. So a sum counts each replica once,
+    and a process that does not know a value, such as a stage that never sees the loss, learns it.
 
     Args:
         job: the communicator of all processes.
         replica: the replica that this process is part of.
-        leaders: per replica, the process whose values count.
-        chief: whether this process is the chief of the job.
-        layout: how the processes of a replica divide the model.
+        leaders, chief, layout: see ``Communicator``.
         ends_with: called before the job is closed.
     """
 
@@ -338,10 +314,8 @@ class CommunicationOptions:
     """The settings of the communication between workers; equal on all of them.
 
     Args:
-        bucket_mb: size of the largest gradient bucket, in MB (2**20 bytes). The last buckets of a step are smaller,
-            since nothing is computed while they are sent.
-        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding. Gradients of other
-            dtypes, and all of them with None, are sent as they are.
+        bucket_mb: size of the largest gradient bucket, in MB (2**20 bytes).
+        compression: "bf16" sends float32 gradients in bfloat16, half the bytes, with its rounding.
         lost_after_s: seconds without a heartbeat after which a worker counts as lost.
         timeout_s: seconds that a worker or replica waits in a collective for one that is alive and does not come.
 
@@ -368,12 +342,10 @@ class CommunicationOptions:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket in bytes."""
         return int(self.bucket_mb * 2**20)
 
     @property
     def travel_as(self) -> torch.dtype | None:
-        """The dtype in which float32 gradients are sent; None is their own."""
         return torch.bfloat16 if self.compression == "bf16" else None
 
 

@@ -1,8 +1,7 @@
 """The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
-Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang.
-``new_group`` makes a process group without records, for sums that run beside the program. Sums have the same bits on
-all workers and in every run of the same layout: the order in which gloo's ring adds does not depend on timing.
+Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang. Sums
+have the same bits on all workers and in every run of the same layout: gloo's order does not depend on timing.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ _DIGEST_FACTOR = 0x100000001B3
 class CallRecord:
     """A record of fixed size that every worker sends before each collective, to find calls or data that differ.
 
-    Its name and digest must be equal on all workers; ``where`` is the line of the program that made the call, for
-    messages, ``sequence`` the number of collectives before it, and ``length`` the bytes of the payload that follows.
+    Name, sequence and digest must be equal on all workers.
     """
 
     name: str
-    where: str = ""
-    sequence: int = 0
+    where: str = ""  # the line of the program that made the call
+    sequence: int = 0  # how many collectives came before
     numbers: tuple[float, ...] = ()
-    length: int = 0
+    length: int = 0  # bytes of the payload that follows
     flags: int = 0
     digest: int = 0
 
@@ -70,7 +68,7 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
         places = "; ".join(f"{worker} is at {_place(record)}" for worker, record in zip(workers, records, strict=True))
         raise CollectiveError(
             f"the workers did not meet at the same call: {places}. Every worker must run the same program on data of "
-            "the same length, and none may leave out a call that others make"
+            "the same length"
         )
     odd = _odd_one([record.digest for record in records])
     if odd is not None:
@@ -78,8 +76,7 @@ def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> No
         raise CollectiveError(
             f"{workers[odd]} was handed other data, or has other weights, optimizer settings or frozen parameters, "
             f"than {workers[reference]} before {_place(records[odd])}; give every worker the same data in the same "
-            'order (seed what shuffles it), or distribute it with shard="file" or "off" where each worker has its '
-            "own, and change weights and settings on every worker alike"
+            'order (or distribute it with shard="off"), and change weights and settings on all workers alike'
         )
 
 
@@ -90,8 +87,8 @@ class DistributedCommunicator(Communicator):
         membership: the job.
         replicas: see ``Communicator``.
         nccl: whether tensors on GPUs are summed with NCCL.
-        timeout_s: how many seconds a collective waits for a worker that is alive and does not come.
-        members: the ranks of the workers that take part, ascending, this one among them; None for all.
+        timeout_s: how long a collective waits for a worker that is alive and does not come.
+        members: the ranks of the workers that take part, ascending; None for all.
         team: a name for these members; no worker is in two groups of one name.
     """
 
@@ -160,7 +157,7 @@ class DistributedCommunicator(Communicator):
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
-        """A process group for sums that run beside all other collectives. Every worker must call it."""
+        """A process group for sums that run beside all other collectives. A collective."""
         self.all_gather_numbers(f"stream {name}")
         return self._group(name, self._nccl_device(device))
 

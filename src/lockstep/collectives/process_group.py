@@ -1,11 +1,8 @@
 """Process groups of ``torch.distributed`` between workers, whose waits end when a worker is lost.
 
-Every purpose has a group of its own, so that messages cannot be confused, and the user's process groups are left alone.
-A wait checks the membership four times a second.
-
-NCCL waits for other workers in a kernel, which blocks its stream and which the host cannot interrupt. So the members of
-an NCCL group connect when it is made, and the membership aborts its kernels when a worker is lost. The last resort is
-torch's own watchdog, which ends a process whose NCCL hangs; its timeout is longer than ours.
+Every purpose has a group of its own, and a wait checks the membership four times a second. NCCL waits in a kernel that
+the host cannot interrupt. So the members of an NCCL group connect when it is made, and the membership aborts its
+kernels when a worker is lost; torch's own watchdog, with a longer timeout than ours, is the last resort.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
 SHARE_UNANSWERED = 0.35
-"""The share of ``lost_after_s`` for which a connection may stay without an acknowledgement. The rest of the time is for
-finding out whether a worker or the network between two workers was lost."""
+"""The share of ``lost_after_s`` for which a connection may stay without an acknowledgement; the rest of the time is for
+finding out what was lost."""
 CHECK_EVERY = timedelta(milliseconds=250)
 EXTRA_TIMEOUT = timedelta(seconds=5)
 """How much longer torch's timeouts are than ours: we know which worker is missing."""
@@ -98,11 +95,9 @@ class ProcessGroup:
         return self._started(self._backend.broadcast([tensor], dist.BroadcastOptions()))
 
     def wait(self, work: dist.Work, waiting_in: str) -> None:
-        """Waits until ``work`` is done. Must be called once for each operation.
+        """Waits until ``work`` is done; to be called once for each operation.
 
-        Raises:
-            ClusterError: another worker was lost or has failed.
-            CollectiveError: it took longer than ``timeout_s``.
+        Raises ClusterError if another worker was lost or has failed, CollectiveError after ``timeout_s``.
         """
         limit = time.monotonic() + self._timeout_s
         while not self._is_done(work, waiting_in):
@@ -112,8 +107,7 @@ class ProcessGroup:
                 where = statuses or "all of them wait in it, and the network between them is cut"
                 raise CollectiveError(
                     f"nothing came for {self._timeout_s:g} s in {waiting_in}, though all workers are alive: {where}; "
-                    "every worker must make the same calls in the same order; if one only needs longer, raise "
-                    "timeout_s of CommunicationOptions"
+                    "make the same calls in the same order on every worker, or raise timeout_s of CommunicationOptions"
                 )
         if self._aborted:
             self._membership.check()  # the result is incomplete
@@ -176,10 +170,7 @@ def connect_nccl(store: Store, rank: int, size: int, *, timeout: timedelta, gpu:
 
 
 def keep_alive(backend: Any) -> None:
-    """Keeps a backend from being deleted before ``release``, even at the end of the interpreter.
-
-    Its destructor waits for an operation in flight, for hours if a member has died.
-    """
+    """Keeps a backend until ``release``: its destructor waits for operations in flight, for hours if a member died."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
@@ -222,12 +213,9 @@ class GroupConnections:
     """The TCP connections of a gloo group that has just been made. Linux only; elsewhere it is empty.
 
     Where two workers cannot reach each other but both reach the chief, both still send heartbeats, and gloo would wait
-    for hours. But the kernel gets no acknowledgement of what it sent, which even a slow link gives. So these
-    connections break after ``seconds`` without one; and ``shut_down`` ends every wait in them at once.
-
-    gloo does not expose its sockets. But each member publishes the address on which it listens in the store: a
-    connection that this worker accepted is at its own address, and one that it opened leads to another's. No other
-    socket of the process is touched.
+    for hours. So these connections break after ``seconds`` without an acknowledgement; ``shut_down`` breaks them at
+    once. gloo does not expose its sockets, but each member publishes the address on which it listens in the store: a
+    connection is the group's if it is at this worker's address, or leads to another member's.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:

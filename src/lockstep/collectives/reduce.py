@@ -45,17 +45,12 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
     Args:
         workers: this worker's communicator.
         op: sum or mean.
-        values: tensors, numbers or lists of numbers, one per local replica, in replica order; of one shape, except in
-            dimension ``axis``.
+        values: tensors, numbers or lists of numbers, one per local replica; of one shape, except in dimension ``axis``.
         axis: None adds the values elementwise. A dimension adds within each value along it first; the mean is then
             the total sum over the total count, so that uneven shards come out right.
 
     Returns:
         A number if all values are numbers and ``axis`` is None, else a tensor on the first value's device.
-
-    Raises:
-        ConfigError: shapes that do not fit, or an axis that a value does not have.
-        UsageError: the sum of gradients that are sums over all replicas already.
     """
     if op is ReduceOp.SUM:
         refuse_summed("reduce(sum)", values)
@@ -141,9 +136,8 @@ def refuse_summed(what: str, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) and getattr(value, _MARK, False):
             raise UsageError(
-                f"{what} was given a parameter's .grad of shape {tuple(value.shape)}, which would be counted once for "
-                "each replica: what a step reads as .grad is the sum over all replicas already; use it as it is. Each "
-                "replica's own gradients are what torch.autograd.grad(loss, parameters) returns"
+                f"{what} was given a parameter's .grad of shape {tuple(value.shape)}, which is the sum over all "
+                "replicas already; use it as it is, or a replica's own from torch.autograd.grad(loss, parameters)"
             )
 
 

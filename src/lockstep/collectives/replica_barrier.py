@@ -4,10 +4,9 @@
     replica 1 --- meet(all_reduce) ---+-- the last to arrive combines the values -- all go on with the result
     replica 2 --- returned -----------'   (or: "replica 2 has returned; replicas 0, 1 wait in all_reduce")
 
-The barrier knows what every replica is doing, so it reports a meeting that cannot take place at once, not after a
-timeout. On GPUs each replica records an event behind its work, the combination is queued behind all these events, and
-what the replicas queue next runs behind the combination. A replica gives its issue slot up while it waits at the
-barrier: with as many slots as replicas all issue work in parallel, with one they take turns. The numbers are the same.
+The barrier knows what every replica is doing, so it reports a meeting that cannot take place at once. On GPUs the
+combination is queued behind events of all replicas, and what they queue next runs behind it. A replica gives its issue
+slot up while it waits: with as many slots as replicas all issue work in parallel, with one they take turns.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ class IssueGate:
         self._waiting: deque[threading.Lock] = deque()
 
     def acquire(self) -> None:
-        """Takes a slot, after those who asked earlier.
-
-        A replica of a failed run may be interrupted here too; a slot that it had just been given is passed on.
-        """
+        """Takes a slot, after those who asked earlier. One that is interrupted passes on a slot it was just given."""
         gate = threading.Lock()
         gate.acquire()
         try:
@@ -70,10 +66,10 @@ class IssueGate:
                 self._free += 1
 
     def check(self) -> None:
-        """Checks what the replica has done before others use its results. On a CPU there is nothing to check."""
+        """Checks what the replica has done before others use its results."""
 
     def record_event(self) -> StreamEvent | None:
-        """An event behind what the replica has queued. None: a CPU has finished when a call returns."""
+        """An event behind what the replica has queued; None on a CPU, which has finished when a call returns."""
         return None
 
     def with_default_rng(self) -> AbstractContextManager[None]:
@@ -114,15 +110,9 @@ class _Meeting:
 
 
 class ReplicaBarrier:
-    """The barrier of the replicas of one run.
+    """The barrier of the replicas of one run, whose names are ``replicas``. ``cause`` is the first error of the run.
 
-    Args:
-        replicas: the names of the replicas in messages, such as "replica 1 (cpu:1)", in replica order.
-        timeout_s: how many seconds a replica waits in one collective before it reports who is missing.
-        streams: the streams on which GPUs combine values; None without GPUs.
-
-    Attributes:
-        cause: the first error of this run, which is the one to report; None if there is none.
+    A replica waits ``timeout_s`` in a collective before it reports who is missing. GPUs combine values on ``streams``.
     """
 
     def __init__(self, replicas: Sequence[str], timeout_s: float, streams: RunStreams | None = None) -> None:
@@ -144,7 +134,7 @@ class ReplicaBarrier:
     def meet(self, replica: int, call: Call, value: Any, combine: Callable[[list[Any]], Any], slot: IssueSlot) -> Any:
         """Waits until all replicas are at ``call``; the last to arrive runs ``combine``, whose result all receive.
 
-        Every replica must call it. ``slot`` is given up during the wait.
+        ``slot`` is given up during the wait.
 
         Raises:
             CollectiveError: (in the replica that finds it) the replicas are not at the same collective.

@@ -20,19 +20,10 @@ from lockstep.config.devices import (
 from lockstep.config.request import DeviceName, DeviceRequest, apply_request, parse_device_request, resolve
 
 __all__ = [
-    "DeviceRegistry",
-    "DeviceRequest",
-    "LogicalDevice",
-    "LogicalDeviceConfiguration",
-    "PhysicalDevice",
-    "apply_device_request",
-    "get_logical_device_configuration",
-    "list_logical_devices",
-    "list_physical_devices",
-    "parse_device_request",
-    "resolve_devices",
-    "set_logical_device_configuration",
-]
+    "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
+    "apply_device_request", "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
+    "parse_device_request", "resolve_devices", "set_logical_device_configuration",
+]  # fmt: skip
 
 # A machine's devices exist once per process, and so does their division.
 _registry = DeviceRegistry()

@@ -202,23 +202,16 @@ def check_shares(
     Raises:
         ConfigError: no shares, or limits that the device cannot have or give.
     """
-    if not isinstance(shares, Iterable) or not (checked := tuple(shares)):
-        raise ConfigError(f"{physical.name} was given no shares; give a list of LogicalDeviceConfiguration")
-    for share in checked:
-        if not isinstance(share, LogicalDeviceConfiguration):
-            raise ConfigError(f"{physical.name} was given the share {share!r}; give LogicalDeviceConfiguration objects")
-    _check_limits(physical, checked)
-    return checked
-
-
-def _check_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfiguration]) -> None:
-    limits = [share.memory_limit for share in shares if share.memory_limit is not None]
+    checked = tuple(shares) if isinstance(shares, Iterable) else ()
+    if not checked or not all(isinstance(share, LogicalDeviceConfiguration) for share in checked):
+        raise ConfigError(f"{physical.name} was given the shares {shares!r}; give a list of LogicalDeviceConfiguration")
+    limits = [share.memory_limit for share in checked if share.memory_limit is not None]
     if physical.kind == "CPU" and limits:
         raise ConfigError(
             f"a share of {physical.name} was given memory_limit={limits[0]}; a CPU's shares have none: "
             "write LogicalDeviceConfiguration()"
         )
-    if physical.kind == "GPU" and len(limits) < len(shares):
+    if physical.kind == "GPU" and len(limits) < len(checked):
         raise ConfigError(
             f"a share of {physical.name} was given no memory_limit; a GPU's shares need one: "
             "write LogicalDeviceConfiguration(memory_limit=2048)"
@@ -229,3 +222,4 @@ def _check_limits(physical: PhysicalDevice, shares: Sequence[LogicalDeviceConfig
             f"the shares of {physical.name} add up to {asked} = {sum(limits)} MB, but it has {physical.memory} MB; "
             f"with {len(limits)} equal shares give each at most {physical.memory // len(limits)} MB"
         )
+    return checked

@@ -4,8 +4,7 @@
 
 ``dataset`` joins them to ``DistributedDataset`` and ``PerReplicaDataset``; begin reading there. ``worker_sync`` keeps
 several workers in step while they iterate. ``structure`` walks nested batches, and ``layout`` finds the lists that
-hold one item a row. ``source_random`` keeps the random numbers of a source that is read ahead those of a plain loop,
-and ``resume`` saves and restores them.
+hold one item a row. ``resume`` saves and restores the random generators of a source.
 
-``structure`` and ``source_random`` import none of the others, ``dataset`` all of them.
+``structure`` and ``resume`` import none of the others, ``dataset`` all of them.
 """

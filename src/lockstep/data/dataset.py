@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from itertools import chain, islice
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,15 +25,22 @@ from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
-from lockstep.data.resume import STARTED, RandomState, begin_again, random_state
+from lockstep.data.resume import (
+    DEFAULT,
+    STARTED,
+    RandomState,
+    default_state,
+    random_state,
+    set_default_state,
+    set_random_state,
+)
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
-from lockstep.data.source_random import default_state, set_default_state, watched_generators
-from lockstep.data.sources import loads_by_index, may_read_ahead, shard_files
+from lockstep.data.sources import loads_by_index, may_read_ahead
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync
 from lockstep.errors import ConfigError, DataError
 
-Shard = Literal["batch", "file", "off"]
+Shard = Literal["batch", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +63,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_input_pipelines < 1 or self.num_replicas_in_sync < 1:
-            raise ConfigError(
-                f"num_input_pipelines={self.num_input_pipelines} and num_replicas_in_sync={self.num_replicas_in_sync}: "
-                "give at least 1 of each"
-            )
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise ConfigError(
-                f"input_pipeline_id={self.input_pipeline_id} is none of {self.num_input_pipelines} pipelines; "
-                f"choose 0 to {self.num_input_pipelines - 1}"
-            )
+        if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync > 0):
+            raise ConfigError(f"{self} is impossible; give at least 1 replica, and an id below num_input_pipelines")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the number of rows of one replica's batch.
@@ -94,7 +94,6 @@ class DistributedIterable:
         self._reader = reader
         self._sync = sync
         self._devices = tuple(devices)
-        self._chosen_by_source = prefetch is None
         if prefetch is None:
             prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
         self._prefetch = checked_depth(prefetch)
@@ -105,26 +104,31 @@ class DistributedIterable:
     def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
         """Begins an iteration that continues where another one stopped.
 
-        The first ``skip`` global batches, or rounds of per-replica batches, are read again, unless the source can do
-        without, so that everything the source draws comes out as if they had been used.
+        The first ``skip`` global batches, or rounds of per-replica batches, are read again, so that everything the
+        source draws comes out as if they had been used.
 
         ``random`` is the result of ``random_state()`` when the first iteration began, or None to leave the generators
         as they are. torch's default generator belongs to the caller: it is put back once the iteration has begun.
 
         Raises DataError if the source holds other generators than ``random`` describes.
         """
-        dataset, transfer = self._reader.dataset, Transfer(self._devices)
-        if random is not None and STARTED in random:
-            callers = default_state()
-            self._reader.start()
-            set_default_state(callers)
-        begun = begin_again(dataset, random)
+        if type(skip) is not int or skip < 0:
+            raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
+        transfer, callers = Transfer(self._devices), default_state()
+        if random is not None:
+            if STARTED in random:
+                self._reader.start()
+                set_default_state(callers)
+            set_random_state(self._reader.dataset, random)
         self._sync.begin()
         # Begun in the caller's thread: what this draws from torch's generator comes in program order.
         batches = self._reader.begin(skip, transfer)
-        watched = watched_generators(dataset, default=self._chosen_by_source)
-        ahead = read_ahead(batches, self._prefetch, begun=begun, others=watched, skip=skip)
-        return transfer.received(self._sync.wrap(ahead, transfer))
+        if random is not None and DEFAULT in random:
+            if not skip:  # a sampler draws its seed with the first batch
+                batches = chain(list(islice(batches, 1)), batches)
+            set_default_state(callers)
+        ahead = read_ahead(batches, self._prefetch)
+        return transfer.received(self._sync.wrap(ahead, self._reader.left_out))
 
     def random_state(self) -> RandomState:
         """Returns the current states of all generators that the source may draw from, for ``iterate``."""
@@ -145,8 +149,8 @@ class DistributedIterable:
         if isinstance(dataset, DataLoader):
             parts += [dataset.sampler, dataset.batch_sampler, dataset.dataset]
         for part in {id(part): part for part in parts}.values():
-            if isinstance(part, _ShufflesByEpoch):
-                part.set_epoch(epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
 
 
 class DistributedDataset(DistributedIterable):
@@ -158,19 +162,17 @@ class DistributedDataset(DistributedIterable):
         devices: logical devices of the local replicas, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
         shard: what each worker takes of the data. "batch": its replicas' shards of every global batch; all workers
-            have the same data. "file": each worker reads ``dataset.shard(num_shards=, index=)``. "off": each worker
-            reads all of its own dataset. With "file" and "off" a batch is divided among the worker's own replicas, and
-            a worker whose data has ended gives empty batches until the last worker's data has ended.
-        prefetch: the number of batches to read ahead in a thread. 0 reads each batch in the caller's thread when it is
-            asked for. None is 2 for a DataLoader, a list and a Hugging Face dataset as long as they draw no random
-            numbers, and 0 for a source that may look at the state of the training, such as a replay buffer: a
-            generator, an iterable or a sampler of your own, and a DataLoader without worker processes over an
-            ``IterableDataset`` of your own. A map-style dataset that looks at it needs ``prefetch=0``, since it would
-            see a state up to two steps old.
-        lists: what a list or tuple in a batch is: one item a row ("rows"), or structure whose tensors all have all
-            rows ("columns"). "auto" tells them apart by their lengths and refuses what could be both. A DataLoader
-            with torch's collation gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
-            is for a list in a tuple or dict that is as long as the batch, and for a batch that is a list itself.
+            have the same data. "off": each worker reads its own dataset, such as its part of the files. A batch is then
+            divided among the worker's own replicas, and a worker whose data has ended gives empty batches until the
+            last worker's data has ended.
+        prefetch: the number of batches to read ahead in a thread; 0 reads a batch when it is asked for. None is 2 for a
+            DataLoader with worker processes and for data in memory (a list, a TensorDataset, a Hugging Face dataset),
+            and 0 for what may draw random numbers or look at the state of the training: generators, iterables, datasets
+            and samplers of your own. Data that is read ahead must not draw from torch's default generator, and may
+            leave others further than a loop that is left early.
+        lists: what a list or tuple in a batch is: one item a row ("rows", also of a batch that is a list itself), or
+            structure whose tensors all have all rows ("columns"). "auto" tells them apart by their lengths and refuses
+            what could be both; a DataLoader with torch's collation gives columns.
         items: batches are (x, y) or (x, y, sample_weight), as Model takes them, be they tuples or lists.
 
     Raises:
@@ -196,7 +198,7 @@ class DistributedDataset(DistributedIterable):
         items: bool = False,
     ) -> None:
         if shard not in get_args(Shard):
-            raise ConfigError(f'shard={shard!r} is unknown; choose "batch", "file" or "off"')
+            raise ConfigError(f'shard={shard!r} is unknown; choose "batch" or "off"')
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)
@@ -207,8 +209,7 @@ class DistributedDataset(DistributedIterable):
             sync = SameDataSync(workers, source, lambda: reader.generators)
         else:
             replicas = workers.replicas[workers.index]
-            own = shard_files(source, workers) if shard == "file" else source
-            reader = BatchReader(own, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
+            reader = BatchReader(source, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
             sync = _own_data_sync(reader, workers)
         super().__init__(reader, sync, devices, prefetch=prefetch)
 
@@ -216,15 +217,12 @@ class DistributedDataset(DistributedIterable):
 class PerReplicaDataset(DistributedIterable):
     """Batches that are per-replica already, taken in order: replica 0 gets the first, replica 1 the second, and so on.
 
-    If the source ends in the middle of a round, the remaining replicas get an empty batch. So do all replicas of a
-    worker whose source has ended while another worker's goes on.
+    Replicas for which none is left get an empty batch until the last worker's source has ended.
 
     Args:
         fn: called once, with this worker's ``InputContext``; returns an iterable of per-replica batches for it.
         devices: logical devices of the local replicas, in replica order.
-        workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
-        prefetch: the number of rounds to read ahead; None and 0 as in ``DistributedDataset``.
-        lists: as in ``DistributedDataset``.
+        workers, prefetch, lists: as in ``DistributedDataset``; ``prefetch`` counts rounds.
     """
 
     def __init__(
@@ -260,30 +258,17 @@ def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:
     return WorkerSync() if workers.is_single else OwnDataSync(workers, reader.length)
 
 
-@runtime_checkable
-class _ShufflesByEpoch(Protocol):
-    def set_epoch(self, epoch: int, /) -> None: ...
-
-
 def _checked(dataset: Any) -> Any:
     if isinstance(dataset, DistributedIterable):
         raise DataError("received a dataset that is distributed already; distribute the original once")
-    kind = type(dataset).__name__
     numpy = sys.modules.get("numpy")
-    if isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray)):
+    is_one = isinstance(dataset, (torch.Tensor, Mapping, str, bytes)) or (numpy and isinstance(dataset, numpy.ndarray))
+    # What has __getitem__ alone is iterable too, by Python's old protocol. The items of torch's own datasets are rows,
+    # which a DataLoader makes batches of. Items of other datasets, such as Hugging Face's, may be batches.
+    gives_rows = isinstance(dataset, Dataset) and not isinstance(dataset, Iterable)
+    if is_one or gives_rows or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"received a {kind}, expected an iterable of global batches; "
-            "give a DataLoader, or a list of batches, such as [(x, y)]"
+            f"received a {type(dataset).__name__}, expected an iterable of global batches; give a DataLoader, such as "
+            "DataLoader(dataset, batch_size=64), or a list of batches, such as [(x, y)]"
         )
-    # Its items are rows, which a DataLoader makes batches of. Items of datasets that do not inherit from
-    # torch.utils.data.Dataset, such as Hugging Face's, may be batches.
-    if isinstance(dataset, Dataset) and not isinstance(dataset, Iterable):
-        raise DataError(
-            f"received a {kind}, whose items are rows, expected an iterable of global batches; give a DataLoader of "
-            f"it, such as DataLoader(dataset, batch_size=64), or batch_size=None where the items of {kind} are batches"
-        )
-    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"received a {kind}, which cannot be iterated; give an iterable of global batches such as a DataLoader"
-        )
-    return dataset  # what has __getitem__ alone is iterable too, by Python's old protocol
+    return dataset

@@ -4,9 +4,9 @@
               thread                                             its caller
 
 The thread ends with its iterator: when the iterator is exhausted, closed or garbage-collected, and when either side
-fails. The consumer reads the first items itself, so that what a source draws to begin with (a DataLoader's sampler
-draws its seed then) is drawn in program order. The thread begins after the first item that draws from none of the
-generators that must be drawn from in program order. ``source_random`` takes care of what is drawn later.
+fails. The consumer reads the first item itself, so that what a source draws to begin with (a DataLoader's sampler draws
+its seed then) is drawn in program order. A source that draws from torch's default generator later is refused: what the
+loop draws would come in between.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
+import torch
 
 from lockstep.collectives.replica_barrier import SIGNALS_SEEN_EVERY_S
-from lockstep.data.source_random import SourceRandom
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.replicas.rng.mode import ReplicaRng
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -35,9 +34,6 @@ _END_LIMIT_S = 5.0
 
 DEFAULT_DEPTH = 2
 """The number of batches read ahead by default, of data that may be read ahead."""
-
-SKIPPED: Any = object()
-"""Stands for an item that the source has given and nobody wants."""
 
 
 class ClosableIterator(Protocol[T_co]):
@@ -50,18 +46,6 @@ class ClosableIterator(Protocol[T_co]):
     def close(self) -> None: ...
 
 
-def check_skip(skip: int) -> None:
-    """Raises a ConfigError if ``skip`` is not a number of batches."""
-    if type(skip) is not int or skip < 0:
-        raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
-
-
-def skip_first(skip: int, source: Iterator[T]) -> Iterator[T]:
-    """Yields the items of ``source``, with ``SKIPPED`` in place of each of the first ``skip`` items."""
-    check_skip(skip)
-    return chain((SKIPPED for _ in islice(source, skip)), source) if skip else source
-
-
 def checked_depth(depth: Any) -> int:
     """Returns ``depth``, or raises a ConfigError if it is not a number of batches."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
@@ -69,44 +53,19 @@ def checked_depth(depth: Any) -> int:
     return depth
 
 
-def read_ahead(
-    source: Iterator[T],
-    depth: int,
-    *,
-    begun: Callable[[], object] | None = None,
-    others: Callable[[], object] | None = None,
-    skip: int = 0,
-) -> ClosableIterator[T]:
-    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for.
+def read_ahead(source: Iterator[T], depth: int) -> ClosableIterator[T]:
+    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for; 0: none.
 
-    Args:
-        source: read by one thread at a time. Its errors are raised to the consumer, with their traceback. ``SKIPPED``
-            items are left out.
-        depth: the number of items to read ahead; 0 starts no thread.
-        begun: called once in the consumer's thread, when the source no longer draws from torch's default generator as
-            it was at the beginning: after the skipped items, or after the first item.
-        others: returns the states of the generators that must be drawn from in program order. As long as each item
-            changes them, items are read when they are asked for.
-        skip: the number of ``SKIPPED`` items that the source gives first, if it gives any.
+    The source is read by one thread at a time. Its errors are raised to the consumer, with their traceback.
     """
-    return _PrefetchIterator(source, checked_depth(depth), begun or _nothing, others or _nothing, skip)
-
-
-def _nothing() -> None:
-    """The default of ``begun`` and ``others``."""
+    return _PrefetchIterator(source, checked_depth(depth))
 
 
 class _PrefetchIterator(Generic[T]):
-    def __init__(
-        self, source: Iterator[T], depth: int, begun: Callable[[], object], others: Callable[[], object], skip: int
-    ) -> None:
+    def __init__(self, source: Iterator[T], depth: int) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth
-        self._begun = begun
-        self._others = others
-        self._skip = skip
         self._queue: _Queue[T] = _Queue(depth)
-        self._random: SourceRandom | None = None
         self._end: Callable[[], object] = self._queue.close
 
     def __iter__(self) -> Iterator[T]:
@@ -114,84 +73,42 @@ class _PrefetchIterator(Generic[T]):
 
     def __next__(self) -> T:
         try:
-            return self._take() if self._source is None else self._read_here(self._source)
-        except StopIteration:
-            random, last = self._random, self._queue.last
-            self.close()
-            if random is not None and last is not None:
-                random.follow(*last)
-            raise
+            if self._source is None:
+                return self._queue.take()
+            source, item = self._source, next(self._source)
+            if self._depth:
+                self._start_thread(source)
+            return item
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends the thread. No items come after it."""
-        self._source = self._random = None
+        self._source = None
         self._end()
 
-    def _take(self) -> T:
-        item, before, after = self._queue.take()
-        if self._random is not None:
-            self._random.follow(before, after)
-        return item
-
-    def _read_here(self, source: Iterator[T]) -> T:
-        while True:
-            before = self._others() if self._depth else None
-            try:
-                item = next(source)
-            except StopIteration:
-                self._report_begun()
-                raise
-            self._skip -= item is SKIPPED
-            if self._depth and self._others() == before:
-                return self._start_thread(source, item)
-            if item is not SKIPPED or self._skip == 0:
-                self._report_begun()
-            if item is not SKIPPED:
-                return item
-
-    def _report_begun(self) -> None:
-        begun, self._begun = self._begun, _nothing
-        begun()
-
-    def _start_thread(self, source: Iterator[T], item: T) -> T:
-        self._source, self._random = None, SourceRandom()
-        self._report_begun()
-        self._random.begun()
+    def _start_thread(self, source: Iterator[T]) -> None:
+        self._source = None
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
-        arguments = (_fill, source, self._queue, self._random)
+        arguments = (_fill, source, self._queue)
         thread = threading.Thread(target=context.run, args=arguments, name="lockstep-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
-        return self._take() if item is SKIPPED else item
-
-
-class _Read(NamedTuple, Generic[T]):
-    """An item, and the state of the source's copy of torch's default generator before and after it."""
-
-    item: T
-    before: Tensor
-    after: Tensor
 
 
 class _Queue(Generic[T]):
-    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call.
-
-    ``last`` has the states of the copy of the default generator before and after the source found that it had ended.
-    """
+    """Between the reading thread and the consumer. Its lock is reentrant: a finalizer may close it inside any call."""
 
     def __init__(self, depth: int) -> None:
         self._depth, self._process = depth, os.getpid()
-        self._items: deque[_Read[T]] = deque()
-        self.last: tuple[Tensor, Tensor] | None = None
+        self._items: deque[T] = deque()
         self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: _Read[T]) -> None:
+    def put(self, item: T) -> None:
         """Adds an item, then waits until there is space for another one or no more is wanted."""
         with self._changed:
             if not self._ended:
@@ -211,7 +128,7 @@ class _Queue(Generic[T]):
             self._error, self._ended = error, True
             self._changed.notify_all()
 
-    def take(self) -> _Read[T]:
+    def take(self) -> T:
         """Returns the next item. The reading thread, which always finishes, ends the wait.
 
         Raises UsageError if this process was forked after the reading began, and has no reading thread.
@@ -239,20 +156,22 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
 
-def _fill(source: Iterator[T], queue: _Queue[T], random: SourceRandom) -> None:
+def _fill(source: Iterator[T], queue: _Queue[T]) -> None:
     error: BaseException | None = None
+    generator = torch.Generator()
+    untouched = generator.get_state().numpy().tobytes()
     try:
-        with random.mode():
-            before = random.state()
+        with ReplicaRng(generator):  # whatever the source draws from torch's default generator, it draws from this one
             for item in source:
-                after = random.state()
-                if item is not SKIPPED:
-                    queue.put(_Read(item, before, after))
+                if generator.get_state().numpy().tobytes() != untouched:
+                    raise DataError(
+                        "data that is read ahead draws from torch's default generator, which is the loop's; distribute "
+                        "it with prefetch=0, load it in processes (num_workers), or give it a torch.Generator"
+                    )
+                queue.put(item)
                 del item  # while the next one is made, this one is the consumer's alone
-                before = after
                 if not queue.wanted:
                     return
-            queue.last = (before, random.state())
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised
     finally:

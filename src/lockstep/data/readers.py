@@ -14,7 +14,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,10 +22,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
-from lockstep.data.prefetch import SKIPPED, check_skip, skip_first
+from lockstep.data.resume import all_generators, borrowed_default, sampling_generators
 from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, shard_sizes
-from lockstep.data.source_random import all_generators, borrowed_default, sampling_generators
-from lockstep.data.sources import batches_in, draws_at_first, iterate_from, persists, rebuilt_loader, start, started
+from lockstep.data.sources import batches_in, persists, rebuilt_loader, started
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.replicas.rng.state import replica_generator
 
@@ -51,6 +49,7 @@ class Reader(ABC):
     def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
         self.dataset = dataset
         self._layout = layout
+        self.left_out: Any = None  # the last batch that the iteration begun last left out
 
     @property
     def length(self) -> int | None:
@@ -69,15 +68,12 @@ class Reader(ABC):
 
     def start(self) -> None:
         """Starts the source's persistent loading processes, if it has any that do not run yet."""
-        start(self.dataset)
+        if persists(self.dataset) and not self.started:
+            self.begin(0, lambda batch: batch)
 
     @abstractmethod
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        """Begins a new iteration, in the caller's thread.
-
-        The first ``skip`` batches are ``SKIPPED`` or left out. Everything that the source draws comes out as if they
-        had been used.
-        """
+        """Begins a new iteration, in the caller's thread; the first ``skip`` batches are read and left out."""
 
 
 class BatchReader(Reader):
@@ -100,8 +96,10 @@ class BatchReader(Reader):
         self._with_digest = with_digest
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        source = iterate_from(self.dataset, skip)
-        return (batch if batch is SKIPPED else self._shards(batch, to_devices) for batch in source)
+        batches = iter(self.dataset)
+        last = _leave_out(batches, skip)
+        self.left_out = None if last is None else self._shards(last, to_devices)
+        return (self._shards(batch, to_devices) for batch in batches)
 
     def _shards(self, batch: Any, to_devices: ToDevices) -> Any:
         shards = to_devices(local_shards(batch, self._rows, self._layout))
@@ -122,8 +120,18 @@ class PerReplicaReader(Reader):
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
         replicas, layout, batches = self._replicas, self._layout, iter(self.dataset)
-        rounds = skip_first(skip, iter(lambda: list(islice(batches, replicas)), []))
-        return (each if each is SKIPPED else to_devices(join_batches(each, replicas, layout)) for each in rounds)
+        last = _leave_out(batches, skip * replicas)
+        self.left_out = None if last is None else to_devices(join_batches([last], replicas, layout))
+        rounds = iter(lambda: list(islice(batches, replicas)), [])
+        return (to_devices(join_batches(each, replicas, layout)) for each in rounds)
+
+
+def _leave_out(batches: Iterator[Any], number: int) -> Any:
+    """Reads a number of batches; returns the last one, None if there is none."""
+    last = None
+    for last in islice(batches, number):  # noqa: B007 - the last one is returned
+        pass
+    return last
 
 
 class IndexShardedReader(Reader):
@@ -138,10 +146,11 @@ class IndexShardedReader(Reader):
 
     def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
         super().__init__(loader, layout)
-        self._loader = loader
+        self._loader, self._workers = loader, workers
         self._generator = torch.Generator()  # what loading the rows draws from
-        self._sampler = _ShardSampler(loader, workers, self._generator)
-        self._own: DataLoader[Any] | None = None
+        self._sampler = _ShardSampler(self._begin_sampler)
+        self._own: DataLoader[Any] | None = None  # with processes
+        self._seed_due = True
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -151,40 +160,56 @@ class IndexShardedReader(Reader):
     def started(self) -> bool:
         return self._own is not None and persists(self._own)
 
-    def start(self) -> None:
-        if persists(self._loader) and not self.started:
-            self.begin(0, lambda batch: batch)
-
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        check_skip(skip)
-        skipped_by_sampler = skip if draws_at_first(self._loader) else 0
         # Persistent processes keep the seed that they were started with.
-        self._sampler.seed_due = self._own is None or not self._loader.persistent_workers
-        self._sampler.skip = skipped_by_sampler
+        self._seed_due = self._own is None or not self._loader.persistent_workers
+        loaded = self._load_in_processes() if self._loader.num_workers else self._load(self._begin_sampler())
+        _leave_out(loaded, skip)
+        return self._shards(loaded, to_devices)
+
+    def _begin_sampler(self) -> Iterator[tuple[list[Any], _Shard]]:
+        sampler: Any = self._loader.batch_sampler
+        batches = iter(sampler)
+        if self._seed_due:  # as a DataLoader does as it begins, and with processes a second time
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
+            self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
+            self._seed_due = False
+        return (self._own_rows(list(batch)) for batch in batches)
+
+    def _own_rows(self, indices: list[Any]) -> tuple[list[Any], _Shard]:
+        rows = local_rows(len(indices), self._workers)
+        own = indices[rows.start : rows.stop]
+        # An empty shard still has the structure of the others, which only loading a row can show.
+        return own or indices[:1], _Shard(len(own), rows.sizes, index_digest(indices))
+
+    def _load(self, shards: Iterator[tuple[list[Any], _Shard]]) -> Iterator[tuple[Any, _Shard]]:
+        dataset: Any = self._loader.dataset
+        for indices, shard in shards:
+            with borrowed_default(self._generator):
+                at_once = hasattr(dataset, "__getitems__") and dataset.__getitems__
+                rows = at_once(indices) if at_once else [dataset[index] for index in indices]
+                batch = self._loader.collate_fn(rows)
+                del rows
+            yield batch, shard
+            del batch  # while the next one is made
+
+    def _load_in_processes(self) -> Iterator[tuple[Any, _Shard]]:
         if self._own is None:
             self._own = rebuilt_loader(self._loader, self._sampler, self._generator)
-        loaded = iter(self._own)
-        return self._read(loaded, self._sampler.latest, skip - skipped_by_sampler, to_devices)
+        batches = iter(self._own)  # which begins the sampler
+        return self._with_shards(batches, self._sampler.drawn)
 
-    def _read(self, loaded: Iterator[Any], indices: _ShardIndices, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        in_processes = self._loader.num_workers > 0
-        number = 0
-        while in_processes or indices.prepare():
-            drawing: AbstractContextManager[None] = nullcontext() if in_processes else borrowed_default(self._generator)
-            try:
-                with drawing:
-                    batch = next(loaded)
-            except StopIteration:
-                return
-            shard = indices.loaded()
-            if number < skip:
-                yield SKIPPED
-            else:
-                shards = local_shards(batch, shard.rows_of, self._layout, loaded=shard.rows or 1)
-                yield CheckedBatch(to_devices(shards), shard.digest)
-                del shards
+    def _with_shards(self, batches: Iterator[Any], drawn: deque[_Shard]) -> Iterator[tuple[Any, _Shard]]:
+        for batch in batches:
+            yield batch, drawn.popleft()
+            del batch  # while the next one is made
+
+    def _shards(self, loaded: Iterator[tuple[Any, _Shard]], to_devices: ToDevices) -> Iterator[CheckedBatch]:
+        for batch, shard in loaded:
+            shards = local_shards(batch, shard.rows_of, self._layout)
             del batch
-            number += 1
+            yield CheckedBatch(to_devices(shards), shard.digest)
+            del shards
 
 
 class _Shard(NamedTuple):
@@ -201,68 +226,20 @@ class _Shard(NamedTuple):
 
 
 class _ShardSampler:
-    """The batch sampler of this worker's rows. ``latest`` is the iteration that was begun last.
+    """The batch sampler of a DataLoader with processes. ``drawn`` has the shards of the batches under way."""
 
-    The next iteration leaves out ``skip`` batches and, if ``seed_due``, begins with the seed that a DataLoader draws
-    then.
-    """
-
-    def __init__(self, loader: DataLoader[Any], workers: Communicator, generator: torch.Generator) -> None:
-        self._loader = loader
-        self._batch_sampler: Any = loader.batch_sampler
-        self._workers = workers
-        self._generator = generator
-        self.seed_due = False
-        self.skip = 0
+    def __init__(self, begin: Callable[[], Iterator[tuple[list[Any], _Shard]]]) -> None:
+        self._begin = begin
+        self.drawn = deque[_Shard]()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # With processes a DataLoader calls this twice as it begins; the seed is drawn after the first time.
-        batches = iter(self._batch_sampler)
-        if self.seed_due:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
-            self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
-            self.seed_due = False
-        self.latest = _ShardIndices(batches, self._workers, self.skip)
-        return self.latest
+        self.drawn = deque[_Shard]()
+        return self._draw(self._begin(), self.drawn)
 
-
-class _ShardIndices:
-    """The indices of this worker's rows, batch after batch, read in the order in which the batches are loaded."""
-
-    def __init__(self, batches: Iterator[Sequence[Any]], workers: Communicator, skip: int) -> None:
-        self._batches = batches
-        self._workers = workers
-        self._skip = skip
-        self._prepared: deque[list[Any]] = deque()
-        self._shards: deque[_Shard] = deque()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self
-
-    def __next__(self) -> list[Any]:
-        if not self._prepared and not self.prepare():
-            raise StopIteration
-        return self._prepared.popleft()
-
-    def prepare(self) -> bool:
-        """Draws the next batch's indices before they are asked for. Returns False if there is no next batch."""
-        while self._skip:
-            self._skip -= 1
-            next(self._batches, None)
-        batch = next(self._batches, None)
-        if batch is None:
-            return False
-        indices = list(batch)
-        rows = local_rows(len(indices), self._workers)
-        own = indices[rows.start : rows.stop]
-        self._shards.append(_Shard(len(own), rows.sizes, index_digest(indices)))
-        # An empty shard still has the structure of the others, which only loading a row can show.
-        self._prepared.append(own or indices[:1])
-        return True
-
-    def loaded(self) -> _Shard:
-        """Returns the shard that the batch loaded last belongs to."""
-        return self._shards.popleft()
+    def _draw(self, begun: Iterator[tuple[list[Any], _Shard]], drawn: deque[_Shard]) -> Iterator[list[Any]]:
+        for indices, shard in begun:
+            drawn.append(shard)
+            yield indices
 
 
 def index_digest(indices: Sequence[Any]) -> int:

@@ -1,6 +1,6 @@
-"""The state of a source's random generators, saved as an iteration begins so that it can be resumed.
+"""The random generators of a source: their states, saved as an iteration begins so that it can be resumed.
 
-A resumed iteration sets it and skips the batches that were used. A source that keeps other state between iterations
+A resumed iteration sets them and skips the batches that were used. A source that keeps other state between iterations
 must derive it from ``set_epoch``.
 """
 
@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.source_random import all_generators, default_state, numpy_state, set_default_state
 from lockstep.errors import DataError
+from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
+from lockstep.replicas.rng.state import own_generator
 
-_DEFAULT = "torch"
+DEFAULT = "torch"
+"""The key of torch's default generator, which belongs to the caller."""
 RandomState = dict[str, Tensor]
 """The name of a generator -> its state. Tensors only, so that a checkpoint can hold it."""
 
@@ -30,7 +33,7 @@ STARTED = "started"
 def random_state(dataset: Any) -> RandomState:
     """Returns the current states of all generators that ``dataset`` may draw from."""
     _, values, spare = random.getstate()
-    state = {_DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
+    state = {DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
     found = numpy_state()
     if found and found["bit_generator"] == "MT19937":
         state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
@@ -52,8 +55,8 @@ def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
         )
     for index, generator in enumerate(generators):
         generator.set_state(state[f"data {index}"])
-    if _DEFAULT in state:
-        set_default_state(state[_DEFAULT])
+    if DEFAULT in state:
+        set_default_state(state[DEFAULT])
     version, _, _ = random.getstate()
     spare = state["python normal"].item()
     random.setstate((version, tuple(state["python"].tolist()), None if math.isnan(spare) else spare))
@@ -66,21 +69,70 @@ def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
 
 def without_default(state: Mapping[str, Tensor]) -> RandomState:
     """Returns the state without that of torch's default generator, which then stays as it is on restoring."""
-    return {name: value for name, value in state.items() if name != _DEFAULT}
-
-
-def begin_again(dataset: Any, random: Mapping[str, Tensor] | None) -> Callable[[], None] | None:
-    """Sets the generators to ``random``, the states at the beginning of an earlier iteration, if given.
-
-    Returns a function to call when the iteration has begun, which gives torch's default generator back to the caller.
-    """
-    if random is None:
-        return None
-    callers = default_state()
-    set_random_state(dataset, random)
-    return partial(set_default_state, callers) if _DEFAULT in random else None
+    return {name: value for name, value in state.items() if name != DEFAULT}
 
 
 def _spare_normal(value: float | None) -> Tensor:
     """Normal numbers are drawn in pairs. This is the second number of a pair, or NaN if none is left over."""
     return torch.tensor(math.nan if value is None else value, dtype=torch.float64)
+
+
+def default_state() -> Tensor:
+    """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
+    with DEFAULT_GENERATOR_LOCK:
+        return torch.default_generator.get_state()
+
+
+def set_default_state(state: Tensor) -> None:
+    """Sets torch's default generator to what ``default_state`` returned."""
+    with DEFAULT_GENERATOR_LOCK:
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
+def borrowed_default(generator: torch.Generator) -> Iterator[None]:
+    """Makes whatever draws from this thread's default generator draw the numbers of ``generator`` instead.
+
+    In a thread that reads ahead, that default is the source's generator; in the consumer's thread it is torch's.
+    """
+    here = own_generator.get()
+    lent = (here() if here is not None else None) or torch.default_generator
+    with DEFAULT_GENERATOR_LOCK:
+        state = lent.get_state()
+        lent.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        with DEFAULT_GENERATOR_LOCK:
+            generator.set_state(lent.get_state())
+            lent.set_state(state)
+
+
+def sampling_generators(dataset: Any) -> list[torch.Generator]:
+    """Returns the generators that decide the order: those of a DataLoader and of its samplers, each once."""
+    if isinstance(dataset, DataLoader):
+        return _held_by(dataset, dataset.sampler, dataset.batch_sampler)
+    return _held_by(dataset) if isinstance(dataset, Sampler) else []
+
+
+def all_generators(dataset: Any) -> list[torch.Generator]:
+    """Returns the generators that decide the order, and those that the dataset itself holds."""
+    if isinstance(dataset, DataLoader):
+        return _held_by(dataset, dataset.sampler, dataset.batch_sampler, dataset.dataset)
+    return _held_by(dataset)
+
+
+def _held_by(*holders: Any) -> list[torch.Generator]:
+    """The generators among the attributes of some objects and of the samplers that they wrap, each once."""
+    found: dict[int, torch.Generator] = {}
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            held = _held_by(value) if isinstance(value, Sampler) else [value]
+            found |= {id(each): each for each in held if isinstance(each, torch.Generator)}
+    return list(found.values())
+
+
+def numpy_state() -> dict[str, Any]:
+    """The state of NumPy's default generator; empty if the program has not imported NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state(legacy=False) if numpy else {}

@@ -77,39 +77,22 @@ def batch_rows(batch: Any) -> int:
     return _rows(map_leaves(_as_tensor, batch))
 
 
-def per_replica_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> Any:
-    """Divides a batch among replicas. Returns the same structure with ``PerReplica`` leaves.
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
+    """Divides some rows of a batch among the local replicas. Returns the same structure with ``PerReplica`` leaves.
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
     lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
 
     Args:
         batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
-        num_replicas: the number of shards.
-        layout: finds the lists of rows; None is a layout for this batch alone.
+        cut: returns the wanted rows, given the number of rows of the batch.
+        layout: finds the lists of rows.
 
     Raises:
         DataError: leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a leaf
             cannot be divided.
     """
-    return local_shards(
-        batch, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, num_replicas)), layout or BatchLayout()
-    )
-
-
-def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
-    """Returns one batch per replica, divided as by ``per_replica_batch``."""
-    divided = per_replica_batch(batch, num_replicas, layout)
-    return [select(divided, replica, num_replicas) for replica in range(num_replicas)]
-
-
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, loaded: int | None = None) -> Any:
-    """Divides some rows of a batch as ``per_replica_batch`` divides all of them.
-
-    ``cut`` returns the wanted rows, given the number of rows of the batch; ``loaded`` is the number of rows that were
-    loaded for it, if known.
-    """
-    tensors = map_leaves(_as_tensor, layout.marked(batch, rows=loaded))
+    tensors = map_leaves(_as_tensor, layout.marked(batch))
     rows = cut(_rows(tensors))
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:
@@ -121,19 +104,28 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
     return map_leaves(divide, tensors)
 
 
+def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
+    """Returns one batch per replica, with all rows divided among them."""
+
+    def cut(rows: int) -> LocalRows:
+        return LocalRows(start=0, sizes=shard_sizes(rows, num_replicas))
+
+    whole = local_shards(batch, cut, layout or BatchLayout())
+    return [select(whole, replica, num_replicas) for replica in range(num_replicas)]
+
+
 def with_no_rows(batch: Any) -> Any:
     """Returns the batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
     return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
-def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout | None = None) -> Any:
+def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout) -> Any:
     """Joins batches that are per-replica already, in replica order, to one structure with ``PerReplica`` leaves.
 
     If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
-    layout = layout or BatchLayout()
     given = [map_leaves(_as_tensor, layout.marked(batch)) for batch in batches]
     empty = with_no_rows(given[0])
     flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]

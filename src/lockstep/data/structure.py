@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
 from lockstep.errors import DataError
@@ -35,8 +35,6 @@ class RowTuple(tuple[T, ...]):
 for _kind in (RowList, RowTuple):
     # So that tree_map in a step goes into them as into the lists and tuples that one device gets.
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
-# So that a worker can read another worker's empty batch with ``weights_only``.
-torch.serialization.add_safe_globals([RowList, RowTuple])
 
 
 def map_leaves(fn: Callable[[str, Any], Any], batch: Any) -> Any:
@@ -88,22 +86,17 @@ def is_sequence(node: Any) -> bool:
 
 
 def _fields(node: Any) -> tuple[str, ...]:
-    """The fields of a named tuple, and none for anything else. A packed sequence is a leaf."""
+    """The fields of a named tuple, and none for anything else. A packed sequence is a leaf, which is refused."""
     if not isinstance(node, tuple) or isinstance(node, PackedSequence):
         return ()
     return getattr(node, "_fields", ())
-
-
-_LAYOUTS = (torch.strided, torch.jagged, torch.sparse_coo, torch.sparse_csr)
 
 
 def rows_of(leaf: Any) -> int | None:
     """Returns the number of rows of a leaf, or None for a value without rows."""
     if isinstance(leaf, Tensor):
         return leaf.size(0) if leaf.ndim else None
-    if isinstance(leaf, (RowList, RowTuple)):
-        return len(leaf)
-    return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else None
+    return len(leaf) if isinstance(leaf, (RowList, RowTuple)) else None
 
 
 def leaf_has_rows(leaf: Any) -> bool:
@@ -122,39 +115,16 @@ def is_plain(leaf: Any) -> bool:
 
 
 def check_layout(name: str, leaf: Tensor) -> None:
-    """Raises a DataError if rows of a tensor cannot be taken: it is neither strided nor nested nor sparse by rows."""
-    if leaf.layout not in _LAYOUTS:
-        raise DataError(
-            f"{name} is a tensor of layout {leaf.layout}, of which no rows can be taken; give it strided, as "
-            "torch.sparse_coo or as torch.sparse_csr"
-        )
+    """Raises a DataError for a tensor of which no rows are taken: a sparse or nested one."""
+    if not is_plain(leaf):
+        kind = "nested" if leaf.is_nested else str(leaf.layout)
+        raise DataError(f"{name} is a tensor of layout {kind}, which cannot be divided; give it dense, or padded")
 
 
 def take_rows(leaf: Any, start: int, size: int) -> Any:
-    """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a strided tensor, else copies.
-
-    Raises DataError if ``size`` is 0 and the leaf is a nested tensor or a packed sequence, which cannot be empty.
-    """
+    """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a tensor."""
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
-    if not size and (isinstance(leaf, PackedSequence) or leaf.is_nested):
-        raise DataError(
-            f"a {'packed sequence' if isinstance(leaf, PackedSequence) else 'nested tensor'} cannot have 0 rows, which "
-            "a replica gets where a batch has fewer rows than there are replicas, or where its worker's data has "
-            "ended; make every batch of at least as many rows (drop_last=True), or give a padded tensor and lengths"
-        )
-    if isinstance(leaf, PackedSequence):
-        padded, lengths = (each[start : start + size] for each in pad_packed_sequence(leaf, batch_first=True))
-        return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=leaf.sorted_indices is None)
-    if leaf.is_nested:
-        return torch.nested.as_nested_tensor(list(leaf.unbind()[start : start + size]), layout=leaf.layout)
-    if leaf.layout is torch.sparse_coo:
-        return torch.narrow_copy(leaf, 0, start, size)
-    if leaf.layout is torch.sparse_csr:
-        ends = leaf.crow_indices()[start : start + size + 1]
-        inner = slice(int(ends[0]), int(ends[-1]))
-        shape = (size, *leaf.shape[1:])
-        return torch.sparse_csr_tensor(ends - ends[0], leaf.col_indices()[inner], leaf.values()[inner], size=shape)
     rows = leaf.narrow(0, start, size)
     # A step may change its shard in place. To autograd, a change of a view is a change of the whole batch, and so of
     # what the other replicas have saved for their backward passes.

@@ -15,7 +15,6 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import tree_map
 from lockstep.collectives.per_replica import PerReplica
@@ -62,8 +61,7 @@ class Transfer:
                 sources.append(driver.pinned(value))
                 sent.copies.append(driver.to_device(sources[-1], device, stream))
                 return sent.copies[-1]
-            is_tensor: Any = isinstance(value, (torch.Tensor, PackedSequence))
-            return value.to(device.torch_device) if is_tensor else value
+            return value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
 
         moved = map_leaves(lambda _, leaf: PerReplica(list(map(move, leaf, self._devices))), batch)
         if sources:

@@ -21,16 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.readers import CheckedBatch, ToDevices
+from lockstep.data.readers import CheckedBatch
+from lockstep.data.resume import default_state, set_default_state
 from lockstep.data.sharding import with_no_rows
-from lockstep.data.source_random import default_state, set_default_state
 from lockstep.data.sources import batches_in
-from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
+from lockstep.data.structure import map_leaves
 from lockstep.errors import ClusterError, DataError
 
 _UNKNOWN = -1
 _BEGIN = "the beginning of an iteration over the data"
-_SENDABLE = (bool, int, float, str, type(None), RowList, RowTuple)
 
 
 class WorkerSync:
@@ -42,8 +41,8 @@ class WorkerSync:
     def begin(self) -> None:
         """Is called when an iteration begins, before the source's own iteration begins."""
 
-    def wrap(self, batches: ClosableIterator[Any], to_devices: ToDevices) -> ClosableIterator[Any]:
-        """Returns the batches as the consumer gets them."""
+    def wrap(self, batches: ClosableIterator[Any], left_out: Any) -> ClosableIterator[Any]:
+        """Returns the batches as the consumer gets them; ``left_out`` is the last one before them, if there was one."""
         return batches
 
     def length(self, own: int | None) -> int | None:
@@ -67,7 +66,7 @@ class SameDataSync(WorkerSync):
     def begin(self) -> None:
         start_together(self._workers, self._dataset, self._generators())
 
-    def wrap(self, batches: ClosableIterator[CheckedBatch], to_devices: ToDevices) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[CheckedBatch], left_out: Any) -> Generator[Any, None, None]:
         taken = 0
         with closing(batches):
             self._workers.set_status(f"the wait for batch {taken} of its data")
@@ -95,9 +94,9 @@ class OwnDataSync(WorkerSync):
         """Returns the length of the longest worker's data when this object was made."""
         return self._longest
 
-    def wrap(self, batches: ClosableIterator[Any], to_devices: ToDevices) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[Any], left_out: Any) -> Generator[Any, None, None]:
         """This worker's batches, then empty batches while other workers still have some."""
-        batch = empty = None
+        batch, empty = None, None if left_out is None else _emptied(left_out)
         ended, taken = False, 0
         with closing(batches):
             while True:
@@ -106,43 +105,22 @@ class OwnDataSync(WorkerSync):
                     batch = next(batches, None)
                     ended = batch is None
                 if batch is not None and empty is None:
-                    empty = map_leaves(lambda _, leaf: PerReplica([with_no_rows(value) for value in leaf]), batch)
+                    empty = _emptied(batch)
                 answers = self._workers.all_gather_numbers(
                     "the next batch of the workers' own data", (not ended, empty is not None)
                 )
                 if not any(has for has, _ in answers):
                     return
-                if not all(knows for _, knows in answers):
-                    sent = self._share_structure(empty, sender=[bool(has) for has, _ in answers].index(True))
-                    empty = to_devices(sent) if empty is None else empty
+                for name, (_, had_one) in zip(self._workers.names, answers, strict=True):
+                    if not had_one:  # so that it could not make an empty one
+                        raise DataError(f"the data of {name} has no batch; give every worker at least one")
                 taken += 1
                 yield empty if ended else batch
                 batch = None  # while the next one is made
 
-    def _share_structure(self, empty: Any, *, sender: int) -> Any:
-        """Returns one worker's empty batch, for the workers that never had a batch. All workers must call it."""
-        own = None
-        if sender == self._workers.index:
-            own = map_leaves(lambda _, leaf: leaf[0], empty)
-            _check_sendable(own)
-        sent = all_gather_object(self._workers, "the structure of a batch", own)[sender]
-        replicas = self._workers.replicas[self._workers.index]
-        return map_leaves(lambda _, leaf: PerReplica([leaf] * replicas), sent)
 
-
-def _check_sendable(node: Any) -> None:
-    """Checks that other workers can read an empty batch, which must not be able to run code there.
-
-    Raises DataError if the batch holds a named tuple, a key or a value that cannot be sent.
-    """
-    if type(node) in (dict, list, tuple):
-        for child in [*node.keys(), *node.values()] if type(node) is dict else node:
-            _check_sendable(child)
-    elif type(node) not in _SENDABLE and not is_plain(node):
-        raise DataError(
-            "a worker has no batch, and the structure of the other workers' batches cannot be sent to it: it has a "
-            f"{type(node).__name__}; make batches of tuples, lists and dicts with dense tensors, numbers and strings"
-        )
+def _emptied(batch: Any) -> Any:
+    return map_leaves(lambda _, leaf: PerReplica([with_no_rows(value) for value in leaf]), batch)
 
 
 def start_together(workers: Communicator, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:
@@ -168,13 +146,12 @@ def _known(length: int | None) -> int:
 
 
 def _check_equal(lengths: Sequence[Sequence[float]], names: Sequence[str]) -> None:
-    units = ("global batches", "examples", "torch.Generators")
-    for unit, values in zip(units, zip(*lengths, strict=True), strict=True):
-        for name, value in zip(names, values, strict=True):
-            if value != values[0]:
+    for name, own in zip(names, lengths, strict=True):
+        for unit, value, chief in zip(("global batches", "examples", "torch.Generators"), own, lengths[0], strict=True):
+            if value != chief:
                 raise ClusterError(
-                    f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(values[0])}; "
-                    'give every worker the same data, or distribute its own with shard="file" or "off"'
+                    f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(chief)}; "
+                    'give every worker the same data, or distribute its own with shard="off"'
                 )
 
 

@@ -18,25 +18,24 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
-from lockstep.launch.guards import handle_sigterm_once, hide_main
+from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
-from lockstep.launch.worker import GUARD_VARIABLE, WorkerPaths
+from lockstep.launch.rendezvous import Rendezvous
+from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
+START_METHOD = "forkserver"
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0
 _LATE_S = 1.0
 
 OnRestart = Callable[[WorkerFailure | None, int], None]
-"""Called before all workers are restarted, with the failure that is the reason and how often it was done.
-
-There is no failure when launchers came or went.
-"""
+"""Called before all workers are restarted, with the failure that is the reason and how often it was done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +58,8 @@ class WorkerSetup(LogsSpecs):
 
     torch's agent asks for the logs of the workers just before it starts them, at every attempt. This is the only place
     where it lets a caller add environment variables for one worker; torch's own class does that here too.
-
-    Args:
-        forwarder: reads the workers' output.
-        resources: environment variables of each worker of this host for its cores and GPUs.
-        folder: the folder of the run.
-        opened_by_agent: whether the agent opens the pipes for the workers; otherwise they open them by their paths.
+    ``resources`` are those variables for cores and GPUs; ``opened_by_agent``: torch's agent opens the pipes, not the
+    workers themselves.
     """
 
     def __init__(
@@ -89,9 +84,13 @@ class WorkerSetup(LogsSpecs):
         outs, errs = {}, {}
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
-            pipes = self._forwarder.open(worker, attempt, named=not self._opened_by_agent)
+            pipes = self._forwarder.open(worker, attempt)
             outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
-            variables.update({**self._resources[local], GUARD_VARIABLE: self._guard.path})
+            variables.update(self._resources[local])
+            if not self._opened_by_agent:
+                variables[OWN_VARIABLE] = " ".join(variables)
+                variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
+            variables[GUARD_VARIABLE] = self._guard.path
         return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
 
     def kill_all(self) -> None:
@@ -140,12 +139,19 @@ class ExitMonitor:
 
 
 class Agent(LocalElasticAgent):
-    """One run of the workers of this host."""
+    """One run of the workers of this host.
 
-    def __init__(
-        self, spec: WorkerSpec, setup: WorkerSetup, *, start_method: str, limits: Limits, on_restart: OnRestart
-    ) -> None:
-        super().__init__(spec, setup, start_method=start_method)
+    Attributes:
+        values: what functions returned, by worker.
+        failure: the first failure of the last attempt; None if none failed.
+        received: the signal that ended the launcher; None if none did.
+    """
+
+    def __init__(self, spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restart: OnRestart) -> None:
+        super().__init__(spec, setup, start_method=START_METHOD)
+        self.values: Mapping[int, Any] = {}
+        self.failure: WorkerFailure | None = None
+        self.received: signal.Signals | None = None
         self._setup = setup
         self._limits = limits
         self._deadline = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
@@ -155,6 +161,40 @@ class Agent(LocalElasticAgent):
         self._was_late = False
         self._ended_ns: dict[int, int] = {}
         self._attempt = -1  # not started yet
+
+    def run_to_end(self, rendezvous: Rendezvous) -> None:
+        """Starts the workers and waits until all have ended; none outlives the call.
+
+        Raises ClusterError if they took longer than the limits allow, or those of another host have failed for good.
+        """
+        with silence_torch_launcher(), restore_signal_handlers():
+            try:
+                result = self.run()
+                if result is not None and result.state == WorkerState.SUCCEEDED:
+                    self.values = result.return_values
+                    rendezvous.finish()  # which raises if the workers of another host have failed
+                elif result is not None:
+                    self.failure = self.first_failure()
+                    if self.failure is None:
+                        raise ClusterError("the workers of this host were ended and none had failed; start them again")
+                    cause = f"worker {self.failure.worker} of {self.num_workers} {self.failure.what}"
+                    rendezvous.give_up(cause, self.pass_exit_barrier)
+            except SignalException as error:
+                self.received = error.sigval
+            finally:
+                self.kill()
+                rendezvous.shutdown()
+
+    @property
+    def exit_code(self) -> int:
+        """The workers' exit code after a signal ended the launcher, as a shell shows it; 0 if none failed.
+
+        It is the first code that a worker chose itself, as ``BackupAndRestore`` does, else that of a signal. 1 comes
+        last, because workers end with it that have lost others.
+        """
+        codes = (code for code in self.exit_codes.values() if code)
+        first = min(codes, key=lambda code: (code == 1, code < 0), default=0)
+        return 128 - first if first < 0 else first
 
     @property
     def num_workers(self) -> int:
@@ -209,8 +249,7 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        failed = worker_group.state != WorkerState.HEALTHY  # else launchers came or went
-        self._on_restart(self.first_failure() if failed else None, self._restarts())
+        self._on_restart(self.first_failure(), self._restarts())
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

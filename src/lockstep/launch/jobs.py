@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
-from lockstep.launch.agent import Agent, Limits, OnRestart, WorkerSetup
+from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.failures import WorkerFailure, read_stacks
-from lockstep.launch.guards import remove_empty_compiler_folder, restore_signal_handlers, silence_torch_launcher
-from lockstep.launch.output import OutputForwarder, StatusCallback, make_sink
+from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
 from lockstep.launch.worker import (
     MODULE,
@@ -37,10 +35,9 @@ from lockstep.launch.worker import (
     serialize_call,
 )
 
-_START_METHOD = "forkserver"
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.launch.worker")
-_FUNCTION_POLL_S, _PROGRAM_POLL_S = 0.02, 0.1
+_POLL_S = 0.05
 _FIRST_SIGNAL_CODE = 128  # exit codes from here on stand for signals
 _LAST_LINES = 10
 
@@ -92,61 +89,6 @@ def _gpus_each(gpus: int, workers: int, gpus_per_worker: int | None) -> int:
     return each
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentResult:
-    """How the workers of this host ended."""
-
-    num_workers: int  # the number of workers on all hosts
-    values: Mapping[int, Any]  # what functions returned, by worker
-    failure: WorkerFailure | None  # the first failure of the last attempt; None if none failed
-    received: signal.Signals | None  # the signal that ended the launcher; None if none did
-    exit_codes: Mapping[int, int | None]  # of all workers of this host, by local rank
-
-    @property
-    def exit_code(self) -> int:
-        """The workers' exit code after a signal ended the launcher, as a shell shows it; 0 if none failed. Pure.
-
-        It is the first code that a worker chose itself, as ``BackupAndRestore`` does, else that of a signal. 1 comes
-        last, because workers end with it that have lost others.
-        """
-        codes = (code for code in self.exit_codes.values() if code)
-        first = min(codes, key=lambda code: (code == 1, code < 0), default=0)
-        return 128 - first if first < 0 else first
-
-
-def run_agent(
-    spec: WorkerSpec, rendezvous: Rendezvous, setup: WorkerSetup, *, limits: Limits, on_restart: OnRestart
-) -> AgentResult:
-    """Starts the workers of this host and waits until all have ended; none outlives the call.
-
-    Raises:
-        ClusterError: they took longer than ``limits`` allow, or those of another host have failed for good.
-    """
-    values: Mapping[int, Any] = {}
-    failure = received = None
-    with silence_torch_launcher(), restore_signal_handlers():
-        agent = Agent(spec, setup, start_method=_START_METHOD, limits=limits, on_restart=on_restart)
-        try:
-            result = agent.run()
-            if result is not None and result.state == WorkerState.SUCCEEDED:
-                values = result.return_values
-                rendezvous.finish()  # which raises if the workers of another host have failed
-            elif result is not None:
-                failure = agent.first_failure()
-                if failure is None:
-                    raise ClusterError("the workers of this host were ended and none had failed; start them again")
-                cause = f"worker {failure.worker} of {agent.num_workers} {failure.what}"
-                rendezvous.give_up(cause, agent.pass_exit_barrier)
-        except SignalException as error:
-            received = error.sigval
-        finally:
-            agent.kill()
-            rendezvous.shutdown()
-    return AgentResult(
-        num_workers=agent.num_workers, values=values, failure=failure, received=received, exit_codes=agent.exit_codes
-    )
-
-
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
     """The traceback of a worker as text: frames cannot be sent to another process."""
 
@@ -186,10 +128,9 @@ class Job:
         rendezvous: Rendezvous,
         setup: WorkerSetup,
         *,
-        poll_s: float,
         on_restart: OnRestart,
-    ) -> AgentResult:
-        """Starts the workers and waits until all have ended."""
+    ) -> Agent:
+        """Starts the workers and waits until all have ended; the agent says how they did."""
         spec = WorkerSpec(
             role="worker",
             local_world_size=setup.workers,
@@ -197,9 +138,11 @@ class Job:
             args=args,
             rdzv_handler=rendezvous,
             max_restarts=self.max_restarts,
-            monitor_interval=poll_s,
+            monitor_interval=_POLL_S,
         )
-        return run_agent(spec, rendezvous, setup, limits=self.limits, on_restart=on_restart)
+        agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
+        agent.run_to_end(rendezvous)
+        return agent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +155,10 @@ class FunctionJob(Job):
     def run(self, fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """See ``lockstep.launch``."""
         resources = self.divide_this_host()
-        with remove_empty_compiler_folder(), tempfile.TemporaryDirectory(prefix="lockstep-") as name:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
             call = FunctionCall(
                 payload=serialize_call(fn, args, kwargs),
                 environment=dict(os.environ),
-                resource_variables=frozenset(resources[0]),
                 folder=Path(name),
                 deadline=None if self.limits.timeout_s is None else time.monotonic() + self.limits.timeout_s,
             )
@@ -232,15 +174,14 @@ class FunctionJob(Job):
             _raise_signal(result.received, result.exit_code)
         return deserialize(result.values[0])
 
-    def _run(self, call: FunctionCall, resources: Resources) -> AgentResult:
+    def _run(self, call: FunctionCall, resources: Resources) -> Agent:
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-        multiprocessing.get_context(_START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
+        multiprocessing.get_context(START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
         rendezvous = Hosts().meet(lambda line: None)
-        with closing(OutputForwarder(call.folder, logs=self.log_dir, sink=make_sink("chief"))) as forwarder:
+        with closing(OutputForwarder(logs=self.log_dir, sink=ChiefOutput())) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
-            poll_s, on_restart = _FUNCTION_POLL_S, lambda failure, restarts: None
-            return self.start(run_function, (call,), rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
+            return self.start(run_function, (call,), rendezvous, setup, on_restart=lambda failure, restarts: None)
 
     def _add_stacks(self, error: ClusterError, folder: Path, workers: int) -> None:
         """Notes where each worker of the last attempt stood when its time was up."""
@@ -310,9 +251,7 @@ class Outcome:
 
     exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
     interrupted: bool = False  # whether Ctrl-C ended them
-    line: str | None = None  # which worker failed first, and where its log is; None if none did
-    last_output: str = ""  # that worker's traceback or its last lines of output; empty if it has been shown already
-    worker: int = 0  # that worker's rank
+    lines: tuple[str, ...] = ()  # the last output of the worker that failed first, if not shown yet; how it failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +261,7 @@ class ProgramJob(Job):
     program: Program
     hosts: Hosts  # the hosts of the job, and how their launchers meet
     logs: Path  # the folder in which each run makes one of its own
-    output: Literal["chief", "all", "none"] = "chief"  # whose output is shown
+    output: Literal["chief", "all"] = "chief"  # whose output is shown
 
     def run(self, on_status: StatusCallback) -> Outcome:
         """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
@@ -333,39 +272,36 @@ class ProgramJob(Job):
         on_status(f"{_describe(resources)}; logs in {folder}/")
         return self._outcome(self._run(rendezvous, resources, folder, on_status), folder)
 
-    def _run(
-        self, rendezvous: Rendezvous, resources: Resources, folder: Path, on_status: StatusCallback
-    ) -> AgentResult:
+    def _run(self, rendezvous: Rendezvous, resources: Resources, folder: Path, on_status: StatusCallback) -> Agent:
         def on_restart(failure: WorkerFailure | None, restarts: int) -> None:
-            if failure is None:
-                on_status("launchers came or went; starting the workers again")
-            else:
-                done = f"{restarts} of {self.max_restarts}"
-                on_status(f"worker {failure.worker} {failure.what}; starting all again ({done})")
+            what = "a worker failed" if failure is None else f"worker {failure.worker} {failure.what}"
+            on_status(f"{what}; starting all again ({restarts} of {self.max_restarts})")
 
-        with closing(OutputForwarder(folder, logs=folder, sink=make_sink(self.output))) as forwarder:
+        sink = AllOutput() if self.output == "all" else ChiefOutput()
+        with closing(OutputForwarder(logs=folder, sink=sink)) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
-            command, poll_s = self.program.command(folder), _PROGRAM_POLL_S
+            command = self.program.command(folder)
             try:
-                return self.start(sys.executable, command, rendezvous, setup, poll_s=poll_s, on_restart=on_restart)
+                return self.start(sys.executable, command, rendezvous, setup, on_restart=on_restart)
             finally:
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
                     path.unlink(missing_ok=True)
 
-    def _outcome(self, result: AgentResult, folder: Path) -> Outcome:
+    def _outcome(self, result: Agent, folder: Path) -> Outcome:
         if result.received is not None:
             return Outcome(exit_code=result.exit_code, interrupted=result.received == signal.SIGINT)
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
-        shown = self.output == "all" or (self.output == "chief" and failure.worker == 0)
-        return Outcome(
-            exit_code=failure.shell_code,
-            line=f"worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}",
-            last_output="" if shown else _last_output(failure, log),
-            worker=failure.worker,
-        )
+        line = f"error: worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}"
+        shown = self.output == "all" or failure.worker == 0
+        if not shown and (last_output := _last_output(failure, log).rstrip("\n")):
+            return Outcome(
+                exit_code=failure.shell_code,
+                lines=(f"the last output of worker {failure.worker}:\n{last_output}", line),
+            )
+        return Outcome(exit_code=failure.shell_code, lines=(line,))
 
 
 def _describe(resources: Resources) -> str:

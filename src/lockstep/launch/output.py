@@ -2,7 +2,7 @@
 
 worker 1: stdout --> pipe ---+                             +--> worker-1.log   stdout and stderr in the order they came
                              +--> OutputForwarder (thread) +
-worker 1: stderr --> pipe ---+                             +--> OutputSink: the terminal, a notebook, nothing
+worker 1: stderr --> pipe ---+                             +--> ChiefOutput or AllOutput: the terminal, a notebook
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import select
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,22 +37,11 @@ def complain(line: str) -> None:
             sys.stderr.flush()
 
 
-class OutputSink(ABC):
-    """Takes the workers' output. No method may raise: the workers would block on pipes that nobody reads."""
+class Terminal:
+    """Shows workers' output on this process's standard output and error. No method raises.
 
-    @abstractmethod
-    def write(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Takes what a worker has just printed; a line may come in pieces. Called in the forwarder's thread."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Called when nothing more will come."""
-
-
-class _Terminal:
-    """This process's standard output and error. ``write`` never raises.
-
-    After a first failure nothing more is written to that stream, and one line says why.
+    After a first failure nothing more is written to that stream, and one line says why: the workers would otherwise
+    block on pipes that nobody reads.
     """
 
     def __init__(self) -> None:
@@ -61,10 +49,18 @@ class _Terminal:
         self._broken: set[Stream] = set()
 
     def write(self, stream: Stream, text: str) -> None:
+        """Writes and flushes. A character that the stream cannot encode is escaped."""
+        to = self._to[stream]
         if stream in self._broken or not text:
             return
         try:
-            _write(self._to[stream], text)
+            if to is None:
+                raise ValueError("this process has none")
+            try:
+                to.write(text)
+            except UnicodeEncodeError as error:
+                to.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            to.flush()
         except Exception as error:  # noqa: BLE001 - a notebook's or a user's stream may raise anything
             self._broken.add(stream)
             complain(
@@ -73,51 +69,32 @@ class _Terminal:
             )
 
 
-def _write(to: TextIO | None, text: str) -> None:
-    """Writes and flushes. A character that the stream cannot encode is escaped."""
-    if to is None:
-        raise ValueError("this process has none")
-    try:
-        to.write(text)
-    except UnicodeEncodeError as error:
-        to.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-    to.flush()
-
-
-class _NoOutput(OutputSink):
-    """Shows nothing; the log files have it."""
-
-    def write(self, worker: int, stream: Stream, data: bytes) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _ChiefOutput(OutputSink):
+class ChiefOutput:
     """Shows the chief's output as it comes, so that progress bars work."""
 
     def __init__(self) -> None:
-        self._terminal = _Terminal()
+        self._terminal = Terminal()
         make = codecs.getincrementaldecoder("utf-8")
         self._decoders = {"out": make("replace"), "err": make("replace")}  # a character may come in two pieces
 
     def write(self, worker: int, stream: Stream, data: bytes) -> None:
+        """Takes what a worker has just printed; a line may come in pieces."""
         if worker == 0:
             self._terminal.write(stream, self._decoders[stream].decode(data))
 
     def finish(self) -> None:
-        pass
+        """Called when nothing more will come."""
 
 
-class _AllOutput(OutputSink):
+class AllOutput:
     """Shows whole lines of all workers, each after its worker's rank; of a progress bar, only the last state."""
 
     def __init__(self) -> None:
-        self._terminal = _Terminal()
+        self._terminal = Terminal()
         self._partial: dict[tuple[int, Stream], bytes] = {}
 
     def write(self, worker: int, stream: Stream, data: bytes) -> None:
+        """Takes what a worker has just printed."""
         *lines, rest = (self._partial.pop((worker, stream), b"") + data).split(b"\n")
         for line in lines:
             self._write_line(worker, stream, line)
@@ -125,18 +102,13 @@ class _AllOutput(OutputSink):
             self._partial[worker, stream] = rest
 
     def finish(self) -> None:
+        """Shows the lines that have no end."""
         for (worker, stream), line in self._partial.items():
             self._write_line(worker, stream, line)
 
     def _write_line(self, worker: int, stream: Stream, line: bytes) -> None:
         shown = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self._terminal.write(stream, f"[{worker}] {shown}\n")
-
-
-def make_sink(output: Literal["chief", "all", "none"]) -> OutputSink:
-    """The sink for a choice of ``--output``."""
-    sinks: dict[str, type[OutputSink]] = {"chief": _ChiefOutput, "all": _AllOutput, "none": _NoOutput}
-    return sinks[output]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +121,11 @@ class _Source:
 class OutputForwarder:
     """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended.
 
-    Named pipes are made in ``folder``, log files in ``logs``; None keeps none. ``sink`` shows the output.
+    Log files are made in ``logs``; None keeps none. ``sink`` shows the output.
     """
 
-    def __init__(self, folder: Path, *, logs: Path | None, sink: OutputSink) -> None:
-        self._folder, self._logs, self._sink = folder, logs, sink
+    def __init__(self, *, logs: Path | None, sink: ChiefOutput | AllOutput) -> None:
+        self._logs, self._sink = logs, sink
         self._incomplete_logs: set[BinaryIO] = set()
         self._sources: dict[int, _Source] = {}  # by reading end
         self._writing_ends: list[int] = []  # held open, so that no pipe is at its end while it is read
@@ -163,19 +135,16 @@ class OutputForwarder:
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
         self._thread.start()
 
-    def open(self, worker: int, attempt: int, *, named: bool) -> dict[Stream, str]:
-        """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing.
-
-        ``named``: the worker opens them by their paths; otherwise this process opens them and hands them over.
-        """
-        files = WorkerPaths(self._folder, worker, attempt)
+    def open(self, worker: int, attempt: int) -> dict[Stream, str]:
+        """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing."""
         log = None
         if self._logs is not None:
             log = WorkerPaths(self._logs, worker, attempt).log.open("ab", buffering=0)
             self._files.append(log)
         paths: dict[Stream, str] = {}
         for stream in STREAMS:
-            reading, writing, paths[stream] = _named_pipe(files.file(stream)) if named else _pipe()
+            reading, writing = os.pipe()
+            paths[stream] = f"/proc/{os.getpid()}/fd/{writing}"  # for any process of this user
             os.set_blocking(reading, False)
             with self._lock:
                 self._writing_ends.append(writing)
@@ -238,15 +207,3 @@ class OutputForwarder:
             if log not in self._incomplete_logs:
                 self._incomplete_logs.add(log)
                 complain(f"the log {log.name} lacks some of what its worker printed ({error}); the workers go on")
-
-
-def _pipe() -> tuple[int, int, str]:
-    reading, writing = os.pipe()
-    return reading, writing, f"/dev/fd/{writing}"
-
-
-def _named_pipe(path: Path) -> tuple[int, int, str]:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path, 0o600)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    return reading, os.open(path, os.O_WRONLY), str(path)

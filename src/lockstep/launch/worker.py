@@ -29,37 +29,24 @@ from lockstep.parent_death import die_with
 
 GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 """The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
+OUTPUT_VARIABLE = "LOCKSTEP_OUTPUT"
+"""The environment variable with the paths of the pipes for a function's standard output and error."""
+OWN_VARIABLE = "LOCKSTEP_OWN_VARIABLES"
+"""The environment variable with the names of those that the launcher sets for each worker."""
 
 
-@dataclass(frozen=True)
 class WorkerPaths:
-    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts."""
+    """The files of one attempt of one worker: "worker-1.log", and "worker-1.attempt-2.log" after two restarts.
 
-    folder: Path
-    worker: int  # the worker's rank among the workers of all hosts
-    attempt: int  # how often the workers had been restarted
+    ``failure`` is the ``FailureRecord`` that the worker writes, ``error`` its pickled exception, ``stacks`` what its
+    threads were doing when its time was up.
+    """
 
-    @property
-    def log(self) -> Path:
-        return self.file("log")
-
-    @property
-    def failure(self) -> Path:
-        """The ``FailureRecord`` that the worker writes."""
-        return self.file("failure.json")
-
-    @property
-    def error(self) -> Path:
-        return self.file("failure.pickle")
-
-    @property
-    def stacks(self) -> Path:
-        """What the worker's threads were doing when its time was up."""
-        return self.file("stacks.txt")
-
-    def file(self, suffix: str) -> Path:
-        stem = f"worker-{self.worker}" if self.attempt == 0 else f"worker-{self.worker}.attempt-{self.attempt}"
-        return self.folder / f"{stem}.{suffix}"
+    def __init__(self, folder: Path, worker: int, attempt: int) -> None:
+        self.worker = worker
+        stem = f"worker-{worker}" if attempt == 0 else f"worker-{worker}.attempt-{attempt}"
+        self.log, self.failure = folder / f"{stem}.log", folder / f"{stem}.failure.json"
+        self.error, self.stacks = folder / f"{stem}.failure.pickle", folder / f"{stem}.stacks.txt"
 
 
 def semaphore_prefix(folder: Path) -> str:
@@ -70,14 +57,6 @@ def semaphore_prefix(folder: Path) -> str:
 MODULE, SCRIPT = "module", "script"
 _EXIT_LIMIT_S = 3.0  # for the interpreter after a program has failed; torch's groups wait for half an hour
 _HIDDEN = (__file__, runpy.__file__ or "", "<frozen runpy>")
-# What torch's agent sets for every worker.
-_AGENT_VARIABLES = frozenset(
-    {
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
-        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +66,7 @@ class FunctionCall:
     payload: bytes  # the serialized function, arguments and keyword arguments
     # the launcher's environment; the process that a worker was forked from may have an older one
     environment: Mapping[str, str]
-    resource_variables: frozenset[str]  # the names of the variables for a worker's cores and GPUs
-    folder: Path  # where workers write down how they failed, and where their pipes are
+    folder: Path  # where workers write down how they failed
     deadline: float | None = None  # when their time is up, on the clock of ``time.monotonic``; None for no limit
 
 
@@ -102,14 +80,20 @@ def run_function(call: FunctionCall) -> bytes | None:
     # What the function starts is started as in any program: a DataLoader's processes took 6 s in place of 0.3 when they
     # were started in the way that this one was, because they import torch anew.
     multiprocessing.set_start_method(None, force=True)
+    _redirect_output(os.environ[OUTPUT_VARIABLE].split())
     _take_environment(call)
     paths = _paths(call.folder)
-    _redirect_output(paths)
     try:
         fn, args, kwargs = deserialize(call.payload)
         with dump_stacks_near(call.deadline, paths.stacks):
             result = fn(*args, **kwargs)
-        return _serialize_result(result) if paths.worker == 0 else None
+        if paths.worker != 0:
+            return None
+        try:
+            return serialize(result)
+        except Exception as error:
+            error.add_note("the chief's result could not be sent to the launcher; return something that can be pickled")
+            raise
     except BaseException as error:  # noqa: BLE001 - whatever the function raises; the launcher raises it again
         FailureRecord.of(error, hide=(__file__,)).write(paths.failure)
         try:
@@ -152,17 +136,12 @@ def main() -> None:
 
 
 class _ExitHandler:
-    """What a worker does last, after all exit handlers of the program.
+    """What a worker does last, after all exit handlers of the program: it destroys torch's process groups.
 
-    It destroys torch's process groups if the program has left that to the end of the process, as most do. A thread of
-    gloo that still holds a tensor when the interpreter ends aborts the process: 8 of 50 processes that had just summed
-    a tensor ended with SIGABRT though their work was done, and none of 40 that had destroyed their groups.
-
+    A thread of gloo that still holds a tensor when the interpreter ends aborts the process: 8 of 50 processes that had
+    just summed a tensor ended with SIGABRT though their work was done, and none of 40 that had destroyed their groups.
     Destroying a group waits for its operations in flight. After a failure the others may never take part in those, so
     the process only gets a time limit.
-
-    Attributes:
-        failed: whether the program failed.
     """
 
     def __init__(self) -> None:
@@ -185,8 +164,7 @@ def _paths(folder: Path) -> WorkerPaths:
 
 def _take_environment(call: FunctionCall) -> None:
     """Takes the launcher's environment, with the variables of this worker that the agent has set."""
-    own = _AGENT_VARIABLES | call.resource_variables
-    given = {name: value for name, value in os.environ.items() if name in own}
+    given = {name: os.environ[name] for name in os.environ[OWN_VARIABLE].split()}
     os.environ.clear()
     os.environ.update({**call.environment, **given})
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
@@ -196,22 +174,14 @@ def _take_environment(call: FunctionCall) -> None:
         torch.set_num_threads(int(threads))  # OpenMP is loaded and no longer reads its variable
 
 
-def _redirect_output(paths: WorkerPaths) -> None:
+def _redirect_output(pipes: list[str]) -> None:
     """Sends standard output and error into this worker's pipes, also what is written without Python's streams."""
-    for descriptor, stream in ((1, "out"), (2, "err")):
-        pipe = os.open(paths.file(stream), os.O_WRONLY)
+    for descriptor, path in enumerate(pipes, start=1):
+        pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, descriptor)
         os.close(pipe)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _serialize_result(result: object) -> bytes:
-    try:
-        return serialize(result)
-    except Exception as error:
-        error.add_note("the chief's result could not be sent to the launcher; return something that can be pickled")
-        raise
 
 
 def serialize_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:

@@ -51,7 +51,7 @@ class JobStatus:
     """Whether the job goes on, as this worker knows it. The first failure report is kept for good."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._failure: FailureReport | None = None
         self._callbacks: list[Callable[[ClusterError], None]] = []
 
@@ -62,35 +62,27 @@ class JobStatus:
 
     def fail(self, report: FailureReport, *, notify: bool = True) -> FailureReport:
         """Keeps the report and calls the subscribers, unless there is one already. Returns the one that is kept."""
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 return self._failure
             self._failure = report
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        if notify:
-            for callback in callbacks:
-                callback(report.error())
+        self._ended.set()
+        for callback in callbacks if notify else ():
+            callback(report.error())
         return report
 
     def subscribe(self, callback: Callable[[ClusterError], None]) -> None:
         """Has ``callback`` called once when the job fails, or now if it has failed. It must not raise."""
-        with self._changed:
+        with self._lock:
             if (report := self._failure) is None:
                 self._callbacks.append(callback)
                 return
         callback(report.error())
 
-    def wake(self) -> None:
-        """Ends every ``wait`` now."""
-        with self._changed:
-            self._changed.notify_all()
-
     def wait(self, timeout_s: float) -> None:
-        """Waits until the job fails, ``wake`` is called, or the time is over."""
-        with self._changed:
-            if self._failure is None:
-                self._changed.wait(timeout_s)
+        """Waits until the job fails, or the time is over."""
+        self._ended.wait(timeout_s)
 
 
 def describe_exception(name: str, error: BaseException, status: str) -> str:

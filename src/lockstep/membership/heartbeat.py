@@ -20,16 +20,10 @@ from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import MESSAGE_LENGTH, FailureReport, JobStatus, describe_loss
 from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read
 
-_BEATS_TO_LOSS = 15
-_BEATS_TO_SPREAD = 3
-_SHORTEST_BEAT_S = 0.1
-_QUICK_BEATS = 4
-_QUICK_LEAST_S = 1.0
-
+_BEATS_TO_LOSS, _BEATS_TO_SPREAD, _SHORTEST_BEAT_S = 15, 3, 0.1
+_QUICK_BEATS, _QUICK_LEAST_S = 4, 1.0
 _CLOSE_TIMEOUT_S = 10.0
-_LINGER_BEATS = 3
-_LINGER_LEAST_S = 1.0
-_LINGER_POLL_S = 0.02
+_LINGER_BEATS, _LINGER_LEAST_S, _LINGER_POLL_S = 3, 1.0, 0.02
 
 # A place in gloo's source, and its advice to the author of the program.
 _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*")
@@ -64,10 +58,7 @@ class _Peer:
 
 
 class Peers:
-    """The last heartbeat of every worker and when it came. Times are in seconds on the caller's clock.
-
-    ``own`` is the rank of this worker, which is never silent to itself; -1 for none.
-    """
+    """The last heartbeat of every worker, ``own`` among them, and when it came, in seconds on the caller's clock."""
 
     def __init__(self, count: int, own: int, now_s: float) -> None:
         self._peers = [_Peer(Heartbeat(), heard_s=now_s) for _ in range(count)]
@@ -91,19 +82,11 @@ class Peers:
         """Whether a worker has said that it ends."""
         return self._peers[rank].ended_s is not None
 
-    def silent(self, now_s: float, patience_s: float) -> dict[int, float]:
-        """The workers that have not ended and were silent for more than ``patience_s``, and for how long."""
-        silences = {rank: now_s - peer.heard_s for rank, peer in self._others.items() if peer.ended_s is None}
-        return {rank: silence_s for rank, silence_s in silences.items() if silence_s > patience_s}
-
-    def longest_silent(self, now_s: float, patience_s: float) -> int | None:
-        """The one of ``silent`` that has been silent longest."""
-        silent = self.silent(now_s, patience_s)
-        return max(silent, key=lambda rank: silent[rank], default=None)
-
-    def silence_s(self, rank: int, now_s: float) -> float:
-        """For how long a worker has been silent."""
-        return now_s - self._peers[rank].heard_s
+    def longest_silent(self, now_s: float, patience_s: float) -> tuple[int, float] | None:
+        """The worker that was silent longest, of those that go on, and for how long, if longer than ``patience_s``."""
+        silences = [(now_s - peer.heard_s, rank) for rank, peer in self._others.items() if peer.ended_s is None]
+        silence_s, rank = max(silences, default=(0.0, -1))
+        return (rank, silence_s) if silence_s > patience_s else None
 
     def status(self, rank: int) -> str:
         """What a worker was doing at its last heartbeat."""
@@ -125,10 +108,9 @@ class Peers:
 
 
 class ActiveClock:
-    """Seconds in which this process ran: a time in which it, or its machine, was stopped does not count.
+    """Seconds in which this process ran: at most ``longest_step_s`` counts between two calls of ``advance``.
 
-    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost. At most
-    ``longest_step_s`` counts between two calls of ``advance``.
+    Otherwise a worker that was stopped for a minute and then goes on would take all others for lost.
     """
 
     def __init__(self, longest_step_s: float) -> None:
@@ -148,19 +130,18 @@ class WorkerEndedError(ClusterError):
 
 
 class _Exchange(NamedTuple):
-    """What one exchange with the store read, and whether it wrote that this worker knows of an end."""
+    """What one exchange with the store read."""
 
     failure: str
     heartbeats: tuple[Heartbeat, ...]
-    acknowledged: bool
+    acknowledged: bool  # whether it wrote that this worker knows of an end
 
 
 class HeartbeatMonitor:
     """Sends this worker's heartbeat and watches all others'. It closes the client of the store in the end.
 
     ``names`` are the workers' names in messages, in rank order; ``launcher`` is that of the launcher that serves the
-    store, None if worker 0 serves it. ``job`` says whether the job goes on, ``peers`` what was heard of the others.
-    ``status``, what this worker is doing, goes out with the next heartbeat.
+    store, None if worker 0 serves it. ``status``, what this worker is doing, goes out with the next heartbeat.
     """
 
     def __init__(
@@ -245,7 +226,6 @@ class HeartbeatMonitor:
         try:
             while not self._closing.is_set():
                 self._beat()
-                self.job.wake()
                 self._closing.wait(self._beat_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody would notice a lost worker any more
             reason = f"the heartbeat of {self._names[self._rank]} failed with {type(error).__name__}: {error}"
@@ -297,9 +277,10 @@ class HeartbeatMonitor:
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
         elif (lost := self.peers.longest_silent(now_s, patience_s)) is not None:
-            how = f"no heartbeat for {self.peers.silence_s(lost, now_s):.1f} s"
-            reason = describe_loss(self._names[lost], how, self.peers.status(lost))
-            report = FailureReport(worker=lost, reporter=self._rank, reason=reason)
+            rank, silence_s = lost
+            how = f"no heartbeat for {silence_s:.1f} s"
+            reason = describe_loss(self._names[rank], how, self.peers.status(rank))
+            report = FailureReport(worker=rank, reporter=self._rank, reason=reason)
             self.job.fail(self._publish(report, self._beat_s))
 
     def _lose_store(self, how: str) -> None:

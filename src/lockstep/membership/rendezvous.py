@@ -148,12 +148,7 @@ class JoinResult(NamedTuple):
 
 
 def join_job(
-    spec: ClusterSpec,
-    *,
-    timeout_s: float,
-    lost_after_s: float,
-    info: Mapping[str, int],
-    report: Callable[[str], None],
+    spec: ClusterSpec, *, timeout_s: float, lost_after_s: float, info: Mapping[str, int], report: Callable[[str], None]
 ) -> JoinResult:
     """Waits until all workers of the job are there. ``report`` takes lines about who is still missing.
 
@@ -227,7 +222,7 @@ class _Rendezvous:
             workers = (
                 self._gather() if self._own == 0 else self._repeat(self._poll, "start it, or look at what it does")
             )
-            return workers, StoreKeys.of_run(self._spec, self._run), self._address, self._client
+            return workers, StoreKeys(self._spec, self._run), self._address, self._client
         except BaseException:
             self._client.close()
             raise
@@ -262,7 +257,7 @@ class _Rendezvous:
                 self._run = self._call(self._open_run)
                 infos = self._repeat(self._poll_ranks, "start them all, or look at why they ended")
             complete = json.dumps([asdict(info) for info in infos])
-            self._call(lambda store: store.set(StoreKeys.of_run(self._spec, self._run).complete, complete))
+            self._call(lambda store: store.set(StoreKeys(self._spec, self._run).complete, complete))
         except (StoreBrokenError, StoreSilentError):
             raise
         except BaseException as error:
@@ -274,7 +269,7 @@ class _Rendezvous:
         """Opens a run, which has keys of its own: a launcher's store may have seen others."""
         before = read(store, run_key(self._spec))
         run = str(int(before or "0") + 1)
-        keys = StoreKeys.of_run(self._spec, run)
+        keys = StoreKeys(self._spec, run)
         store.set(keys.rank(0), self._info.to_json())
         if store.compare_set(run_key(self._spec), before, run).decode() != run:
             raise StoreBrokenError("another process opens the job at the same moment")
@@ -283,7 +278,7 @@ class _Rendezvous:
     def _poll_ranks(self, store: Store) -> tuple[WorkerInfo, ...] | str:
         if read(store, run_key(self._spec)) != self._run:
             raise ClusterError(f"another process is {self._spec.name(0)} too; give every process its own index")
-        keys = StoreKeys.of_run(self._spec, self._run)
+        keys = StoreKeys(self._spec, self._run)
         missing = [rank for rank in range(self._spec.num_workers) if not store.check([keys.rank(rank)])]
         present = [keys.rank(rank) for rank in range(self._spec.num_workers) if rank not in missing]
         infos = tuple(map(WorkerInfo.from_json, store.multi_get(present)))
@@ -298,7 +293,7 @@ class _Rendezvous:
         reason = str(error)
         if not isinstance(error, ClusterError):
             reason = describe_exception(self._spec.name(0), error, "the rendezvous")
-        report, keys = FailureReport(worker=0, reporter=0, reason=reason), StoreKeys.of_run(self._spec, self._run)
+        report, keys = FailureReport(worker=0, reporter=0, reason=reason), StoreKeys(self._spec, self._run)
         try:
             self._client.call(lambda store: keys.write_failure(store, report), _ANSWER_TIMEOUT_S)
         except (StoreBrokenError, StoreSilentError):
@@ -312,7 +307,7 @@ class _Rendezvous:
         own, run = self._own, read(store, run_key(self._spec))
         if not run:
             raise StoreBrokenError(_NOT_OPENED)
-        keys = StoreKeys.of_run(self._spec, run)
+        keys = StoreKeys(self._spec, run)
         complete, failure = read(store, keys.complete), read(store, keys.failure)
         if not self._run and (complete or failure):
             goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(own))).ended

@@ -48,7 +48,6 @@ class UnknownHostError(ClusterError):
     """The name of the host where the store is to be served cannot be looked up now."""
 
 
-@dataclass(frozen=True)
 class StoreKeys:
     """The keys of one run of a job.
 
@@ -58,20 +57,9 @@ class StoreKeys:
     PREFIX/failure           the ``FailureReport``, if the run ended early; the first one is kept
     """
 
-    prefix: str
-
-    @classmethod
-    def of_run(cls, spec: ClusterSpec, run: str) -> StoreKeys:
-        """The keys of a run of this attempt of the job."""
-        return cls(f"lockstep/{spec.job_id}/{spec.attempt}/{run}")
-
-    @property
-    def complete(self) -> str:
-        return f"{self.prefix}/complete"
-
-    @property
-    def failure(self) -> str:
-        return f"{self.prefix}/failure"
+    def __init__(self, spec: ClusterSpec, run: str) -> None:
+        self.prefix = f"lockstep/{spec.job_id}/{spec.attempt}/{run}"
+        self.complete, self.failure = f"{self.prefix}/complete", f"{self.prefix}/failure"
 
     def rank(self, rank: int) -> str:
         return f"{self.prefix}/rank/{rank}"

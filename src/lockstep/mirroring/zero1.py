@@ -107,25 +107,17 @@ def _taken(left: int, size: int, *, cut: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingGroup:
-    """The workers among whom the state is sharded.
-
-    Args:
-        workers: workers that hold the same weights; each keeps the state of a shard of them.
-        stream: the connection among them, for this optimizer's shards alone.
-        window_bytes: how much is sent at a time, by all together.
-        kinds: for each parameter, its kind: parameters of one kind are divided separately.
-    """
+    """The workers that hold the same weights, each of which keeps the state of a shard of them."""
 
     workers: Communicator
-    stream: ProcessGroup
-    window_bytes: int
-    kinds: Sequence[Hashable]
+    stream: ProcessGroup  # for this optimizer's shards alone
+    window_bytes: int  # how much is sent at a time, by all together
+    kinds: Sequence[Hashable]  # of each parameter; those of one kind are divided separately
 
     def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
         """Writes the owners' values into every worker's ``flats``. All workers must call it.
 
-        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers,
-        which have this worker's own values. Pieces of other parameters are left out.
+        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers.
         """
         present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
         longest = max(sum(piece.size for piece in own) for own in present)
@@ -161,8 +153,6 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 State = MutableMapping[Any, dict[str, Any]]
 """An optimizer's state: by parameter, by name."""
-_Described = Mapping[int, Mapping[str, tuple[Any, str]]]
-"""By number of a parameter, by name: a value that all its elements have in common, or the dtype of a tensor of them."""
 
 
 class ShardedOptimizer:
@@ -221,21 +211,28 @@ class ShardedOptimizer:
     @torch.no_grad()
     def whole(self, state: State) -> dict[torch.Tensor, dict[str, Any]]:
         """The state as an unsharded optimizer has it, from that of the pieces, in new tensors. A collective."""
-        described = self._gather_descriptions(state)
-        found = {number: {name: value for name, (value, _) in values.items()} for number, values in described.items()}
-        sharded = {(name, dtype) for values in described.values() for name, (_, dtype) in values.items() if dtype}
-        for name, dtype in sorted(sharded):
-            numbers = [number for number, values in described.items() if values.get(name, (None, ""))[1] == dtype]
-            flats = {
-                number: torch.empty(each.numel(), dtype=getattr(torch, dtype), device=each.device)
-                for number, each in ((number, self._parameters[number]) for number in numbers)
-            }
-            for piece, part in self._pieces():
-                if piece.parameter in flats:
-                    flats[piece.parameter][piece.start : piece.stop] = state[part][name].reshape(-1)
-            self._sharing.fill(self.shares, flats, "the exchange of the optimizer's state")
-            for number in numbers:
-                found[number][name] = flats[number].view(self._parameters[number].shape)
+        own = [
+            (
+                piece.parameter,
+                piece.start,
+                [_is_elementwise(value, part) for value in state[part].values()],
+                state[part],
+            )
+            for whole in self._parameters
+            for piece, part in self._own[id(whole)]
+            if part in state
+        ]
+        found: dict[int, dict[str, Any]] = {}
+        for theirs in all_gather_object(self._sharing.workers, "the optimizer's state", own):
+            for number, start, elementwise, values in theirs:
+                whole, into = self._parameters[number], found.setdefault(number, {})
+                for sharded, (name, value) in zip(elementwise, values.items(), strict=True):
+                    if not sharded:
+                        into[name] = value
+                        continue
+                    if name not in into:
+                        into[name] = torch.empty(whole.shape, dtype=value.dtype, device=whole.device)
+                    into[name].view(-1)[start : start + value.numel()] = value.reshape(-1).to(whole.device)
         return {self._parameters[number]: found[number] for number in sorted(found)}
 
     @torch.no_grad()
@@ -251,19 +248,6 @@ class ShardedOptimizer:
                     for name, value in values.items()
                 }
 
-    def _gather_descriptions(self, state: State) -> _Described:
-        own = {
-            piece.parameter: {name: _described(value, part) for name, value in state[part].items()}
-            for piece, part in self._pieces()
-            if part in state
-        }
-        every = all_gather_object(self._sharing.workers, "the optimizer's state", own)
-        return {number: values for theirs in every for number, values in theirs.items()}
-
-    def _pieces(self) -> Iterator[tuple[Piece, nn.Parameter]]:
-        for whole in self._parameters:
-            yield from self._own[id(whole)]
-
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor.reshape(-1)[piece.start : piece.stop]
@@ -272,8 +256,3 @@ def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
     """Whether every element of the parameter has its own value; all have the count of steps in common."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
-
-
-def _described(value: Any, parameter: torch.Tensor) -> tuple[Any, str]:
-    elementwise = _is_elementwise(value, parameter)
-    return (None, str(value.dtype).removeprefix("torch.")) if elementwise else (value, "")

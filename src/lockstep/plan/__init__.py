@@ -4,7 +4,6 @@ shapes    a model as numbers              software  what is assumed of the train
 hardware  devices, links, collectives     layout    degrees, schedule, what each pipeline worker gets
 memory, cost                              what a layout needs, and how long its step takes
 search    all layouts, ranked: begin reading at ``plan``
-measure   this machine's figures instead of published ones; the only module that computes with tensors
 """
 
 from lockstep.plan.search import Choices, Plan, plan

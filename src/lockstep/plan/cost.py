@@ -39,7 +39,6 @@ class Prediction:
     data_s: float  # the part of the gradient exchange that does not overlap with a backward pass
     update_s: float  # the optimizer
     model_flops: float  # operations of the step that the model itself needs, over all devices
-    hardware_flops: float  # the same with recomputation, as Narayanan et al. count
 
     @property
     def step_s(self) -> float:
@@ -49,11 +48,6 @@ class Prediction:
     def bubble(self) -> float:
         """Fraction of the pipeline's time that a worker waits: (S-1)/(M+S-1) for equal stages in 1F1B."""
         return self.bubble_s / (self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s)
-
-    @property
-    def hardware_tflops(self) -> float:
-        """TFLOP/s per device, recomputation included."""
-        return self.hardware_flops / self.step_s / self.layout.devices / 1e12
 
     @property
     def model_tflops(self) -> float:
@@ -71,13 +65,12 @@ class Work:
 
 
 class _Rates:
-    """What a device reaches: FLOP/s, and bytes per second of copies and of a layer's elementwise operations."""
+    """What a device reaches: FLOP/s, and bytes per second."""
 
     def __init__(self, device: DeviceKind, software: Software) -> None:
         constants, precision = software.constants, software.precision
         self.flops = device.peak(precision.format) * constants.matmul
         self.bandwidth = device.bandwidth * constants.memory
-        self.elementwise = self.bandwidth * constants.passes
         self.value = precision.activation
 
     def product(self, m: float, n: float, k: float, count: float = 1) -> float:
@@ -104,7 +97,7 @@ def _layer_work(
         + rates.product(tokens, inner * (2 if shape.gated else 1), h)
         + rates.product(tokens, h, inner)
     )
-    elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.elementwise
+    elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.bandwidth
     scores, scores_backward = _attention(shape, sequences, tensor, rates, software)
     launch = _LAYER_OPERATIONS * constants.launch_us * 1e-6
     return Work(
@@ -139,10 +132,10 @@ def _attention(
     s, width, count = shape.sequence, shape.head_width, sequences * shape.heads / tensor
     if software.fused_attention:
         # Scores stay on the chip; the backward pass recomputes them (FlashAttention, arXiv 2205.14135).
-        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.elementwise
+        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.bandwidth
         return forward, 2.5 * forward
     products = rates.product(s, s, width, count) + rates.product(s, width, s, count)
-    between = count * s * s * (4 * rates.value + 1) / rates.elementwise
+    between = count * s * s * (4 * rates.value + 1) / rates.bandwidth
     return products + between, 2 * products + software.constants.backward_passes * between
 
 
@@ -152,7 +145,7 @@ def _head_work(shape: ModelShape, sequences: int, tensor: int, device: DeviceKin
     rates = _Rates(device, software)
     tokens = shape.sequence * sequences * shape.predicted
     product = rates.product(tokens, shape.vocabulary / tensor, shape.hidden)
-    loss = tokens * shape.vocabulary / tensor * _LOSS_BYTES / rates.elementwise / 2
+    loss = tokens * shape.vocabulary / tensor * _LOSS_BYTES / rates.bandwidth / 2
     return Work(forward=product + loss, backward=2 * product + loss, weights=product)
 
 
@@ -160,7 +153,7 @@ def _head_work(shape: ModelShape, sequences: int, tensor: int, device: DeviceKin
 def _embedding_work(shape: ModelShape, sequences: int, device: DeviceKind, software: Software) -> Work:
     """The look-up, and adding its gradients."""
     rates = _Rates(device, software)
-    lookup = shape.sequence * sequences * shape.hidden * 4 * rates.value / rates.elementwise
+    lookup = shape.sequence * sequences * shape.hidden * 4 * rates.value / rates.bandwidth
     return Work(forward=lookup, backward=2 * lookup, weights=lookup)
 
 
@@ -233,7 +226,6 @@ def predict(
     compute = microbatches * (slowest.total - slowest.tensor)
     sends = cost.sends()
     parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
-    model_flops, hardware_flops = cost.flops()
     return Prediction(
         layout=layout,
         memory=estimate_memory(shape, layout, software),
@@ -243,8 +235,7 @@ def predict(
         bubble_s=cost.bubble(workers[0], slowest, sends) if layout.pipeline > 1 else 0.0,
         data_s=cost.gradient_exchange(parameters, compute / microbatches),
         update_s=_update_seconds(parameters, layout, device, software),
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
+        model_flops=cost.flops(),
     )
 
 
@@ -327,12 +318,9 @@ class _StepCost:
             return during + after
         return max(during - overlapped, self.software.constants.unhidden * during) + after
 
-    def flops(self) -> tuple[float, float]:
-        """Operations of the model, and those with recomputation; 72 and 96 B s l h^2 (1 + ...) for a GPT."""
-        shape, layout = self.shape, self.layout
-        tokens = layout.batch * shape.sequence
-        scores = 4 * shape.sequence * shape.hidden
-        layers = tokens * shape.layers * (2 * shape.layer_matrices + scores)
-        head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
-        model = 3 * (layers + head)
-        return model, model + layers * (layout.activation_checkpointing == "full")
+    def flops(self) -> float:
+        """Operations of the model without recomputation: 72 B s l h^2 (1 + ...) for a GPT."""
+        shape = self.shape
+        layers = shape.layers * (2 * shape.layer_matrices + 4 * shape.sequence * shape.hidden)
+        head = shape.predicted * 2 * shape.hidden * shape.vocabulary
+        return 3 * self.layout.batch * shape.sequence * (layers + head)

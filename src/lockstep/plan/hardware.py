@@ -29,7 +29,7 @@ class DeviceKind:
     inside: str  # name of the link between such devices in one host
     between: str  # name of each device's link to other hosts
     per_host: int = 8  # devices in a usual host
-    source: str  # where the figures are published, or "measured"
+    source: str  # where the figures are published
 
     @property
     def memory(self) -> float:
@@ -76,7 +76,7 @@ _CPU = DeviceKind(
     inside="memory",
     between="ethernet-10",
     per_host=1,
-    source="Intel ARK, Xeon Platinum 8380, one socket; use --measure for another",
+    source="Intel ARK, Xeon Platinum 8380, one socket",
 )
 DEVICE_KINDS: Mapping[str, DeviceKind] = {
     name: DeviceKind(
@@ -92,11 +92,28 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
 } | {"cpu": _CPU}
 
 
-def device_kind(name: str) -> DeviceKind:
-    """The device called ``name``, in any case; raises ConfigError if it is unknown."""
-    kind = DEVICE_KINDS.get(name.lower().replace("_", "-"))
+def device_kind(text: str) -> DeviceKind:
+    """A known device, in any case, or one by its figures: GiB, GB/s and half-precision TFLOP/s, such as ``48,864,362``.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    numbers = re.fullmatch(r"(\d+(?:\.\d+)?),(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", text)
+    if numbers and all(map(float, numbers.groups())):
+        memory, bandwidth, peak = map(float, numbers.groups())
+        return DeviceKind(
+            name=text,
+            memory_gib=memory,
+            bandwidth_gb_s=bandwidth,
+            peak_tflops={"bf16": peak, "fp16": peak},
+            inside="pcie4",
+            between="ethernet-10",
+            source="given",
+        )
+    kind = DEVICE_KINDS.get(text.lower().replace("_", "-"))
     if kind is None:
-        raise ConfigError(f"the device kind {name!r} is not known; choose one of {', '.join(DEVICE_KINDS)}")
+        known = ", ".join(DEVICE_KINDS)
+        raise ConfigError(f"the device kind {text!r} is not known; choose one of {known}, or write GiB,GB/s,TFLOP/s")
     return kind
 
 
@@ -164,13 +181,8 @@ class Network:
 def ring_seconds(bytes: float, size: int, stride: int, network: Network, efficiency: float, start_s: float) -> float:
     """The time of one reduce-scatter or all-gather of a tensor of ``bytes``; an all-reduce takes twice as long.
 
-    Args:
-        bytes: of the whole tensor.
-        size: number of devices.
-        stride: how far apart their ranks are; ranks fill one host after another.
-        network: their links.
-        efficiency: the fraction of a link's bandwidth that is reached.
-        start_s: start-up time of a collective.
+    The ranks of the ``size`` devices are ``stride`` apart and fill one host after another. ``efficiency`` of a link's
+    bandwidth is reached, and a collective takes ``start_s`` to start.
     """
     if size == 1:
         return 0.0

@@ -61,9 +61,6 @@ class Constants:
     # separately, so small and narrow products come out slower.
     matmul: float = 0.80
     memory: float = 0.80  # of the memory bandwidth
-    # of ``memory``, in a layer's norms, activations and dropout. A GPU is bound by memory, a CPU by their arithmetic
-    # and by dropout's random numbers, which --measure times.
-    passes: float = 1.0
     link: float = 0.78  # of a link, in collectives: 232 of 300 GB/s on eight A100 (NVIDIA/nccl-tests, issue 175)
     launch_us: float = 6.0  # time of an operation that is too small to keep the device busy, in microseconds
     start_us: float = 8.4  # start-up time of a collective in microseconds (NCCL, src/graph/tuning.cc, ring, simple)

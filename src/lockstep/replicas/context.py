@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,8 +46,7 @@ def refuse_in_replica(method: str) -> None:
 class ReplicaContext:
     """One replica's view of one ``strategy.run``.
 
-    The collectives must be called by every replica, in the same order; otherwise all of them get a
-    ``CollectiveError`` that says which replica waits where.
+    Every replica must call the same collectives in the same order; otherwise all of them get a ``CollectiveError``.
 
     Attributes:
         strategy: the strategy that runs this replica.
@@ -117,10 +115,6 @@ class ReplicaContext:
         Every replica must call it, with its own arguments. ``fn`` gets those of all replicas: a PerReplica of them, or
         the bare argument where it is the same for all (see ``strategy.run``). Each replica gets the result, with its
         own value in place of each PerReplica.
-
-        Raises:
-            TypeError: ``fn`` does not take the strategy and these arguments.
-            UsageError: the replicas gave different numbers of arguments.
         """
         given = (tuple(args), dict(kwargs or {}))
         result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self.strategy, all_given))
@@ -129,7 +123,7 @@ class ReplicaContext:
     def meet(self, name: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """The primitive under all collectives: the last local replica to arrive runs ``combine`` on all values.
 
-        Every replica must call it with the same ``name``. All get the same result object. ``combine`` runs in
+        Every replica must call it with the same ``name``, and gets the same result object. ``combine`` runs in
         cross-replica context, so that nothing in it depends on which replica was last.
         """
 
@@ -163,25 +157,9 @@ def _call_merged(
     try:
         with strategy.changes_spread():
             return fn(strategy, *args, **kwargs)
-    except TypeError:
-        _check_takes(fn, strategy, args, kwargs)
-        raise
-
-
-def _check_takes(fn: Callable[..., Any], strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises a TypeError that explains, if ``fn`` cannot be called so. Functions without a signature pass."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(strategy, *args, **kwargs)
     except TypeError as error:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(
-            f"merge_call calls {name}(strategy, *args, **kwargs), as TensorFlow does, here with {len(args)} args and "
-            f"{len(kwargs)} kwargs; {name} takes {signature} ({error}). Give it a first parameter for the strategy"
-        ) from None
+        error.add_note("merge_call calls fn(strategy, *args, **kwargs), as TensorFlow does")
+        raise
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
-from lockstep.replicas.cpu.openmp_team import CallerOpenMPTeam
+from lockstep.replicas.cpu.openmp_team import end_openmp_team, end_teams_before_forks
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
@@ -100,8 +100,7 @@ class IssuePolicy:
 def core_shares(devices: Sequence[LogicalDevice], cores: int) -> tuple[int, ...]:
     """Each replica's intra-op threads: an equal part of the cores for the CPU's replicas, at least one.
 
-    The share follows from the layout alone. torch adds up large tensors in a different order with another number of
-    threads, so a share that changed while running would change the numbers.
+    By the layout alone: torch adds up large tensors in a different order with another number of threads.
     """
     on_cpu = sum(device.kind == "CPU" for device in devices)
     return tuple(max(1, cores // on_cpu) if device.kind == "CPU" else 1 for device in devices)
@@ -125,7 +124,7 @@ class ReplicaRunner:
     Args:
         devices: one logical device per replica.
         seed: the seed of all replicas' random numbers.
-        timeout_s: how many seconds a replica waits in one collective.
+        timeout_s: how long a replica waits in one collective.
         first_replica: the number of the first of them among the replicas of all workers.
         failing: called with the error of a failed run at once, before its other replicas have stopped.
     """
@@ -160,7 +159,8 @@ class ReplicaRunner:
         if any(device.kind == "CPU" for device in devices):
             keep_freed_memory()
         patch_default_generator()
-        self._caller_team = CallerOpenMPTeam(shares)
+        end_teams_before_forks()
+        self._has_teams = max(shares, default=1) > 1
         self._stopped: ReplicaBarrier | None = None
         self._current: ReplicaBarrier | None = None
         self._one_run = threading.Lock()
@@ -183,8 +183,6 @@ class ReplicaRunner:
 
         Raises:
             BaseException: the first failing replica's own exception, with the replica and device as a note.
-            CollectiveError: the replicas did not meet at the same collective.
-            UsageError: the strategy is closed, belongs to another process, or is called in its own ``merge_call``.
         """
         self._threads.check_process()
         if self._threads.closed:
@@ -199,19 +197,18 @@ class ReplicaRunner:
             if self._stopped is not None and self._stopped.missing:
                 missing = ", ".join(self._stopped.missing)
                 raise ReplicaError(f"{missing} never stopped after an earlier error; make a new strategy")
-            self._caller_team.end()
+            if self._has_teams:
+                end_openmp_team()
             began = time.perf_counter()
             run = _Run(self._names, self._timeout_s, self._streams, caller)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
+                self._complete(run, strategy, bodies, self._slots(fn, rows))
             took = time.perf_counter() - began
-            self._caller_team.record(took)
-            if not caller.one_at_a_time:
-                for policy in self._policies.values():
-                    policy.record(fn, took)
+            for policy in self._policies.values():
+                policy.record(fn, took)
         return run.results
 
     def _complete(
@@ -254,9 +251,8 @@ class ReplicaRunner:
     def close(self) -> None:
         self._threads.close()
 
-    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
-        one = IssueGate(1)
-        gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[IssueSlot]:
+        gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
@@ -309,7 +305,6 @@ class _Run:
                     caller.applied(),
                     random,
                     in_context(context),
-                    caller.modes_applied(),
                     slot.naming_device(),
                 ):
                     result = body()

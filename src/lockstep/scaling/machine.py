@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -41,10 +42,6 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this runs on, now."""
-    try:
-        transformers = version("transformers")
-    except PackageNotFoundError:
-        transformers = _UNKNOWN
     return Machine(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
@@ -52,7 +49,7 @@ def this_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         torch=torch.__version__,
-        transformers=transformers,
+        transformers=importlib.metadata.version("transformers") if find_spec("transformers") else _UNKNOWN,
         commit=commit_of(Path(__file__).parents[1]),
         load=os.getloadavg()[0],
     )
@@ -60,18 +57,16 @@ def this_machine() -> Machine:
 
 def commit_of(folder: Path) -> str:
     """The commit checked out around ``folder``; "unknown" outside a checkout or without git."""
-    commit = _git(folder, "rev-parse", "--short=10", "HEAD")
-    if commit is None:
-        return _UNKNOWN
-    return f"{commit} and local changes" if _git(folder, "status", "--porcelain", "--", ".") else commit
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (("rev-parse", "--short=10", "HEAD"), ("status", "--porcelain", "--", "."))
+        )
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+        return _UNKNOWN
+    return f"{commit} and local changes" if changes else commit
 
 
 def _processor() -> str:

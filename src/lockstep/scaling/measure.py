@@ -1,7 +1,6 @@
 """Trains a recipe on one configuration and times its steps: what a fresh process of a scaling run does.
 
-The step is that of ``Model.fit``: the sum of the shard's losses is back-propagated, and the update divides the summed
-gradients once by the summed count. Reading a clock takes at most 0.2 us, so on a CPU the timed steps also give the
+The step is that of ``Model.fit``. Reading a clock takes at most 0.2 us, so on a CPU the timed steps also give the
 parts. A GPU computes asynchronously; there the parts come from further steps, in which every replica waits for its
 stream after each part.
 """
@@ -9,7 +8,7 @@ stream after each part.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -129,21 +128,6 @@ class Lap:
     examples: int
     result: StepResult
 
-    @property
-    def loss(self) -> float:
-        """Over the examples of all replicas. Waits for the GPU."""
-        total, count = float(self.result.total), float(self.result.count)
-        return total / count if count else float("nan")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaStep:
-    """What a replica's step returns."""
-
-    marks: ReplicaMarks
-    rows: int
-    result: StepResult
-
 
 def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
     """Trains ``warm_up`` steps of one epoch, then times ``timed_steps`` from the start of the next.
@@ -151,9 +135,17 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
     Raises:
         DataError: an epoch holds less than one global batch.
     """
-    training = Training(strategy, work)
-    with closing(training.laps(epoch=0, settle=False)) as laps:
-        warm = list(islice(laps, warm_up))
+    train: Batches = strategy.distribute_dataset(work.train)
+    module = strategy.mirror(work.module, sync_batchnorm=work.sync_batchnorm).train()
+    optimizer = strategy.mirror(work.make_optimizer(module.parameters()))
+    step = partial(train_shard, work, module, optimizer)
+
+    def laps(epoch: int, number: int, *, settle: bool = False) -> list[Lap]:
+        """``settle``: whether every replica waits for its GPU after each part of the step."""
+        with closing(_batches(train, epoch)) as batches:
+            return list(islice(_laps(strategy, step, optimizer, batches, settle), number))
+
+    warm = laps(0, warm_up)
     if len(work.train) == 1 and warm[0].examples < batch_size:
         raise DataError(
             f"an epoch has {warm[0].examples} examples, fewer than one global batch of {batch_size}; "
@@ -161,20 +153,18 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
         )
     _wait_for_gpus(strategy)
     started_s = time.perf_counter()
-    with closing(training.laps(epoch=1, settle=False)) as laps:
-        timed = profiled = list(islice(laps, timed_steps))
-        _wait_for_gpus(strategy)
-        timed_s = time.perf_counter() - started_s
-    if strategy.devices[0].kind == "GPU":
-        with closing(training.laps(epoch=2, settle=True)) as laps:
-            profiled = list(islice(laps, GPU_PROFILED_STEPS))
+    timed = laps(1, timed_steps)
+    _wait_for_gpus(strategy)
+    timed_s = time.perf_counter() - started_s
+    profiled = laps(2, GPU_PROFILED_STEPS, settle=True) if strategy.devices[0].kind == "GPU" else timed
+    total, counted = float(timed[-1].result.total), float(timed[-1].result.count)
     return Record(
         step_ms=tuple(lap.times.step for lap in timed),
         parts=tuple(lap.times for lap in profiled),
         timed_s=timed_s,
         examples=sum(lap.examples for lap in timed),
         steps_an_epoch=len(work.train),
-        loss=timed[-1].loss,
+        loss=total / counted if counted else float("nan"),
         source=work.source,
     )
 
@@ -185,50 +175,30 @@ def _wait_for_gpus(strategy: Strategy) -> None:
             torch.cuda.synchronize(device.torch_device)
 
 
-class Training:
-    """A recipe's module, optimizer and data on a strategy."""
+def _batches(train: Batches, first: int) -> Generator[Any, None, None]:
+    for epoch in count(first):
+        train.set_epoch(epoch)
+        yield from train
 
-    def __init__(self, strategy: Strategy, work: Work) -> None:
-        self._strategy = strategy
-        self._train: Batches = strategy.distribute_dataset(work.train)
-        module = strategy.mirror(work.module, sync_batchnorm=work.sync_batchnorm).train()
-        self._optimizer = strategy.mirror(work.make_optimizer(module.parameters()))
-        self._step = partial(train_shard, work, module, self._optimizer)
 
-    def laps(self, *, epoch: int, settle: bool) -> Generator[Lap, None, None]:
-        """Trains one step for every lap that is taken, from the start of ``epoch`` on. Close the generator.
-
-        ``settle``: whether every replica waits for its GPU after each part of the step.
-        """
-        asked_s = time.perf_counter()
-        with closing(self._batches(epoch)) as batches:
-            for batch in batches:
-                given_s = time.perf_counter()
-                returned = self._strategy.local_results(self._strategy.run(self._step, (batch, settle)))
-                ended_s = time.perf_counter()
-                yield self._lap(asked_s, given_s, ended_s, returned)
-                asked_s = ended_s
-
-    def _batches(self, first: int) -> Generator[Any, None, None]:
-        for epoch in count(first):
-            self._train.set_epoch(epoch)
-            yield from self._train
-
-    def _lap(self, asked_s: float, given_s: float, ended_s: float, returned: tuple[ReplicaStep, ...]) -> Lap:
-        times = step_times(
-            asked_s=asked_s,
-            given_s=given_s,
-            ended_s=ended_s,
-            replicas=[step.marks for step in returned],
-            updates=self._optimizer.times,
-        )
-        return Lap(times=times, examples=sum(step.rows for step in returned), result=returned[0].result)
+def _laps(
+    strategy: Strategy, step: Callable[..., Any], optimizer: MirroredOptimizer, batches: Iterator[Any], settle: bool
+) -> Iterator[Lap]:
+    """Trains one step for every lap that is taken."""
+    asked_s = time.perf_counter()
+    for batch in batches:
+        given_s = time.perf_counter()
+        marks, rows, results = zip(*strategy.local_results(strategy.run(step, (batch, settle))), strict=True)
+        ended_s = time.perf_counter()
+        times = step_times(asked_s=asked_s, given_s=given_s, ended_s=ended_s, replicas=marks, updates=optimizer.times)
+        yield Lap(times=times, examples=sum(rows), result=results[0])
+        asked_s = ended_s
 
 
 def train_shard(
     work: Work, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, settle: bool
-) -> ReplicaStep:
-    """Forward, backward and update of one replica. Every replica must call it."""
+) -> tuple[ReplicaMarks, int, StepResult]:
+    """Forward, backward and update of one replica; also returns its number of rows. Every replica must call it."""
     context, rows = get_replica_context(), batch_rows(item)
     if context is None:
         raise UsageError("a step was called outside a replica; call it through strategy.run")
@@ -248,7 +218,7 @@ def train_shard(
     backward_s = _now(settle)
     result = optimizer.update(context, totals=Totals(total, counted))
     marks = ReplicaMarks(began_s=began_s, forward_s=forward_s, backward_s=backward_s, settled_s=_now(settle))
-    return ReplicaStep(marks=marks, rows=rows, result=result)
+    return marks, rows, result
 
 
 def _now(settle: bool) -> float:

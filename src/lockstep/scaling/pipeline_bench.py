@@ -44,31 +44,23 @@ class PipelineSettings:
         schedules: their names.
         workers: processes that divide its layers.
         microbatches: parts of a batch.
-        rows: sequences in a microbatch.
-        sequence: tokens in a sequence.
         layers: encoder layers.
         hidden: width of a token's vector, a multiple of 32.
-        vocabulary: tokens that have an embedding.
         steps: timed steps of a trial.
-        warm_up: steps before them, at least 1.
         rounds: how often each schedule is measured, in turn with the others.
     """
 
     schedules: tuple[ScheduleName, ...] = SCHEDULES
     workers: int = 2
     microbatches: int = 8
-    rows: int = 8
-    sequence: int = 64
     layers: int = 8
     hidden: int = 256
-    vocabulary: int = 512
     steps: int = 6
-    warm_up: int = 2
     rounds: int = 3
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 2)
-        for name in ("rows", "sequence", "layers", "hidden", "vocabulary", "steps", "warm_up", "rounds"):
+        for name in ("layers", "hidden", "steps", "rounds"):
             at_least(name, getattr(self, name), 1)
         if self.hidden % _HEAD:
             raise ConfigError(f"hidden={self.hidden} is no multiple of {_HEAD}, the width of a head; give one")
@@ -83,7 +75,9 @@ class PipelineSettings:
         return choose_pipeline_config(schedule, self.microbatches, self.workers)
 
 
-_HEAD = 32
+_HEAD = 32  # width of a head
+_ROWS, _SEQUENCE, _VOCABULARY = 8, 64, 512  # of a microbatch
+_WARM_UP = 2  # steps
 
 
 def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
@@ -123,10 +117,10 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         model.compile(_optimizer, _loss)
         sharded: Any = model.module
         record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
-        tokens = torch.randint(settings.vocabulary, (settings.rows * settings.microbatches, settings.sequence))
+        tokens = torch.randint(_VOCABULARY, (_ROWS * settings.microbatches, _SEQUENCE))
         batch = ({"input_ids": tokens}, tokens)
-        model.fit([batch] * (settings.warm_up + settings.steps), epochs=1, callbacks=[record], verbose=0)
-    return steps[settings.warm_up :]
+        model.fit([batch] * (_WARM_UP + settings.steps), epochs=1, callbacks=[record], verbose=0)
+    return steps[_WARM_UP:]
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -141,12 +135,12 @@ def _bert(settings: PipelineSettings) -> nn.Module:
     transformers = require("transformers", "transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.BertConfig(
-        vocab_size=settings.vocabulary,
+        vocab_size=_VOCABULARY,
         hidden_size=settings.hidden,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.hidden // _HEAD,
         intermediate_size=4 * settings.hidden,
-        max_position_embeddings=settings.sequence,
+        max_position_embeddings=_SEQUENCE,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -273,9 +267,12 @@ def render_markdown(result: PipelineResult, picture: str) -> str:
     settings = result.settings
     facts = [
         *result.machine.facts,
-        *((name, str(getattr(settings, name))) for name in ("workers", "microbatches", "rows", "sequence")),
-        ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {settings.vocabulary}, fp32"),
-        ("measured", f"{settings.rounds} rounds of {settings.warm_up} steps of warm-up, then {settings.steps} timed"),
+        ("model", f"BERT, {settings.layers} layers of width {settings.hidden}, vocabulary {_VOCABULARY}, fp32"),
+        (
+            "pipeline",
+            f"{settings.workers} workers, {settings.microbatches} microbatches of {_ROWS} x {_SEQUENCE}",
+        ),
+        ("measured", f"{settings.rounds} rounds of {_WARM_UP} steps of warm-up, then {settings.steps} timed"),
     ]
     parts = [
         f"# Schedules of a pipeline, {result.date}",

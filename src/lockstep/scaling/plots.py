@@ -56,15 +56,12 @@ def _legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
 
 
 def draw_scaling(rows: Sequence[Row]) -> str:
-    """Throughput, the parts of a step and, from three numbers of replicas on, the speed-up."""
-    several = len({row.configuration.replicas for row in rows}) > 2
-    heights = [*([2.6] if several else []), *[0.25 * len(rows) + 0.8] * 2]
+    """The speed-up by replicas, and the parts of a step."""
+    heights = [2.6, 0.25 * len(rows) + 0.8]
     with _figure(7.4, sum(heights) + 0.8) as (figure, svg):
-        axes = list(figure.subplots(len(heights), 1, height_ratios=heights))
-        if several:
-            _plot_speed_up(axes.pop(0), rows)
-        _plot_throughput(axes[0], rows)
-        _plot_parts(axes[1], rows)
+        speed_up, parts = figure.subplots(2, 1, height_ratios=heights)
+        _plot_speed_up(speed_up, rows)
+        _plot_parts(parts, rows)
         return svg()
 
 
@@ -80,18 +77,6 @@ def _plot_speed_up(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("replicas", color=_GREY)
     _style(axes, "Speed-up over 1 device")
     axes.legend(frameon=False, labelcolor=_GREY)
-
-
-def _plot_throughput(axes: Any, rows: Sequence[Row]) -> None:
-    """Bars, and as a dashed line what as much hardware could give."""
-    bars = axes.barh([row.configuration.name for row in rows], [row.examples_per_s for row in rows], color=_BLUE)
-    axes.bar_label(bars, fmt="{:,.1f}", padding=4, color=_GREY)
-    ideal = [rows[0].examples_per_s * row.configuration.hardware for row in rows]
-    places = range(len(rows))
-    axes.vlines(ideal, [place - 0.45 for place in places], [place + 0.45 for place in places], _GREY, "dashed")
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    _style(axes, "Examples a second")
 
 
 def _plot_parts(axes: Any, rows: Sequence[Row]) -> None:

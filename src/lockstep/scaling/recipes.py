@@ -49,7 +49,6 @@ class Recipe:
     config: type[Any]  # its dataclass, which has a ``batch_size``
     title: Callable[[Any], str]  # from a config to what is trained, in words
     build: Callable[[Any], Work]
-    notes: tuple[str, ...] = ()  # what a reader of its tables should know
     # Fields of the config that the measurement sets or does not use, and that are therefore no flags.
     fixed: frozenset[str] = frozenset({"batch_size", "epochs", "patience", "precision", "accumulate", "clip_norm"})
 
@@ -104,17 +103,7 @@ def _mlm_title(config: MlmConfig) -> str:
     return f"masked language model, BERT ({size}), sequences of at most {config.sequence_length} tokens, Adam, fp32"
 
 
-_DECODED_BEFORE = (
-    "The images are decoded once, before the first step, so decoding is not part of the times; input is cropping, "
-    "augmenting and dividing batches, which runs ahead of the steps."
-)
-_OWN_STATISTICS = (
-    "Batch norm takes its statistics over each replica's shard, so losses differ between layouts of the same batch; "
-    "--sync-batchnorm takes them over the global batch, and its exchange is then part of forward and backward."
-)
 RECIPES: Mapping[str, Recipe] = {
-    "images": Recipe(
-        name="images", config=ImagesConfig, title=_images_title, build=_images, notes=(_DECODED_BEFORE, _OWN_STATISTICS)
-    ),
+    "images": Recipe(name="images", config=ImagesConfig, title=_images_title, build=_images),
     "mlm": Recipe(name="mlm", config=MlmConfig, title=_mlm_title, build=_mlm),
 }

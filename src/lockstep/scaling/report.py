@@ -17,7 +17,6 @@ from lockstep.extras import require
 from lockstep.report import text_table
 from lockstep.scaling.measure import GPU_PROFILED_STEPS, PARTS
 from lockstep.scaling.plots import draw_scaling
-from lockstep.scaling.recipes import find_recipe
 from lockstep.scaling.runner import Row, ScalingResult
 
 ROW_HEADINGS = (
@@ -82,7 +81,7 @@ def render_page(result: ScalingResult) -> str:
         plots=draw_scaling(rows),
         facts=_facts(result),
         definitions=list(_DEFINITIONS.items()),
-        notes=[*find_recipe(result.recipe).notes, *([] if result.hardware.on_cpu else [_ON_GPUS])],
+        notes=[] if result.hardware.on_cpu else [_ON_GPUS],
     )
     return page
 

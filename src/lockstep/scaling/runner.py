@@ -29,17 +29,6 @@ _SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What a fresh process measures. It is pickled, so it is plain data."""
-
-    recipe: str
-    config: Any  # config of the recipe
-    devices: str  # logical devices, in the notation of ``--devices``
-    configuration: Configuration
-    settings: ScalingSettings
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One measurement of a configuration, in a round counted from 0."""
 
@@ -52,24 +41,29 @@ Progress = Callable[[Sample, int, int], None]
 """Called with each sample, the number of samples so far, and the number to come in all."""
 
 
-def run_trial(trial: Trial) -> Record:
+def run_trial(
+    recipe: str, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings
+) -> Record:
     """Measures in a fresh process; raises the LockstepError that the measurement raised, or else a ClusterError."""
+    arguments = (recipe, config, devices, configuration, settings)
     try:
-        return ls.launch(_measure, workers=1, args=(trial,), timeout_s=TRIAL_LIMIT_S)
+        return ls.launch(_measure, workers=1, args=arguments, timeout_s=TRIAL_LIMIT_S)
     except ClusterError as failure:
         error = failure.__cause__ if isinstance(failure.__cause__, LockstepError) else failure
-        raise type(error)(f"{error} (while measuring {trial.configuration.name!r})") from None
+        raise type(error)(f"{error} (while measuring {configuration.name!r})") from None
 
 
-def _measure(trial: Trial) -> Record:
-    configuration, settings = trial.configuration, trial.settings
+def _measure(recipe: str, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings) -> Record:
     torch.manual_seed(_SEED)
     if configuration.cores is not None:
         torch.set_num_threads(configuration.cores)
-    devices = apply_device_request(parse_device_request(trial.devices))
-    work = build_work(trial.recipe, trial.config, configuration.batch_size)
+    # All cores as one device are divided in no other way.
+    logical = apply_device_request(
+        parse_device_request("cpu:1" if configuration.layout == "whole machine" else devices)
+    )
+    work = build_work(recipe, config, configuration.batch_size)
     timed_steps = min(settings.steps, len(work.train))
-    with closing(ls.MirroredStrategy(devices[: configuration.replicas], seed=_SEED)) as strategy:
+    with closing(ls.MirroredStrategy(logical[: configuration.replicas], seed=_SEED)) as strategy:
         batch_size, warm_up = configuration.batch_size, settings.warm_up
         return measure(strategy, work, batch_size=batch_size, warm_up=warm_up, timed_steps=timed_steps)
 
@@ -156,13 +150,7 @@ def measure_scaling(
 ) -> ScalingResult:
     """Measures a recipe on one device and on several.
 
-    Args:
-        recipe: its name.
-        config: its config; the batch size in it is not used.
-        settings: how to measure.
-        devices: in the notation of ``--devices``, for the fresh processes.
-        logical: the logical devices that it means.
-        progress: called with each sample.
+    The batch size in ``config`` is not used. ``logical``: the devices that ``devices`` means, as in ``--devices``.
 
     Raises:
         ConfigError: the settings do not fit the devices.
@@ -174,14 +162,8 @@ def measure_scaling(
     samples: list[Sample] = []
     for index in range(settings.rounds):
         for configuration in configurations:
-            trial = Trial(
-                recipe=recipe,
-                config=config,
-                devices="cpu:1" if configuration.layout == "whole machine" else devices,
-                configuration=configuration,
-                settings=settings,
-            )
-            samples.append(Sample(configuration=configuration, round=index, record=run_trial(trial)))
+            record = run_trial(recipe, config, devices, configuration, settings)
+            samples.append(Sample(configuration=configuration, round=index, record=record))
             progress(samples[-1], len(samples), settings.rounds * len(configurations))
     return ScalingResult(
         recipe=recipe,

@@ -239,7 +239,16 @@ def _explain_rest(
             )
     elif rest.kind in ("loss", "gradient"):
         best = next((fit for fit in step.fits if runner.is_rounding(fit.residuals)), None)
-        found = _not_additive(runner, comparison, step, interventions) if best is None else _fit_finding(best, step)
+        if best is not None:
+            found = _fit_finding(best, step)
+        elif rest.kind == "loss":  # the outputs are equal, the losses are not
+            left = min((_left(fit.residuals) for fit in step.fits), default=1.0)
+            found = Finding(
+                cause="loss not per example",
+                description="the outputs agree row by row, yet the shards' losses do not add up to the batch's",
+                tested=f"no factors for the {replicas} replicas' gradients give the one replica's: what is left is "
+                f"{left:.2g} of the largest gradient, at best",
+            )
     elif rest.kind in ("weight changed before update", "weight changed after update"):
         when = "between an update and the next run" if "after" in rest.kind else "in a step before its update"
         found = Finding(
@@ -282,31 +291,6 @@ def _fit_finding(fit: GradientFit, step: StepComparison) -> Finding:
         which = "one factor" if fit.kind == "uniform" else "a factor of each replica's own"
         description = f"the replicas' gradients, added up, are the one replica's but for {which}"
     return Finding(cause=cause, description=description, tested=tested)
-
-
-def _not_additive(
-    runner: ExperimentRunner, comparison: Comparison, step: StepComparison, interventions: Interventions
-) -> Finding | None:
-    """No factors fit. If each replica's gradient is that of one device on its rows, the losses do not add up."""
-    replicas, tried = len(comparison.start.devices), []
-    # After an update, one shard alone would have made other weights, so only the first step can be tested.
-    for replica in sorted({0, replicas - 1}) if step.step == 1 else ():
-        alone = runner.compare_shard(interventions, replica, replicas).step(1)
-        if alone.batch.verdict != "same":  # the batch did not come through the arguments, so it could not be cut
-            continue
-        gradients = [each for each in alone.differences if each.kind == "gradient"]
-        scaled = [fit.residuals for fit in alone.fits if fit.kind == "uniform"]
-        if not any(runner.is_rounding(left) for left in [gradients, *scaled]):
-            return None
-        tried.append(f"replica {replica}")
-    best = min((_left(fit.residuals) for fit in step.fits), default=1.0)
-    alone_too = f"; {' and '.join(tried)} alone: the gradients are those of one device on the same rows"
-    return Finding(
-        cause="loss not per example",
-        description="the module's outputs agree row by row, yet the losses of the shards do not add up to the batch's",
-        tested=f"no factors for the {replicas} replicas' gradients give the one replica's: what is left is {best:.2g} "
-        f"of the largest gradient, at best{alone_too if tried else ''}",
-    )
 
 
 def _is_one_number(losses: Sequence[float]) -> bool:

@@ -62,7 +62,6 @@ class Interventions:
     sync_batch_norm: bool = False  # take batch statistics over the global batch
     hold_weights: bool = False  # before each run, restore the parameters to their values after the last update
     shards: int = 1  # if above 1, the single replica calls its module once per shard, as that many replicas would
-    shard: int | None = None  # give the single replica only this one of the ``shards``, as its whole batch
     # before the first step, multiply each weight by 1 + nudge or 1 - nudge, to see how rounding grows
     nudge: float = 0.0
     threads: int | None = None  # number of intra-op threads; None leaves torch's default
@@ -77,4 +76,3 @@ class RunConfig:
 
     all_replicas: bool  # use all devices that the program chose, or only the first
     interventions: Interventions = UNCHANGED  # what is changed
-    only_replica: int | None = None  # record this replica only; None records all

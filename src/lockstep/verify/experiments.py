@@ -63,17 +63,11 @@ class ExperimentRunner:
         )
 
     def attempt(self, interventions: Interventions) -> Comparison | None:
-        """Like ``compare``, but returns None if the interventions make a run fail."""
+        """Like ``compare``, but None if the interventions make a run fail."""
         try:
             return self.compare(interventions)
         except ReplicaError:
             return None
-
-    def compare_shard(self, interventions: Interventions, shard: int, shards: int) -> Comparison:
-        """Compares the first update of one of several replicas with one replica on the same shard alone."""
-        left = RunConfig(all_replicas=True, interventions=interventions, only_replica=shard)
-        alone = replace(interventions, shards=shards, shard=shard)
-        return self._run(left, RunConfig(all_replicas=False, interventions=alone), steps=1)
 
     def first(self, comparison: Comparison) -> Difference | None:
         """The first difference beyond rounding. Measures rounding if the answer depends on it."""
@@ -115,13 +109,12 @@ class ExperimentRunner:
         early = difference.kind in before_update and difference.step == 1
         return early and difference.relative > GROSS * self.tolerance.relative
 
-    def _run(self, left: RunConfig, right: RunConfig, *, steps: int | None = None) -> Comparison:
+    def _run(self, left: RunConfig, right: RunConfig) -> Comparison:
         if (left, right) not in self._known:
             self._progress(describe(left, right))
             self._known[left, right] = None
-            config = self._config if steps is None else replace(self._config, steps=steps)
-            with run_pair(config, left, right) as pair:
-                self._known[left, right] = _compare(config, pair)
+            with run_pair(self._config, left, right) as pair:
+                self._known[left, right] = _compare(self._config, pair)
         comparison = self._known[left, right]
         if comparison is None:
             raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
@@ -133,8 +126,6 @@ def describe(left: RunConfig, right: RunConfig) -> str:
     changes = left.interventions
     if changes.nudge:
         return "one replica with itself, weights moved by one rounding error"
-    if left.only_replica is not None:
-        return f"replica {left.only_replica} with one on the rows of that replica alone"
     parts = {
         "without dropout": changes.randomness == "no dropout",
         "without random draws": changes.randomness == "constant",

@@ -1,4 +1,4 @@
-"""Applies ``Interventions`` to a run: to its mirrored modules, to torch's random functions, to its batches.
+"""Applies ``Interventions`` to a run: to its mirrored modules, and to torch's random functions.
 
 The patches of torch are process-wide, which is why every run has a process of its own.
 """
@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep._torch_compat import VF, BatchNormBase, DropoutBase, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.sharding import shard_sizes
-from lockstep.data.structure import leaf_has_rows, rows_of, take_rows
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm, convert_sync_batch_norm, has_sync_batch_norm
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.context import get_replica_context
-from lockstep.strategies.base import Strategy
 from lockstep.verify.config import Interventions, Randomness
 
 
@@ -51,7 +48,7 @@ def intervene_before_first_step(modules: Sequence[MirroredModule], interventions
             module.has_sync_batchnorm = has_sync_batch_norm(module.module)
         if interventions.nudge:
             _nudge(module, interventions.nudge)
-        if interventions.shards > 1 and interventions.shard is None:
+        if interventions.shards > 1:
             module.module.forward = _forward_by_shard(module.module.forward, interventions.shards)
 
 
@@ -181,34 +178,3 @@ def _constant_in_place(original: Callable[..., Tensor], value: float) -> Callabl
             return self.fill_(value)
 
     return call
-
-
-@contextmanager
-def one_shard(shard: int | None, number: int) -> Iterator[None]:
-    """Inside the block, ``Strategy.run`` on one replica gets one shard of each batch, as one of ``number`` would.
-
-    Where ``shard`` is None nothing changes.
-    """
-    if shard is None:
-        yield
-        return
-    original = Strategy.run
-
-    def run(self: Strategy, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        rows = next((rows_of(leaf[0]) or 0 for leaf in tree_leaves((args, kwargs)) if _has_rows(leaf)), 0)
-        sizes = shard_sizes(rows, number)
-        start = sum(sizes[:shard])
-
-        def cut(leaf: Any) -> Any:
-            if not _has_rows(leaf) or rows_of(leaf[0]) != rows:
-                return leaf
-            return PerReplica([take_rows(leaf[0], start, sizes[shard])])
-
-        return original(self, fn, tree_map(cut, args), tree_map(cut, kwargs))
-
-    with patch.object(Strategy, "run", run):
-        yield
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica) and len(leaf) == 1 and leaf_has_rows(leaf[0])

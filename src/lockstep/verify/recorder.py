@@ -8,7 +8,6 @@ Each replica writes its own trace; what all replicas have in common is recorded 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from lockstep.verify.trace import EndRecord, Message, ReplicaTrace, StartRecord,
 class Weights:
     """The parameters and buffers of a strategy's mirrored modules by name, and the parameters' last recorded values.
 
-    A lone module's names are its own. With several modules, the class of each stands before its names.
+    A lone module's names are its own. With several modules, the class and the number of each stand before its names.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -102,24 +101,12 @@ class Weights:
         """Adds the modules that were mirrored since. Called outside replicas."""
         found = list(self._modules.values())
         found += [module for module in self._strategy.mirrored_modules if not any(module is each for each in found)]
-        prefixes = _prefixes([type(module.module).__name__ for module in found])
-        self._modules = dict(zip(prefixes, found, strict=True))
+        prefixes = [f"{type(module.module).__name__}{number}." for number, module in enumerate(found, 1)]
+        self._modules = dict(zip(prefixes if len(found) > 1 else [""], found, strict=True))
         for replica, names in enumerate(self._names):
             for prefix, module in self._modules.items():
                 named = module.copies[replica].named_parameters()
                 names.update({id(parameter): f"{prefix}{name}" for name, parameter in named})
-
-
-def _prefixes(classes: Sequence[str]) -> list[str]:
-    """The prefix of each module's names: empty for a lone module; modules of one class are numbered."""
-    if len(classes) == 1:
-        return [""]
-    total, seen = Counter(classes), Counter[str]()
-    prefixes = []
-    for name in classes:
-        seen[name] += 1
-        prefixes.append(f"{name}{seen[name]}." if total[name] > 1 else f"{name}.")
-    return prefixes
 
 
 class EnoughRecordedError(BaseException):
@@ -262,9 +249,7 @@ class Recorder(Observer):
         buffers = weights.buffers() if completed > self._sent else {}
         for step in range(self._sent, completed):
             traces = tuple(trace.take_update(step) for trace in self._traces)
-            only = self._run.only_replica
-            replicas = traces if only is None else (traces[only],)
-            self._send(UpdateRecord(step=step + 1, replicas=replicas, buffers=buffers))
+            self._send(UpdateRecord(step=step + 1, replicas=traces, buffers=buffers))
         self._sent = completed
 
 

@@ -32,7 +32,7 @@ from lockstep.config import apply_device_request, parse_device_request
 from lockstep.errors import ReplicaError
 from lockstep.parent_death import die_with_parent
 from lockstep.verify.config import Program, RunConfig, VerifyConfig
-from lockstep.verify.interventions import one_shard, without_randomness
+from lockstep.verify.interventions import without_randomness
 from lockstep.verify.recorder import EnoughRecordedError, Recorder, recording
 from lockstep.verify.trace import EndRecord, Message, ReadyRecord, StartRecord, UpdateRecord
 
@@ -183,7 +183,7 @@ def _run_observed(config: VerifyConfig, run: RunConfig, recorder: Recorder, scra
     random.seed(_SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(_SEED)
-    with recording(recorder), without_randomness(changes.randomness), one_shard(changes.shard, changes.shards):
+    with recording(recorder), without_randomness(changes.randomness):
         _run_program(config.program, scratch)
 
 

@@ -3,8 +3,9 @@
     within a storage group, slice by slice      between groups, once
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
-Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
-the leader's ``.grad``; the other members' gradients become None. A parameter without any gradient has none.
+Each replica of a storage group sums a slice of the parameters. The sum is the leader's ``.grad``; the other members'
+gradients become None. ``PartExchange`` is for workers that hold parts of a model: losses are summed over all workers,
+gradients over those that hold the same part.
 ``buckets`` sums between workers.
 """
 
@@ -88,17 +89,13 @@ class LocalExchange(GradientExchange):
 
     def _sum_between_groups(self) -> None:
         for leader in self._leaders[1:]:
-            add_gradients(self._parameters, self._leaders[0], leader)
+            add_gradients(self._parameters, self._leaders[0], leader, keep=True)
         spread(self._parameters, self._leaders)
 
 
 @dataclass(kw_only=True, eq=False)
 class PartExchange(GradientExchange):
     """Between workers that hold parts of the model.
-
-    losses and counts   over all workers: those that have the model's outputs send them to the others
-    gradients           over the workers that hold the same part, one for each replica; of tied weights, over two stages
-    norm                over the workers of one replica; parameters that several of them hold count once
 
     Args:
         between_replicas: how the gradients of this part are summed.
@@ -169,22 +166,22 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return layout is not None and parameter.is_contiguous(memory_format=layout)
 
 
-def add_gradients(parameters: Sequence[Copies], into: int, other: int) -> None:
-    """Adds the gradients of replica ``other`` to those of ``into``, on the latter's device; the former become None."""
+def add_gradients(parameters: Sequence[Copies], into: int, other: int, *, keep: bool = False) -> None:
+    """Adds the gradients of replica ``other`` to those of ``into``, on its device; the former become None or stay."""
     totals: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     for copies in parameters:
-        gradient = copies[other].grad
-        if gradient is None:
+        given = copies[other].grad
+        if given is None:
             continue
-        total, copies[other].grad = copies[into].grad, None
-        gradient = gradient.to(copies[into].device)
+        total, gradient = copies[into].grad, given.to(copies[into].device)
+        if not keep:
+            copies[other].grad = None
         if total is None:
-            copies[into].grad = gradient
+            copies[into].grad = gradient.clone() if keep and gradient is given else gradient
         elif gradient.is_sparse or total.is_sparse or gradient is total:
-            copies[into].grad = (
-                gradient + total if total.is_sparse else total + gradient
-            )  # torch adds no sparse + dense
+            # torch adds a sparse tensor to a dense one only, and the one that is dense comes first
+            copies[into].grad = gradient + total if total.is_sparse else total + gradient
         else:
             totals.append(total)
             added.append(gradient)
@@ -193,12 +190,27 @@ def add_gradients(parameters: Sequence[Copies], into: int, other: int) -> None:
 
 
 def spread(parameters: Sequence[Copies], leaders: Sequence[int]) -> None:
-    """Gives all leaders copies of the first one's gradients. Called once, while the replicas wait."""
+    """Gives all leaders copies of the first one's gradients. Called once, while the replicas wait.
+
+    In the memory of their own gradients if they have some, which is charged to their share of a GPU.
+    """
     first, *others = leaders
     for copies in parameters if others else ():
         gradient = copies[first].grad
+        written = {id(gradient)}
         for leader in others:
-            copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
+            own = copies[leader].grad
+            if gradient is None or own is None or id(own) in written or not _can_take(own, gradient):
+                copies[leader].grad = None if gradient is None else gradient.to(copies[leader].device, copy=True)
+            else:
+                own.detach().copy_(gradient)
+                written.add(id(own))
+
+
+def _can_take(own: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a gradient's memory can take another's values: not if it is sparse, or expanded."""
+    dense = own.layout is torch.strided and gradient.layout is torch.strided
+    return dense and own.dtype == gradient.dtype and own.nbytes <= own.untyped_storage().nbytes()
 
 
 def gradients_of(parameters: Sequence[Copies], replica: int) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
 """The plain optimizers under a mirrored one: one for each storage of the weights.
 
-``StorageOptimizers`` has the user's optimizer and its copies. It updates slices of the parameters on several threads
-if the optimizer is elementwise, and uses torch's fused kernels on GPUs. ``AmpAdapter`` shows all storages to
+``StorageOptimizers`` has the user's optimizer and its copies. ``AmpAdapter`` shows all storages to
 torch.amp.GradScaler as one optimizer.
 """
 
@@ -24,13 +23,7 @@ from lockstep.mirroring.gradients.exchange import Copies
 from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refuse_plain_step
 from lockstep.mirroring.zero1 import ShardedOptimizer, ShardingGroup
 
-# Adagrad's kernel for CUDA was looked up in torch 2.13; the others have had theirs for long.
-FUSED: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW,
-    *((torch.optim.Adagrad,) if torch.__version__ >= (2, 13) else ()),  # type: ignore[operator]
-)  # fmt: skip
-
-
+FUSED: tuple[type[Optimizer], ...] = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
@@ -245,10 +238,8 @@ class StorageOptimizers:
             except Exception as error:
                 name = type(optimizer).__name__
                 error.add_note(
-                    f"{name}.step is called once for all replicas and gets no closure; an optimizer that evaluates "
-                    "one itself, as SAM does, is stepped between runs by its own methods: strategy.run(backward, "
-                    "...), optimizer.first_step(), optimizer.zero_grad(), strategy.run(backward, ...), "
-                    "optimizer.second_step()"
+                    f"{name}.step is called once for all replicas and gets no closure; step an optimizer that "
+                    "evaluates one itself, as SAM does, between runs by its own methods, first_step and second_step"
                 )
                 raise
             finally:
@@ -263,7 +254,7 @@ class StorageOptimizers:
     def step_slice(self, leader: int, chosen: Sequence[nn.Parameter], skip: torch.Tensor | None = None) -> None:
         """Updates only ``chosen``, parameters of the leader's storage; disjoint slices may be updated at the same time.
 
-        The device skips the update if ``skip`` is 1.0; only if ``not_fused`` is None.
+        The device skips the update if ``skip``, which only fused kernels read, is 1.0.
         """
         optimizer = self._by_leader[leader]
         wanted = {id(parameter) for parameter in chosen}

@@ -77,13 +77,8 @@ class _Group(dict[str, Any]):
     """A group of parameters; copied and pickled as a plain dict."""
 
     __setitem__ = _checked("__setitem__")
-    __delitem__ = _checked("__delitem__")
     __ior__ = _checked("__ior__")
     update = _checked("update")
-    setdefault = _checked("setdefault")
-    pop = _checked("pop")
-    popitem = _checked("popitem")
-    clear = _checked("clear")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())

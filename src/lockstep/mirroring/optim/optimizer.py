@@ -34,19 +34,12 @@ MakeExchange = Callable[[Sequence[Copies], Sequence[Sequence[int]]], GradientExc
 _SCALER = "torch.amp.grad_scaler"
 
 
-def _on_plain(name: str) -> Callable[..., Any]:
-    def register(self: MirroredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.plain, name)(*args, **kwargs)
-
-    register.__doc__ = "Registers the hook on the plain optimizer, which the hook receives; a step hook runs once."
-    return register
-
-
 class MirroredOptimizer(Optimizer):
     """An optimizer whose ``step`` updates all replicas. Made by ``strategy.mirror(optimizer)``.
 
     Attributes:
-        plain: the user's own optimizer.
+        plain: the user's own optimizer, whose attributes and hooks this one's are.
+        parameters: for each parameter its copies, one for each local replica.
         gradients: where the gradients are. Its ``sums_after_runs`` says whether those that a run leaves are summed
             after it, so that a program outside replicas sees those of one device. ``Model`` does not need it.
     """
@@ -69,7 +62,7 @@ class MirroredOptimizer(Optimizer):
         self._groups = groups
         self._find_copies = find_copies
         self._make_exchange = make_exchange
-        self._parameters: list[Copies] = []
+        self.parameters: list[Copies] = []
         self._prepare()
 
     @property
@@ -82,16 +75,6 @@ class MirroredOptimizer(Optimizer):
                 "scaler.step(optimizer), scaler.update() and optimizer.zero_grad()"
             )
         return self.plain.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The plain optimizer's state; with ZeRO-1, that of this worker's pieces of the parameters."""
-        return self.plain.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The plain optimizer's defaults."""
-        return self.plain.defaults
 
     @property
     def times(self) -> tuple[UpdateTimes | None, ...]:
@@ -107,10 +90,6 @@ class MirroredOptimizer(Optimizer):
 
         Args:
             closure: called in each replica first; its result is returned. Only in a replica.
-
-        Raises:
-            UsageError: it was called in a replica of another strategy, or outside replicas with a closure, or gradients
-                were added after ``sum_gradients``.
         """
         context = own_context(self._owner, "optimizer")
         if context is None:
@@ -137,9 +116,6 @@ class MirroredOptimizer(Optimizer):
         Afterwards the parameters of the user's module have the summed gradients, on every worker. Use them outside
         replicas, in the same way on all workers, and then call ``step()`` or ``zero_grad()`` there. In a replica every
         replica must call it; outside replicas, every worker.
-
-        Raises:
-            UsageError: it was called in a replica of another strategy.
 
         Example:
             >>> import torch, lockstep as ls
@@ -175,16 +151,10 @@ class MirroredOptimizer(Optimizer):
                 self._update.sum(context)
                 self.gradients.give(context)
 
-    @property
-    def parameters(self) -> Sequence[Copies]:
-        """For each parameter its copies, one for each local replica."""
-        return self._parameters
-
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
         """Clips the sums to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm before.
 
-        Call it outside replicas, on every worker. It runs in the replicas' threads, since OpenMP threads of the caller
-        would keep the replicas' cores busy for some milliseconds.
+        Call it outside replicas, on every worker.
         """
         refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
@@ -212,8 +182,7 @@ class MirroredOptimizer(Optimizer):
             scaler: the scaler of the losses (fp16); it decides whether to skip.
 
         Raises:
-            NonFiniteLossError: the summed loss is NaN or infinite; no weight has changed. It is not raised if the total
-                of the result is a tensor, which the reader must check.
+            NonFiniteLossError: the summed loss is a number that is NaN or infinite; no weight has changed.
         """
         own_context(self._owner, "optimizer")
         self.gradients.check_not_lost()
@@ -234,11 +203,11 @@ class MirroredOptimizer(Optimizer):
     @contextmanager
     def held(self, module: nn.Module, replicas: Sequence[int]) -> Iterator[None]:
         """Inside the block backward passes through ``module`` in these local replicas send no gradients."""
-        own = {id(copies[0]) for copies in self._parameters}
+        own = {id(copies[0]) for copies in self.parameters}
         if not any(id(parameter) in own for parameter in module.parameters()):
             yield
             return
-        with self.gradients.unsynced(), self._update.held(replicas):
+        with self.gradients.unsynced(), self._exchange.held(replicas):
             yield
 
     def sum_after_run(self) -> None:
@@ -279,20 +248,29 @@ class MirroredOptimizer(Optimizer):
             self._prepare()
             raise
 
-    register_state_dict_pre_hook = _on_plain("register_state_dict_pre_hook")
-    register_state_dict_post_hook = _on_plain("register_state_dict_post_hook")
-    register_load_state_dict_pre_hook = _on_plain("register_load_state_dict_pre_hook")
-    register_load_state_dict_post_hook = _on_plain("register_load_state_dict_post_hook")
-    register_step_pre_hook = _on_plain("register_step_pre_hook")
-    register_step_post_hook = _on_plain("register_step_post_hook")
-
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the plain optimizer. Its methods affect all storages of the weights."""
+        """Attributes of the plain optimizer: its state, its hooks, and methods, which affect all storages."""
         plain = self.__dict__.get("plain")
         if plain is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(plain, name)
-        return _OfAllStorages(self, value) if isinstance(value, MethodType) and value.__self__ is plain else value
+        return self._of_all_storages(value) if isinstance(value, MethodType) and value.__self__ is plain else value
+
+    def _of_all_storages(self, method: MethodType) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replicas = len(self._owner.devices)
+            if get_replica_context() is not None and replicas > 1:
+                raise UsageError(
+                    f"{method.__qualname__} affects all replicas and was called in one of {replicas}; call it outside "
+                    "strategy.run"
+                )
+            result = method(*args, **kwargs)
+            if len(self.storages.every) > 1:
+                self.storages.reset()
+            return result
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets attributes that only the plain optimizer has on it."""
@@ -301,9 +279,6 @@ class MirroredOptimizer(Optimizer):
             setattr(self.plain, name, value)
         else:
             object.__setattr__(self, name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.plain)})
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
@@ -316,23 +291,22 @@ class MirroredOptimizer(Optimizer):
     def _prepare(self) -> None:
         guard_groups(self.plain)
         # Parameters of a layer that the user has replaced stay, as they do in a plain optimizer.
-        mirrored = {id(copies[0]): copies for copies in self._parameters} | dict(self._find_copies())
+        mirrored = {id(copies[0]): copies for copies in self.parameters} | dict(self._find_copies())
         parameters = [parameter for group in self.plain.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if id(parameter) not in mirrored:
                 raise UsageError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} whose module is not mirrored; "
-                    "call strategy.mirror(module) first, keep what it returns, and give the optimizer that module's "
-                    "parameters"
+                    "call module = strategy.mirror(module) first, and give the optimizer that module's parameters"
                 )
-        self._parameters = [mirrored[id(parameter)] for parameter in parameters]
-        exchange = self._make_exchange(self._parameters, self._groups)
+        self.parameters = [mirrored[id(parameter)] for parameter in parameters]
+        exchange = self._exchange = self._make_exchange(self.parameters, self._groups)
         former: GradientState | None = self.__dict__.get("gradients")
-        self.gradients = GradientState(self._parameters, keeps_sums=exchange.keeps_sums)
+        self.gradients = GradientState(self.parameters, keeps_sums=exchange.keeps_sums)
         if former is not None:
             self.gradients.stage, self.gradients.sums_after_runs = former.stage, former.sums_after_runs
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
-        self._update = LockstepUpdate(self.plain, self._parameters, self._groups, exchange, on_gpus=on_gpus)
+        self._update = LockstepUpdate(self.plain, self.parameters, self._groups, exchange, on_gpus=on_gpus)
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -342,13 +316,13 @@ class MirroredOptimizer(Optimizer):
             )
         gradients = self.gradients
         gradients.check_not_lost()
-        if self._parameters and all(gradients.given):
+        if self.parameters and all(gradients.given):
             gradients.stage = Stage.SUMMED
             for replica in range(len(self._owner.devices)):
                 gradients.take_back(replica, all_but_first=True)
         if gradients.stage is not Stage.SUMMED:
             self.sum_gradients()
-        elif any(parameter.grad is not None for copies in self._parameters for parameter in copies[1:]):
+        elif any(parameter.grad is not None for copies in self.parameters for parameter in copies[1:]):
             raise UsageError(
                 "gradients were added after sum_gradients; call it when all are there, and step() or zero_grad() "
                 "before the next backward pass"
@@ -360,27 +334,6 @@ class MirroredOptimizer(Optimizer):
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
     """Called in a replica."""
     return half(get_replica_context(), *args)
-
-
-class _OfAllStorages:
-    """A method of the plain optimizer, such as schedule-free's ``train()`` and ``eval()``."""
-
-    def __init__(self, mirrored: MirroredOptimizer, method: MethodType) -> None:
-        self._mirrored = mirrored
-        self._method = method
-        functools.update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replicas = len(self._mirrored._owner.devices)
-        if get_replica_context() is not None and replicas > 1:
-            raise UsageError(
-                f"{self._method.__qualname__} affects all replicas and was called in one of {replicas}; call it "
-                "outside strategy.run"
-            )
-        result = self._method(*args, **kwargs)
-        if len(self._mirrored.storages.every) > 1:
-            self._mirrored.storages.reset()
-        return result
 
 
 def _asked_by(module: str) -> bool:

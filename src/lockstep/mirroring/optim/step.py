@@ -4,9 +4,8 @@
                 -> [barrier: norm; clip] -> update a slice -> [barrier: end; with ZeRO-1, all workers get all weights]
 
 Gradients are summed, never averaged; the count divides them once, if one is given. ``sum`` and ``apply`` are the two
-halves, for a program that looks at the sums in between, outside replicas. On GPUs the host reads nothing: totals,
-counts, norms and the decision to skip stay there. So the host may be some updates ahead when it learns of a non-finite
-loss, and every update after that one is skipped too, until ``reset_nonfinite``.
+halves, for a program that looks at the sums in between. On GPUs the host reads nothing, so it may be some updates ahead
+when it learns of a non-finite loss: every update after that one is skipped too, until ``reset_nonfinite``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,31 +35,20 @@ _LOG = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class UpdateTimes:
-    """Moments of one replica's update, in seconds of ``time.perf_counter()``.
+    """Moments of one replica's update, in seconds of ``time.perf_counter()``."""
 
-    Args:
-        arrived_s: the replica reached the update.
-        opened_s: all replicas had.
-        exchanged_s: the gradients of this replica's slice of the parameters were summed.
-        updated_s: the slice was updated. If one replica makes the whole update (an optimizer that is not elementwise,
-            fp16), the end of the wait for it.
-        closed_s: all replicas were done.
-    """
-
-    arrived_s: float
-    opened_s: float
-    exchanged_s: float
-    updated_s: float
-    closed_s: float
+    arrived_s: float  # the replica reached the update
+    opened_s: float  # all replicas had
+    exchanged_s: float  # the gradients of this replica's slice of the parameters were summed
+    updated_s: float  # the slice was updated, or the wait for a replica that makes the whole update was over
+    closed_s: float  # all replicas were done
 
     @property
     def exchange_s(self) -> float:
-        """Seconds spent summing gradients."""
         return self.exchanged_s - self.opened_s
 
     @property
     def update_s(self) -> float:
-        """Seconds spent dividing, clipping and updating."""
         return self.updated_s - self.exchanged_s
 
 
@@ -80,17 +67,13 @@ class Totals:
 class StepResult:
     """What an update did, equal on all replicas. A tensor may still be in computation on a GPU; nobody has read it.
 
-    Args:
-        total: the loss summed over all replicas.
-        count: the count summed over all replicas.
-        grad_norm: the gradients' norm before clipping; None if not asked for.
-        skipped: whether no weight was changed: the count was 0, fp16 gradients overflowed, or (a tensor of 0.0 or 1.0)
-            this total or an earlier one was not finite.
+    ``skipped``: no weight was changed, since the count was 0, fp16 gradients overflowed, or (a tensor of 0.0 or 1.0)
+    this total or an earlier one was not finite.
     """
 
-    total: Number
+    total: Number  # the loss summed over all replicas
     count: Number
-    grad_norm: Number | None = None
+    grad_norm: Number | None = None  # before clipping; None if not asked for
     skipped: bool | Tensor = False
 
 
@@ -123,10 +106,7 @@ def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 class LockstepUpdate:
-    """Sums gradients over all replicas and updates every storage of the weights alike.
-
-    The first replica of each group leads it. If all replicas are on GPUs, the host reads nothing that it need not.
-    """
+    """Sums gradients over all replicas and updates every storage of the weights alike; each group's first leads it."""
 
     def __init__(
         self,
@@ -158,10 +138,6 @@ class LockstepUpdate:
         """The times of the last update, one item for each replica; None if it was skipped or failed."""
         return tuple(UpdateTimes(*each) if len(each) == _NUM_MOMENTS else None for each in self._moments)
 
-    def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
-        """A block in which no backward pass of these local replicas sends gradients to other workers."""
-        return self._exchange.held(replicas)
-
     def run(
         self,
         context: ReplicaContext,
@@ -169,10 +145,7 @@ class LockstepUpdate:
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> StepResult:
-        """One update. Every replica must call it; all get an equal result.
-
-        Raises NonFiniteLossError for a loss that is not finite; if the total is a tensor, the one who reads it must.
-        """
+        """One update. Every replica must call it; all get an equal result. See ``MirroredOptimizer.update``."""
         # Nothing here is random, and the replica's function mode would be asked at every access to a ".grad": for
         # MobileNetV2 it made 11 ms of an update that takes 2.
         observer = current_observer()
@@ -211,7 +184,7 @@ class LockstepUpdate:
         observer, replica = current_observer(), context.local_replica
         leader = self._leader_of[replica]
         with DisableTorchFunction():
-            context.meet("optimizer update", None, self._copy_to_leaders)
+            context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
                 mine = [self._parameters[index][leader] for index in self._slices[replica]]
                 self.optimizers.step_slice(leader, mine)
@@ -219,7 +192,7 @@ class LockstepUpdate:
             if observer is not None:
                 observer.update_ended(context, [copies[replica] for copies in self._parameters])
 
-    def _copy_to_leaders(self, _: list[None]) -> None:
+    def _begin_apply(self, _: list[None]) -> None:
         spread(self._parameters, self._leaders)  # the first one's, as they are now
         self.optimizers.align()
 

@@ -8,6 +8,7 @@ on every host.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sysconfig
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
 MINIMUM_CHARACTERS = 100
@@ -79,8 +80,9 @@ def _read_split(folder: Path, split: str) -> tuple[str, ...]:
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """Returns what ``read`` returns on the chief. Every worker must call it."""
-    text = astuple(read()) if workers.is_chief else ()
-    return TextSplits(*all_gather_object(workers, "the text", text)[0])
+    sent = json.dumps(astuple(read())) if workers.is_chief else ""
+    train, valid, test, source = json.loads(workers.broadcast_bytes("the text", sent.encode()))
+    return TextSplits(tuple(train), tuple(valid), tuple(test), source)
 
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})

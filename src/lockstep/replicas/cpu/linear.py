@@ -1,9 +1,8 @@
 """Linear layers of replicas on a CPU through oneDNN, where it is faster than the BLAS that torch was built with.
 
-torch multiplies float32 matrices with Intel's MKL, which is slow on AMD processors with AVX-512: 90 GFLOP/s a core on
-an EPYC of 2025, and 220 with oneDNN, which torch has for its convolutions. A step of bert_tiny, 64 lines a replica,
-took 765 ms with MKL and 501 with oneDNN. Both round in float32; the choice follows from the processor alone, so that a
-program's numbers stay the same from run to run.
+Intel's MKL is slow on AMD processors with AVX-512: 90 GFLOP/s a core on an EPYC of 2025, and 220 with oneDNN. A step
+of bert_tiny, 64 lines a replica, took 765 ms with MKL and 501 with oneDNN. The choice follows from the processor alone,
+so that a program's numbers stay the same from run to run.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ def onednn_is_faster() -> bool:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, through oneDNN for large float32 products on the CPU.
-
-    Left to torch are other dtypes, autocast, subclasses of Tensor, functorch; dispatch modes that inspect operators, as
-    FlopCounterMode does; and everything under ``torch.backends.mkldnn.flags(enabled=False)``.
-    """
+    """``torch.nn.functional.linear``, through oneDNN for large float32 products on the CPU; see ``_suits``."""
     if not _suits(input, weight, bias):
         return F.linear(input, weight, bias)
     if torch.is_grad_enabled() and (

@@ -1,10 +1,8 @@
 """The OpenMP team of the thread that calls ``run``, ended before a run so that the replicas' teams stay awake.
 
 A large operation makes a team of threads, which stays and waits. Where there are more threads than processors, idle
-ones included, libgomp's waiting threads sleep and must be woken every time. One replica on two cores, in a process
-whose main thread had made a model, was woken 439 times in a step of the recipe ``reviews``, and 22 times without that
-thread's team: medians of 95 ms and 73, of 160 steps in turns. While other programs kept both cores busy, sleeping was
-faster; ``OMP_WAIT_POLICY=passive`` selects it. Neither the number of threads of an operation nor its result changes.
+ones included, libgomp's waiting threads sleep and must be woken every time: a step of the recipe ``reviews`` on two
+cores took 95 ms with the main thread's team beside the replica's, and 73 without. No result changes.
 """
 
 from __future__ import annotations
@@ -13,36 +11,11 @@ import ctypes
 import functools
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lockstep._torch_compat import library_path
 
-SHARE_OF_RUNS = 0.01
-"""The largest share of the runs' time for ending teams: a caller that makes one in every step pays to make it anew."""
-
 _SOFT = 1  # omp_pause_soft in <omp.h>
-
-
-class CallerOpenMPTeam:
-    """The teams of the threads that call ``run``, for replicas with these ``shares`` of the intra-op threads."""
-
-    def __init__(self, shares: Sequence[int], end: Callable[[], None] | None = None) -> None:
-        self._end = (end or end_openmp_team) if max(shares, default=1) > 1 else None
-        _end_teams_before_forks()
-        self._ending_s = 0.0
-        self._runs_s = 0.0
-
-    def end(self) -> None:
-        """Ends the calling thread's team, unless that has taken too much of the runs' time."""
-        if self._end is None or self._ending_s > SHARE_OF_RUNS * self._runs_s:
-            return
-        began = time.perf_counter()
-        self._end()
-        self._ending_s += time.perf_counter() - began
-
-    def record(self, seconds: float) -> None:
-        self._runs_s += seconds
 
 
 def end_openmp_team() -> None:
@@ -53,7 +26,7 @@ def end_openmp_team() -> None:
 
 
 @functools.cache
-def _end_teams_before_forks() -> None:
+def end_teams_before_forks() -> None:
     """Ends a thread's team whenever it forks: libgomp would wait forever for its threads, which fork does not copy."""
     os.register_at_fork(before=end_openmp_team)
 

@@ -13,11 +13,7 @@ from lockstep.replicas.device.driver import DeviceDriver, driver_of
 
 
 class AsyncScalars:
-    """Numbers, and tensors of one element, that a device may still be computing.
-
-    If ``device`` is a GPU, the tensors are gathered there, copied to pinned memory without waiting, and only ``read``
-    waits; otherwise they are converted at once.
-    """
+    """Numbers, and tensors of one element, that a GPU may still be computing: only ``read`` waits for them."""
 
     def __init__(self, values: Sequence[Any], device: LogicalDevice | None) -> None:
         self._known: tuple[float, ...] | None = None

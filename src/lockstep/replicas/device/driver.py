@@ -4,12 +4,9 @@
                           '-- events --+-- share gpu:1's stream --+-- stream ---+--> ...
                                        '-- ...                  --'             '--> ...
 
-Only this module calls torch.cuda for these, so that order, waits and memory accounts can be tested without a GPU:
-``tests/stand_in`` has a driver with the same methods that computes on the CPU and records its calls.
-
-torch's allocator reuses a freed block only on the stream on which it was allocated. So a share's stream is its memory
-pool as well, in every thread and in a graph too. ``torch.cuda.MemPool`` is not used: in older allocators an open one
-counts as a graph's capture, so that blocks seen by ``record_stream`` and cached memory are not reused.
+Only this module calls torch.cuda for these: ``tests/stand_in`` has a driver with the same methods that computes on the
+CPU and records its calls. torch's allocator reuses a freed block only on the stream on which it was allocated, so a
+share's stream is its memory pool as well.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lockstep._torch_compat import end_allocation_to_pool, release_pool
+from lockstep._torch_compat import release_pool
 from lockstep.config import LogicalDevice, PhysicalDevice
 
 
@@ -36,13 +33,10 @@ class PoolUse:
 
 
 class DeviceGraph:
-    """A CUDA graph of one device.
+    """A CUDA graph of one device, captured on ``stream``.
 
-    Args:
-        device: the GPU.
-        generators: the generators that the captured work draws from; they advance with each replay.
-        pool: a memory pool for graphs that are never replayed at the same time.
-        stream: the stream to capture on. The driver keeps it, since torch hands out the same 32 streams in turn.
+    Its work draws from ``generators``, which advance with each replay. Graphs of one ``pool`` are never replayed at the
+    same time.
     """
 
     def __init__(
@@ -60,8 +54,7 @@ class DeviceGraph:
     def recording(self) -> Iterator[None]:
         """A block whose work is captured, on streams that fork from the current one and join it.
 
-        Other threads may copy data to the device meanwhile. After a RuntimeError, because something cannot be
-        captured, the device can be used as before.
+        After a RuntimeError, because something cannot be captured, the device can be used as before.
         """
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -96,19 +89,10 @@ class DeviceGraph:
         try:
             self._graph.pool()
         except RuntimeError:  # no graph was made that would release the pool
-            self._give_pool_back()
+            release_pool(self._device.index, self._pool)
         self._graph.reset()
         for generator in self._generators:  # one left in capture would refuse to draw
             generator.graphsafe_set_state(generator.clone_state())
-
-    def _give_pool_back(self) -> None:
-        """Does what torch omits: before 2.13 the end of the pool's use and its release, in 2.13.0 the release."""
-        try:
-            end_allocation_to_pool(self._device.index, self._pool)
-        except RuntimeError:  # the use has ended already
-            if not torch.__version__.startswith("2.13.0"):
-                return
-        release_pool(self._device.index, self._pool)
 
 
 class DeviceDriver:
@@ -119,7 +103,7 @@ class DeviceDriver:
         self._lock = threading.Lock()
 
     def stream(self, device: LogicalDevice) -> torch.cuda.Stream:
-        """The stream of a logical device, the same at every call; memory allocated on it is of the device's pool."""
+        """The stream of a logical device; memory allocated on it is of the device's pool."""
         return self.side_stream(device.torch_device, device.name)
 
     def side_stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
@@ -139,16 +123,15 @@ class DeviceDriver:
         return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """An event behind all work that any thread has queued on ``stream``."""
         event: torch.cuda.Event = stream.record_event()
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Makes what is queued on ``stream`` from now on run behind ``event``. The host does not wait."""
+        """Makes what is queued on ``stream`` from now on run behind ``event``."""
         stream.wait_event(event)
 
     def query(self, event: torch.cuda.Event) -> bool:
-        """Whether the device has reached ``event``. The host does not wait."""
+        """Whether the device has reached ``event``."""
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self, event: torch.cuda.Event) -> None:
@@ -221,11 +204,9 @@ class DeviceDriver:
         _default_generator(device).graphsafe_set_state(others)
 
     def graph_pool(self, device: torch.device) -> Any:
-        """A memory pool for graphs of the device that are never replayed at the same time."""
         return torch.cuda.graph_pool_handle()
 
     def graph(self, device: torch.device, generators: Sequence[torch.Generator], pool: Any) -> DeviceGraph:
-        """A graph to capture, which draws from ``generators`` and the GPU's default generator."""
         # The default one is drawn from where no replica swaps it for its own: by the default strategy.
         every = [*generators, _default_generator(device)]
         return DeviceGraph(device, every, pool, self.side_stream(device, "recording"))

@@ -4,8 +4,7 @@
         strategy.run(step, (batch,))
     reads.syncs   ->   [("aten._local_scalar_dense", "train.py:30")]
 
-It watches operators, not the device, so a program on a CPU shows what would wait on a GPU. It does not see what an
-operator does inside its own kernel; ``torch.cuda.set_sync_debug_mode`` does, on a GPU.
+It watches operators, not the device, so a program on a CPU shows what would wait on a GPU.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class HostSync(NamedTuple):
 
 
 class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode under which compiled code runs, and whose operators it sees. It is off while torch compiles.
-
-    Under any other mode torch runs no compiled code, and raises where the whole forward was to be compiled.
-    """
+    """A mode under which compiled code runs, which it does under no other mode. It is off while torch compiles."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -62,19 +58,9 @@ class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class HostSyncs(BesideCompiledCode):
-    """Records what makes the host wait, in the block and in the replicas that it runs.
+    """Records what makes the host wait, or would on a GPU, in the block and in the replicas that it runs.
 
-    For replicas on a CPU, where reading is cheap, it records what they would wait for on a GPU.
-
-    Attributes:
-        syncs: the waits, in the order of the calls in each thread.
-
-    Example:
-        >>> import torch
-        >>> with HostSyncs() as reads:
-        ...     _ = torch.ones(()).item()
-        >>> [operator for operator, _ in reads.syncs]
-        ['aten._local_scalar_dense']
+    ``syncs`` are the waits, in the order of the calls in each thread.
     """
 
     def __init__(self, syncs: list[HostSync] | None = None) -> None:

@@ -1,22 +1,17 @@
-"""The memory of logical devices: what it is, how it is counted, and the errors beyond a limit.
-
-A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
-``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
-"""
+"""The memory of logical devices, and the errors beyond a limit. Sizes are in bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lockstep.errors import DeviceMemoryError
-from lockstep.replicas.device.driver import PoolUse
 
 MB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """The memory of one logical device, in bytes: see ``PoolUse``; ``peak`` is the maximum of ``reserved``."""
+    """The memory of one logical device: see ``PoolUse``; ``peak`` is the maximum of ``reserved``."""
 
     name: str
     limit: int | None
@@ -26,74 +21,36 @@ class DeviceMemory:
 
     def sizes_mb(self) -> dict[str, float]:
         """The sizes in MB (2**20 bytes) by name; "limit" only if there is one."""
-        sizes = {"in_use": self.in_use, "reserved": self.reserved, "peak": self.peak}
-        return {name: size / MB for name, size in sizes.items()} | (
-            {} if self.limit is None else {"limit": self.limit / MB}
-        )
+        sizes = {"in_use": self.in_use, "reserved": self.reserved, "peak": self.peak, "limit": self.limit}
+        return {name: size / MB for name, size in sizes.items() if size is not None}
 
 
-class MemoryAccount:
-    """The account of one logical device's pool. Sizes are in bytes.
+def over_limit(name: str, *, limit: int, top: int, static: int, rows: int | None) -> DeviceMemoryError:
+    """The error after a step whose tensors took ``top``, more than the limit.
 
-    Attributes:
-        static: the bytes in tensors at the beginning of a run: weights and optimizer state.
-        moved: whether the size of the pool may have changed since ``begin``.
+    It names the largest batch expected to fit, if all but ``static`` is proportional to the shard's ``rows``.
     """
-
-    def __init__(self, name: str, limit_mb: int | None) -> None:
-        self.name = name
-        self.limit = None if limit_mb is None else limit_mb * MB
-        self.reserved = self.peak = self.static = 0
-        self.moved = True
-        self._seen: int | None = None
-
-    @property
-    def overdrawn(self) -> bool:
-        return self.limit is not None and self.reserved > self.limit
-
-    def outdated(self, resizes: int) -> bool:
-        """Whether the pool may have another size than at the last ``enter``."""
-        return resizes != self._seen
-
-    def enter(self, pool: PoolUse, resizes: int) -> None:
-        """Notes the size of the pool, and the driver's count of resizes."""
-        self._seen = resizes
-        self.moved = True
-        self.reserved = pool.reserved
-        self.peak = max(self.peak, pool.reserved)
-
-    def begin(self, pool: PoolUse) -> None:
-        self.static = pool.in_use
-        self.moved = False
-
-    def check(self, top: int, rows: int | None) -> None:
-        """Raises a DeviceMemoryError if ``top``, the peak of the step's tensors, is above the limit.
-
-        It names the largest batch expected to fit, if all but ``static`` is proportional to the shard's ``rows``.
-        """
-        if self.limit is None or top <= self.limit:
-            return
-        raise DeviceMemoryError(
-            f"{self.name} has a memory_limit of {self.limit // MB} MB, but the step took {top / MB:.0f} MB; "
-            f"{self._advice(self.limit, top, rows)}"
-        )
-
-    def _advice(self, limit: int, top: int, rows: int | None) -> str:
-        if not rows or top <= self.static:
-            return "use a smaller batch or a larger memory_limit"
-        fits = max(0, (limit - self.static) * rows // (top - self.static))
-        if fits:
-            return f"the largest per-replica batch expected to fit is {fits} (this one had {rows})"
-        static = f"{self.static / MB:.0f} MB of weights and state"
-        return f"not even one example fits beside the {static}; use a larger share"
+    advice = "use a smaller batch or a larger memory_limit"
+    if rows and top > static:
+        fits = max(0, (limit - static) * rows // (top - static))
+        advice = f"the largest per-replica batch expected to fit is {fits} (this one had {rows})"
+        if not fits:
+            advice = (
+                f"not even one example fits beside the {static / MB:.0f} MB of weights and state; use a larger share"
+            )
+    return DeviceMemoryError(
+        f"{name} has a memory_limit of {limit // MB} MB, but the step took {top / MB:.0f} MB; {advice}"
+    )
 
 
-def out_of_memory(account: MemoryAccount, pool: PoolUse, *, free: int, total: int, rows: int | None) -> str:
-    """The error message if the GPU itself, with ``free`` of ``total`` bytes free, has no more memory."""
-    limit = "" if account.limit is None else f" of a memory_limit of {account.limit // MB} MB"
+def out_of_memory(
+    name: str, *, limit: int | None, in_use: int, free: int, total: int, rows: int | None
+) -> DeviceMemoryError:
+    """The error if the GPU itself, with ``free`` of ``total`` bytes free, has no more memory."""
+    of_limit = "" if limit is None else f" of a memory_limit of {limit // MB} MB"
     batch = f" than the {rows} examples of this one" if rows else ""
-    return (
-        f"{account.name} got no more memory from its GPU: its tensors took {pool.in_use / MB:.0f} MB{limit}, and of "
-        f"the GPU's {total / MB:.0f} MB {free / MB:.0f} MB are free; use a smaller per-replica batch{batch}, or end "
-        "other programs on the GPU"
+    return DeviceMemoryError(
+        f"{name} got no more memory from its GPU: its tensors took {in_use / MB:.0f} MB{of_limit}, and of the GPU's "
+        f"{total / MB:.0f} MB {free / MB:.0f} MB are free; use a smaller per-replica batch{batch}, or end other "
+        "programs on the GPU"
     )

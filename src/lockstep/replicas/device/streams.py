@@ -6,9 +6,8 @@
     meeting                             '--sum--'
 
 Replicas of one GPU issue one after another and hand over at collectives, so random numbers drawn from the GPU's
-generator during a slot are that replica's. The GPU works on all their streams at once; events keep the order. They also
-make memory safe, since torch reuses freed memory on the stream on which it was allocated: other replicas use memory of
-a replica only while values are combined, and its stream continues behind that.
+generator during a slot are that replica's. Events keep the order. They also make memory safe, which torch reuses on the
+stream on which it was allocated: others use a replica's memory only while values are combined, before it continues.
 """
 
 from __future__ import annotations
@@ -23,11 +22,14 @@ from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.driver import DeviceDriver, PoolUse, StreamEvent, driver_of
-from lockstep.replicas.device.memory import DeviceMemory, MemoryAccount, out_of_memory
+from lockstep.replicas.device.memory import MB, DeviceMemory, out_of_memory, over_limit
 
 
 class GpuReplica:
     """The state of a replica on a GPU between its slots: its stream, its generator, the account of its memory.
+
+    A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
+    ``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
 
     Raises:
         ConfigError: the device has a memory_limit, and torch uses another allocator than its own.
@@ -43,62 +45,67 @@ class GpuReplica:
         self.driver = driver
         self.stream = driver.stream(device)
         self.generator = driver.new_generator(device.torch_device, seed)
-        self.account = MemoryAccount(device.name, device.memory_limit)
+        self._limit = None if device.memory_limit is None else device.memory_limit * MB
+        self._reserved = self._peak = self._static = 0  # static: in tensors at the beginning of a run
+        self._resizes: int | None = None  # at the last look; while they are the same, so is the pool's size
+        self._looked = True  # since the last begin_run
 
     def memory(self) -> DeviceMemory:
         """The present and peak size of its memory pool."""
-        pool, own = self.look(), self.account
-        return DeviceMemory(name=own.name, limit=own.limit, in_use=pool.in_use, reserved=pool.reserved, peak=own.peak)
-
-    def look(self) -> PoolUse:
-        """Updates the account with the present size of the pool, and returns it."""
-        resizes = self.driver.resizes(self.device.torch_device)
-        pool = self.driver.pool(self.device)
-        self.account.enter(pool, resizes)
-        return pool
+        pool = self._look()
+        return DeviceMemory(
+            name=self.device.name, limit=self._limit, in_use=pool.in_use, reserved=pool.reserved, peak=self._peak
+        )
 
     def begin_run(self) -> None:
         """Notes the memory in use before a run; releases cached memory that an earlier run took beyond the limit."""
-        if self.device.memory_limit is None or not self.account.moved:
+        if self._limit is None or not self._looked:
             return
-        if self.account.overdrawn:
+        if self._reserved > self._limit:
             self.driver.release_cached(self.device.torch_device)
-        self.account.begin(self.look())
+        self._static = self._look().in_use
+        self._looked = False
 
     def begin_peak(self) -> None:
         """Starts a new peak: from now on only this replica computes on the GPU."""
-        if self.device.memory_limit is not None:
+        if self._limit is not None:
             self.driver.reset_peak(self.device.torch_device)
 
     def check(self, rows: int | None) -> None:
         """Raises a DeviceMemoryError if the tensors of the slot that ends took more than the device's limit."""
         gpu = self.device.torch_device
-        if self.device.memory_limit is None or not self.account.outdated(self.driver.resizes(gpu)):
+        if self._limit is None or self.driver.resizes(gpu) == self._resizes:
             return
-        pool = self.look()
-        if not self.account.overdrawn:
+        pool = self._look()
+        if pool.reserved <= self._limit:
             return
         # No other replica computed on the GPU during this slot, so the GPU's peak above its present use is this one's,
         # but for batches that came or went. And its tensors cannot have taken more than its pool has.
         top = min(pool.in_use + self.driver.peak(gpu) - self.driver.whole(gpu).in_use, pool.reserved)
-        self.account.check(top, rows)
+        if top > self._limit:
+            raise over_limit(self.device.name, limit=self._limit, top=top, static=self._static, rows=rows)
         self.driver.release_cached(gpu)  # only cached memory went beyond the limit
-        self.look()
+        self._look()
 
     def out_of_memory(self, rows: int | None) -> DeviceMemoryError:
         """The error to raise if the GPU itself has no more memory."""
         free, total = self.driver.free_and_total(self.device.torch_device)
-        return DeviceMemoryError(out_of_memory(self.account, self.look(), free=free, total=total, rows=rows))
+        in_use = self._look().in_use
+        return out_of_memory(self.device.name, limit=self._limit, in_use=in_use, free=free, total=total, rows=rows)
+
+    def _look(self) -> PoolUse:
+        self._resizes = self.driver.resizes(self.device.torch_device)
+        pool = self.driver.pool(self.device)
+        self._looked = True
+        self._reserved = pool.reserved
+        self._peak = max(self._peak, pool.reserved)
+        return pool
 
 
 class GpuSlot:
     """The issue slot of one replica on its GPU, whose gate has width 1; see ``IssueGate`` for its methods.
 
-    Args:
-        gate: the gate of the physical device.
-        replica: the replica.
-        rows: the length of the replica's shard, for messages; None if unknown.
-        alone: whether this process has no other replica, so that no events are needed.
+    ``rows`` is the length of the replica's shard, for messages. A replica ``alone`` in its process needs no events.
     """
 
     def __init__(self, gate: IssueGate, replica: GpuReplica, rows: int | None, *, alone: bool = False) -> None:

@@ -1,9 +1,8 @@
 """Each replica's own random numbers, so that dropout in threads is reproducible and differs between replicas.
 
-torch's default generator is shared by all threads: who draws first would decide who gets which number. Function modes
-are thread-local, so ``ReplicaRng`` gives every random function that is called in its thread the replica's own
-``torch.Generator``. On a GPU one replica issues at a time, and its slot swaps the device's default generator instead
-(``device.streams``).
+torch's default generator is shared by all threads. Function modes are thread-local, so ``ReplicaRng`` gives every
+random function that is called in its thread the replica's own ``torch.Generator``. On a GPU one replica issues at a
+time, and its slot swaps the device's default generator instead (``device.streams``).
 """
 
 from __future__ import annotations
@@ -115,10 +114,8 @@ class ReplicaRng(TorchFunctionMode):
     Args:
         generator: a CPU generator that no other thread draws from.
         applies: called before each draw; if it returns False, torch's default generator is used. None is always True.
-        instead: replacements of other torch functions. They are here because every mode costs time at every call.
-
-    Attributes:
-        guard: called before every torch function; None for no guard.
+        instead: replacements of other torch functions, here because every mode costs time at every call. The ``guard``,
+            if one is set, is called before every torch function for the same reason.
     """
 
     def __init__(

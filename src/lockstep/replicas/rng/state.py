@@ -1,9 +1,8 @@
 """The states of the replicas' generators; and torch.get_rng_state and its like inside a replica.
 
-Gradient checkpointing saves the generator's state before a block and restores it to draw the block's dropout masks
-once more in the backward pass. It uses the process's default generator of torch.random; but a replica's masks come from
-another one, so the second masks would differ from the first and the gradients would be silently wrong. torch.random
-finds the generator under one global name, so that name gets an object that answers for each thread.
+Gradient checkpointing saves the state of torch.random's default generator before a block and restores it to draw the
+block's dropout masks once more. A replica's masks come from its own generator, so the gradients would be wrong.
+torch.random finds its generator under one global name, which gets an object that answers for each thread.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ class ReplicaGenerators:
     Args:
         generators: each replica's own.
         on_gpu: each replica's state on its GPU; None for a replica on a CPU.
-        apart: this worker's own generator, for the part of a model that it alone holds.
+        of_part: this worker's generator for the part of a model that it alone holds.
     """
 
     def __init__(
         self,
         generators: Sequence[torch.Generator],
         on_gpu: Sequence[GpuReplica | None],
-        apart: torch.Generator | None = None,
+        of_part: torch.Generator | None = None,
     ) -> None:
         self._all = list(zip(generators, on_gpu, strict=True))
-        self._apart = apart
+        self._of_part = of_part
 
-    def with_apart(self, apart: torch.Generator) -> ReplicaGenerators:
-        """These, and the worker's own generator."""
-        return ReplicaGenerators([own for own, _ in self._all], [gpu for _, gpu in self._all], apart)
+    def with_part(self, of_part: torch.Generator) -> ReplicaGenerators:
+        """These, and the generator for the part of a model."""
+        return ReplicaGenerators([own for own, _ in self._all], [gpu for _, gpu in self._all], of_part)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """Per replica its states by name: "cpu", on a GPU "cuda", with a generator of the worker's own "apart"."""
-        apart = {} if self._apart is None else {"apart": self._apart.get_state()}
+        """Per replica its states by name: "cpu", on a GPU "cuda", with a generator for a part "apart"."""
+        of_part = {} if self._of_part is None else {"apart": self._of_part.get_state()}
         return [
-            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.generator.get_state()}) | apart
+            {"cpu": generator.get_state()} | ({} if gpu is None else {"cuda": gpu.generator.get_state()}) | of_part
             for generator, gpu in self._all
         ]
 
@@ -61,25 +60,22 @@ class ReplicaGenerators:
             generator.set_state(state["cpu"])
             if gpu is not None and "cuda" in state:
                 gpu.generator.set_state(state["cuda"])
-            if self._apart is not None and "apart" in state:
-                self._apart.set_state(state["apart"])
+            if self._of_part is not None and "apart" in state:
+                self._of_part.set_state(state["apart"])
 
     def on_gpu(self) -> list[torch.Generator]:
         """The generators of replicas on GPUs, in replica order; CUDA graphs register them."""
         return [gpu.generator for _, gpu in self._all if gpu is not None]
 
     def begin(self, seed: int, first_replica: int) -> None:
-        """Begins anew, with the numbers of a new strategy of this seed, whose first local replica is that one."""
+        """Begins anew, with the numbers of a new strategy of this seed."""
         self._set([replica_generator(seed, first_replica + replica) for replica in range(len(self._all))])
 
     def derive(self, step: int) -> None:
-        """Begins anew with numbers that follow from each replica's seed and ``step`` alone.
-
-        For a training that resumes with another number of replicas, so that the first numbers are not drawn again.
-        """
+        """Begins anew with numbers that follow from each seed and ``step``, to resume on other replicas."""
         self._set([replica_generator(generator.initial_seed(), step) for generator, _ in self._all])
-        if self._apart is not None:
-            self._apart.set_state(replica_generator(self._apart.initial_seed(), step).get_state())
+        if self._of_part is not None:
+            self._of_part.set_state(replica_generator(self._of_part.initial_seed(), step).get_state())
 
     def _set(self, fresh: Sequence[torch.Generator]) -> None:
         for (generator, gpu), begun in zip(self._all, fresh, strict=True):
