@@ -39,7 +39,6 @@ class Prediction:
     data_s: float  # the part of the gradient exchange that does not overlap with a backward pass
     update_s: float  # the optimizer
     model_flops: float  # operations of the step that the model itself needs, over all devices
-    hardware_flops: float  # the same with recomputation, as Narayanan et al. count
 
     @property
     def step_s(self) -> float:
@@ -49,11 +48,6 @@ class Prediction:
     def bubble(self) -> float:
         """Fraction of the pipeline's time that a worker waits: (S-1)/(M+S-1) for equal stages in 1F1B."""
         return self.bubble_s / (self.compute_s + self.bubble_s + self.tensor_s + self.pipeline_s)
-
-    @property
-    def hardware_tflops(self) -> float:
-        """TFLOP/s per device, recomputation included."""
-        return self.hardware_flops / self.step_s / self.layout.devices / 1e12
 
     @property
     def model_tflops(self) -> float:
@@ -232,7 +226,6 @@ def predict(
     compute = microbatches * (slowest.total - slowest.tensor)
     sends = cost.sends()
     parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
-    model_flops, hardware_flops = cost.flops()
     return Prediction(
         layout=layout,
         memory=estimate_memory(shape, layout, software),
@@ -242,8 +235,7 @@ def predict(
         bubble_s=cost.bubble(workers[0], slowest, sends) if layout.pipeline > 1 else 0.0,
         data_s=cost.gradient_exchange(parameters, compute / microbatches),
         update_s=_update_seconds(parameters, layout, device, software),
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
+        model_flops=cost.flops(),
     )
 
 
@@ -326,12 +318,9 @@ class _StepCost:
             return during + after
         return max(during - overlapped, self.software.constants.unhidden * during) + after
 
-    def flops(self) -> tuple[float, float]:
-        """Operations of the model, and those with recomputation; 72 and 96 B s l h^2 (1 + ...) for a GPT."""
-        shape, layout = self.shape, self.layout
-        tokens = layout.batch * shape.sequence
-        scores = 4 * shape.sequence * shape.hidden
-        layers = tokens * shape.layers * (2 * shape.layer_matrices + scores)
-        head = tokens * shape.predicted * 2 * shape.hidden * shape.vocabulary
-        model = 3 * (layers + head)
-        return model, model + layers * (layout.activation_checkpointing == "full")
+    def flops(self) -> float:
+        """Operations of the model without recomputation: 72 B s l h^2 (1 + ...) for a GPT."""
+        shape = self.shape
+        layers = shape.layers * (2 * shape.layer_matrices + 4 * shape.sequence * shape.hidden)
+        head = shape.predicted * 2 * shape.hidden * shape.vocabulary
+        return 3 * self.layout.batch * shape.sequence * (layers + head)

@@ -181,13 +181,8 @@ class Network:
 def ring_seconds(bytes: float, size: int, stride: int, network: Network, efficiency: float, start_s: float) -> float:
     """The time of one reduce-scatter or all-gather of a tensor of ``bytes``; an all-reduce takes twice as long.
 
-    Args:
-        bytes: of the whole tensor.
-        size: number of devices.
-        stride: how far apart their ranks are; ranks fill one host after another.
-        network: their links.
-        efficiency: the fraction of a link's bandwidth that is reached.
-        start_s: start-up time of a collective.
+    The ranks of the ``size`` devices are ``stride`` apart and fill one host after another. ``efficiency`` of a link's
+    bandwidth is reached, and a collective takes ``start_s`` to start.
     """
     if size == 1:
         return 0.0

@@ -1,16 +1,9 @@
 """What a device holds: weights, gradients, optimizer state, activations. Formulas only; nothing is allocated.
 
-Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), for any size of the feed-forward layer, any number of key
-heads, any number format, and what the layer's program saves: their s b h (10 + 24/t + 5 a s/(h t)) results for
-Megatron-LM's GPT in 16 bits. State follows ZeRO (arXiv 1910.02054): stage 1 with a sharded optimizer, stage 3 with
-sharded parameters.
-
-Memory can peak where a microbatch's backward pass begins or ends, where gradients travel, and where weights change:
-
-    backward begins   activations of all live microbatches | logits and their gradients | the head's gradient
-    backward ends     activations of all but this one      | gradients                  | the embedding's gradient
-
-What is counted was found in lists of the tensors that exist at the peak of a step.
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), extended to any feed-forward layer, key heads, number
+format, and what the layer's program saves. State follows ZeRO (arXiv 1910.02054). Memory can peak where a microbatch's
+backward pass begins or ends, where gradients travel, and where weights change. What is counted was found in lists of
+the tensors that exist at the peak of a step.
 """
 
 from __future__ import annotations

@@ -74,11 +74,9 @@ class Setting:
         return predict(self.shape, layout, device=self.device, network=self.network, software=self.software)
 
     def memory(self, layout: Layout) -> float:
-        """Peak memory of a layout, in bytes."""
         return estimate_memory(self.shape, layout, self.software).total
 
     def why_indivisible(self, data: int, pipeline: int, tensor: int) -> str | None:
-        """Why three degrees do not divide the model and the batch; None if they do."""
         return why_indivisible(self.shape, data=data, pipeline=pipeline, tensor=tensor, batch=self.batch)
 
 
@@ -176,11 +174,7 @@ def usual_software(device: DeviceKind) -> Software:
 
 
 def search(setting: Setting, choices: Choices = _ALL) -> Plan:
-    """Ranks all layouts by predicted step time: thousands in less than a second.
-
-    Raises:
-        ConfigError: no layout divides the model and the batch, or none fits in memory; the message names what would.
-    """
+    """Ranks all layouts by predicted step time, thousands in less than a second; raises as ``plan`` does."""
     ranked: list[Prediction] = []
     infeasible: list[Infeasible] = []
     tried, smallest = 0, float("inf")

@@ -88,18 +88,14 @@ class ModelShape:
         return self.layer_matrices + biases + 2 * h
 
     @property
-    def embedding_parameters(self) -> int:
-        return (self.vocabulary + self.embedding_rows) * self.hidden
-
-    @property
     def final_norm_parameters(self) -> int:
         return (2 if self.biases else 1) * self.hidden
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model; tied ones count once."""
-        head = 0 if self.tied else self.vocabulary * self.hidden
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.final_norm_parameters + head
+        rows = self.vocabulary * (1 if self.tied else 2) + self.embedding_rows
+        return self.layers * self.layer_parameters + rows * self.hidden + self.final_norm_parameters
 
     def with_sequence(self, sequence: int) -> ModelShape:
         """The same model with another sequence length; learned positions grow with it if there was one per token."""

@@ -1,7 +1,6 @@
 """Trains a recipe on one configuration and times its steps: what a fresh process of a scaling run does.
 
-The step is that of ``Model.fit``: the sum of the shard's losses is back-propagated, and the update divides the summed
-gradients once by the summed count. Reading a clock takes at most 0.2 us, so on a CPU the timed steps also give the
+The step is that of ``Model.fit``. Reading a clock takes at most 0.2 us, so on a CPU the timed steps also give the
 parts. A GPU computes asynchronously; there the parts come from further steps, in which every replica waits for its
 stream after each part.
 """

@@ -39,10 +39,8 @@ class ScalingSettings:
             raise ConfigError(f"replicas={list(self.replicas)} was given, expected numbers of at least 1, such as 2,4")
         most = max(self.replicas)
         if self.batch_size < most:
-            raise ConfigError(
-                f"a total batch of {self.batch_size} leaves some of {most} replicas without an example; "
-                f"raise --batch-size to at least {most}, or lower --replicas"
-            )
+            given = f"a total batch of {self.batch_size} leaves some of {most} replicas without an example"
+            raise ConfigError(f"{given}; raise --batch-size to at least {most}, or lower --replicas")
 
 
 def usual_replicas(devices: int) -> tuple[int, ...]:
@@ -60,9 +58,7 @@ def parse_replicas(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in text.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--replicas {text!r} cannot be read; write numbers with commas between, such as 2,4"
-        ) from None
+        raise ConfigError(f"--replicas {text!r} cannot be read; write numbers with commas between, as 2,4") from None
 
 
 Layout = Literal["one device", "whole machine", "same total", "N times the total"]
@@ -103,8 +99,7 @@ class Hardware:
             raise ConfigError(f"--devices gives {names}; CPU and GPU do not scale together: choose one kind")
         if len(self.devices) < 2:
             raise ConfigError(
-                f"--devices gives {len(self.devices)} logical device, expected at least 2 to compare; "
-                "divide it, for example cpu:2 or gpu:2x8192"
+                f"--devices gives {len(self.devices)} logical device, expected at least 2; divide it: cpu:2"
             )
 
     @property
@@ -132,8 +127,7 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
     most, there = max(settings.replicas), len(hardware.devices)
     if most > there:
         raise ConfigError(
-            f"{most} replicas were asked for, but --devices gives {there} logical devices; "
-            f"choose at most {there}, or divide further"
+            f"{most} replicas were asked for, but --devices gives {there} logical devices; choose at most {there}"
         )
     several = sorted({replicas for replicas in settings.replicas if replicas > 1})
     if not several:

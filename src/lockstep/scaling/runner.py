@@ -150,13 +150,7 @@ def measure_scaling(
 ) -> ScalingResult:
     """Measures a recipe on one device and on several.
 
-    Args:
-        recipe: its name.
-        config: its config; the batch size in it is not used.
-        settings: how to measure.
-        devices: in the notation of ``--devices``, for the fresh processes.
-        logical: the logical devices that it means.
-        progress: called with each sample.
+    The batch size in ``config`` is not used. ``logical``: the devices that ``devices`` means, as in ``--devices``.
 
     Raises:
         ConfigError: the settings do not fit the devices.

@@ -63,7 +63,7 @@ class ExperimentRunner:
         )
 
     def attempt(self, interventions: Interventions) -> Comparison | None:
-        """Like ``compare``, but returns None if the interventions make a run fail."""
+        """Like ``compare``, but None if the interventions make a run fail."""
         try:
             return self.compare(interventions)
         except ReplicaError:

@@ -76,16 +76,14 @@ class StepTrace:
     # fingerprints of the tensors that mirrored modules were called with
     inputs: dict[CallKey, Rows] = field(default_factory=dict)
     outputs: dict[CallKey, Tensor] = field(default_factory=dict)  # outputs of mirrored modules, [rows, values]
-    # parameters that changed outside the optimizer before this update. The same on all replicas.
+    # parameters that changed outside the optimizer before and after this update; the same on all replicas
     changed_before: dict[str, Tensor] = field(default_factory=dict)
+    changed_after: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0  # the sum of what was back-propagated
     total: float = 0.0  # ``Totals.total``; 0 in a custom loop
     count: float = 0.0  # ``Totals.count``; the counts of all replicas add up to 1 in a custom loop
     gradients: dict[str, Tensor] = field(default_factory=dict)  # the replica's own gradients, by parameter
-    # the parameters after the update. The same on all replicas.
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    # parameters that changed outside the optimizer after it. The same on all replicas.
-    changed_after: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # after the update; the same on all replicas
     draws: bool = False  # whether the replica drew random numbers
 
 
