@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.checkpoint.state_adapters import in_order
+from lockstep.checkpoint.state_adapters import in_order, with_strides_of_parameters
 
 STATE = {
     "state": {0: {"step": 1}, 2: {"step": 3}},
@@ -49,3 +49,17 @@ def test_a_checkpoint_goes_back_by_name(tmp_path: Path):
 
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["exp_avg"], restored.state[two]["exp_avg"])
+
+
+def test_moments_of_channels_last_weights_are_loaded_in_the_order_of_the_weights():
+    weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    packed = {name: value.contiguous() for name, value in saved["state"][0].items()}  # as files hold them
+
+    loaded = with_strides_of_parameters({**saved, "state": {0: packed}}, optimizer)["state"][0]
+
+    assert loaded["exp_avg"].stride() == weight.stride()
+    assert all(torch.equal(loaded[name], value) for name, value in saved["state"][0].items())

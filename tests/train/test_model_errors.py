@@ -199,7 +199,7 @@ def test_an_optimizer_with_parameters_of_another_network_beside_its_own_is_refus
         first = Model(nn.Sequential(backbone, nn.Linear(4, 1)))
         old = torch.optim.SGD(first.module.parameters(), 0.1)
         second = Model(nn.Sequential(backbone, nn.Linear(4, 1)))
-        with pytest.raises(UsageError, match=r"2 parameters.*'1\.weight' of shape \(1, 4\)"):
+        with pytest.raises(UsageError, match=r"2 parameters.*'1\.weight' of another Sequential"):
             second.compile(optimizer=old, loss=nn.functional.mse_loss)
 
 

@@ -287,7 +287,7 @@ def test_a_save_inside_an_accumulation_cycle_is_refused(make_strategy: MakeStrat
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
             ls.CheckpointManager(self.model.checkpoint(), tmp_path).save(batch)
 
-    with pytest.raises(CallbackError, match=r"1 batches into an accumulation cycle, whose gradients it cannot hold"):
+    with pytest.raises(CallbackError, match="cannot hold the gradients of an accumulation cycle"):
         train(make_strategy(2, seed=1), [Save()], accumulate=2)
     assert model is None
     assert list(tmp_path.iterdir()) == []

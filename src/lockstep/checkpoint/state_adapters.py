@@ -190,7 +190,8 @@ class OptimizerAdapter(StateAdapter):
             )
 
     def load(self, saved: SavedState) -> None:
-        self._optimizer.load_state_dict(in_order(saved.shared, self._names))
+        state = in_order(saved.shared, self._names)
+        self._optimizer.load_state_dict(with_strides_of_parameters(state, self._optimizer))
 
 
 class VariableAdapter(StateAdapter):
@@ -334,6 +335,29 @@ def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
             for group, own in zip(state["param_groups"], names, strict=True)
         ],
     }
+
+
+def with_strides_of_parameters(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Returns a state_dict whose tensors have the strides of their parameters, which are not saved.
+
+    A fused optimizer reads parameter and moments as flat arrays: with other strides, as of a channels-last weight, it
+    would update each element with the moments of another one.
+    """
+
+    def strided(value: Any, parameter: torch.Tensor) -> Any:
+        if type(value) is not torch.Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():
+            return value
+        empty = torch.empty_strided(value.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+        return empty.copy_(value)
+
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    states = {
+        number: {name: strided(value, parameter) for name, value in state["state"][number].items()}
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if number in state["state"]
+    }
+    return {**state, "state": states}
 
 
 def _names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Names | None:

@@ -110,15 +110,9 @@ class _Meeting:
 
 
 class ReplicaBarrier:
-    """The barrier of the replicas of one run.
+    """The barrier of the replicas of one run, whose names are ``replicas``. ``cause`` is the first error of the run.
 
-    Args:
-        replicas: the names of the replicas in messages, such as "replica 1 (cpu:1)", in replica order.
-        timeout_s: how many seconds a replica waits in one collective before it reports who is missing.
-        streams: the streams on which GPUs combine values; None without GPUs.
-
-    Attributes:
-        cause: the first error of this run, which is the one to report; None if there is none.
+    A replica waits ``timeout_s`` in a collective before it reports who is missing. GPUs combine values on ``streams``.
     """
 
     def __init__(self, replicas: Sequence[str], timeout_s: float, streams: RunStreams | None = None) -> None:

@@ -165,15 +165,14 @@ class DistributedDataset(DistributedIterable):
             have the same data. "off": each worker reads its own dataset, such as its part of the files. A batch is then
             divided among the worker's own replicas, and a worker whose data has ended gives empty batches until the
             last worker's data has ended.
-        prefetch: the number of batches to read ahead in a thread. 0 reads each batch in the caller's thread when it is
-            asked for. None is 2 for a DataLoader with worker processes and for data in memory, such as a list, a
-            TensorDataset or a Hugging Face dataset, and 0 for what may draw random numbers or look at the state of the
-            training: generators, iterables, datasets and samplers of your own. Data that is read ahead must not draw
-            from torch's default generator, and may leave others further than a loop that is left early.
-        lists: what a list or tuple in a batch is: one item a row ("rows"), or structure whose tensors all have all
-            rows ("columns"). "auto" tells them apart by their lengths and refuses what could be both. A DataLoader
-            with torch's collation gives columns; a list as long as the batch, whose tensors are not, has rows. "rows"
-            is for a list in a tuple or dict that is as long as the batch, and for a batch that is a list itself.
+        prefetch: the number of batches to read ahead in a thread; 0 reads a batch when it is asked for. None is 2 for a
+            DataLoader with worker processes and for data in memory (a list, a TensorDataset, a Hugging Face dataset),
+            and 0 for what may draw random numbers or look at the state of the training: generators, iterables, datasets
+            and samplers of your own. Data that is read ahead must not draw from torch's default generator, and may
+            leave others further than a loop that is left early.
+        lists: what a list or tuple in a batch is: one item a row ("rows", also of a batch that is a list itself), or
+            structure whose tensors all have all rows ("columns"). "auto" tells them apart by their lengths and refuses
+            what could be both; a DataLoader with torch's collation gives columns.
         items: batches are (x, y) or (x, y, sample_weight), as Model takes them, be they tuples or lists.
 
     Raises:

@@ -14,17 +14,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
-from lockstep.collectives.communicator import Communicator, all_gather_object
-from lockstep.config import LogicalDevice
+from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import UsageError
 from lockstep.extras import require
 from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
@@ -65,10 +67,7 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
 
 
 def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
-    """One state of a metric, given its value on every replica and the metric's own reduction.
-
-    Lists are joined in replica order and tensors stacked along a new first dimension; then the reduction is applied.
-    """
+    """A metric's reduction of one state's values on all replicas: lists joined in their order, or tensors stacked."""
     if isinstance(states[0], list):
         joined = [item for state in states for item in state]
         return reduction(joined) if joined and reduction is not None else joined
@@ -118,11 +117,10 @@ class MirroredMetric(nn.Module):
     with several workers every one must call what reads states.
     """
 
-    def __init__(self, owner: object, copies: Sequence[Any], workers: Communicator) -> None:
+    def __init__(self, owner: Strategy, copies: Sequence[Any]) -> None:
         super().__init__()
         self._owner = owner
         self._copies = tuple(copies)  # a tuple, so that nn.Module does not register them as children
-        self._workers = workers
         self._children: dict[str, MirroredMetric] = {}
 
     @property
@@ -170,8 +168,7 @@ class MirroredMetric(nn.Module):
 
     def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, MirroredMetric]]:
         """The metrics of a MetricCollection by name."""
-        names = self._copies[0].keys(keep_base=True)
-        shown = self._copies[0].keys(keep_base=keep_base)
+        shown, names = self._copies[0].keys(keep_base=keep_base), self._copies[0].keys(keep_base=True)
         return [(name, self._child(key)) for name, key in zip(shown, names, strict=True)]
 
     def values(self, copy_state: bool = True) -> list[MirroredMetric]:
@@ -223,9 +220,7 @@ class MirroredMetric(nn.Module):
         return self  # in every copy of a module that holds it
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a mirrored metric belongs to its strategy's threads; save its state_dict() or clone() instead"
-        )
+        raise UsageError("a mirrored metric belongs to its strategy; save its state_dict() or clone() instead")
 
     def __repr__(self) -> str:
         return f"MirroredMetric({len(self._copies)} replicas of {self._copies[0]!r})"
@@ -251,13 +246,13 @@ class MirroredMetric(nn.Module):
     def _child(self, name: str) -> MirroredMetric:
         if name not in self._children:
             copies = [getattr(each, name) for each in self._copies]
-            self._children[name] = MirroredMetric(self._owner, copies, self._workers)
+            self._children[name] = MirroredMetric(self._owner, copies)
         return self._children[name]
 
     def _merged(self) -> Any:
         """A plain metric with the states of all replicas."""
         states = [states_of(each) for each in self._copies]
-        gathered = all_gather_object(self._workers, f"metric {type(self._copies[0]).__name__}", states)
+        gathered = all_gather_object(self._owner.workers, f"metric {type(self._copies[0]).__name__}", states)
         every = [each for worker in gathered for each in worker]
         _warn_of_averaged_states(self._copies[0], every)
         _check_attributes(self._copies)
@@ -310,22 +305,17 @@ def metric_being_updated() -> Any:
     return None
 
 
-def mirror_metric(
-    owner: object, metric: Any, devices: Sequence[LogicalDevice], workers: Communicator
-) -> MirroredMetric:
-    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one.
-
-    What it has counted so far is counted once. Raises UsageError if merged states cannot give the metric's value.
-    """
+def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
+    """Makes one copy of ``metric`` for each device; from now on its own methods are those of the mirrored one."""
     if isinstance(vars(metric).get("update"), _Forwarded):
         raise UsageError("this metric is mirrored by another strategy; mirror a metric of its own with this one")
     check_kind(metric)
-    copies = [copy.deepcopy(metric).to(device.torch_device) for device in devices]
+    copies = [copy.deepcopy(metric).to(device.torch_device) for device in owner.devices]
     for number, each in enumerate(copies):
         _ungroup(each)
-        if number or not workers.is_chief:
+        if number or not owner.workers.is_chief:
             each.reset()
-    mirrored = MirroredMetric(owner, copies, workers)
+    mirrored = MirroredMetric(owner, copies)
     mirrored.__dict__["_plain"] = metric  # the strategy finds the mirrored one by its id, which must stay its own
     _forward(metric, mirrored)
     return mirrored

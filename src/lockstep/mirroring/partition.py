@@ -12,15 +12,10 @@ from lockstep.collectives.communicator import Communicator
 
 
 class PartitionPolicy(ABC):
-    """Which part of a module a worker holds.
+    """Which part of a module a worker holds."""
 
-    Attributes:
-        parts: whether ``take`` returns a part, whose other parts are on other workers.
-        shards_weights: whether each peer holds a shard of the weights, and all of them must make every pass.
-    """
-
-    parts = False
-    shards_weights = False
+    parts = False  # whether ``take`` returns a part, whose other parts are on other workers
+    shards_weights = False  # whether each peer holds a shard of the weights, and all of them must make every pass
 
     @abstractmethod
     def peers(self, workers: Communicator) -> Communicator:

@@ -68,7 +68,7 @@ class MirroredObjects:
 
     def mirror_metric(self, strategy: Strategy, metric: nn.Module) -> MirroredMetric:
         """Returns the mirrored metric of a torchmetrics metric; makes it if there is none."""
-        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric, strategy.devices, strategy.workers)
+        found = self._metrics.get(id(metric)) or mirror_metric(strategy, metric)
         return self._metrics.setdefault(id(metric), found)
 
     def mirror_module(
@@ -86,14 +86,7 @@ class MirroredObjects:
             watch_plain_steps()
             self.follow()
             mirrored = mirror_module(
-                strategy,
-                module,
-                strategy.devices,
-                self._partition.peers(strategy.workers),
-                self._partition,
-                self._propagations,
-                sync_batchnorm=sync_batchnorm,
-                memory_format=memory_format,
+                strategy, module, self._partition, self._propagations, sync_batchnorm, memory_format
             )
             mirrored.optimizers = self.optimizers
             self._made += 1
@@ -216,8 +209,12 @@ class MirroredObjects:
                 self._guarded = -1
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Around a run: afterwards takes what replicas have set on their copies as their own."""
+    def settled(self, replicas: int) -> Iterator[None]:
+        """Around a run: afterwards what replicas have set on their copies is their own.
+
+        If one of several replicas has failed, the gradients that the run has added are removed.
+        """
+        before = [(each.gradients, each.gradients.marks()) for each in self.optimizers] if replicas > 1 else []
         failed = True
         try:
             yield
@@ -226,6 +223,8 @@ class MirroredObjects:
             with ExitStack() as stack:
                 for module in self.modules:
                     stack.callback(module.propagation.end, failed=failed)
+                for gradients, marks in before if failed else ():
+                    stack.callback(gradients.run_failed, marks)
 
     def guards(self, replicas: int) -> tuple[StepGuard, ...]:
         """The guards of the local replicas in the next run. Called after ``align``."""
@@ -236,20 +235,6 @@ class MirroredObjects:
             self._guards = tuple(StepGuard(replica, ownership, self._claims, gradients) for replica in range(replicas))
             self._guarded = len(self._modules)
         return self._guards
-
-    @contextmanager
-    def clearing_after_failure(self, replicas: int) -> Iterator[None]:
-        """Around a run: if a replica fails, removes the gradients that the run has added; a single one keeps them."""
-        if replicas == 1:
-            yield
-            return
-        before = [(optimizer, optimizer.gradients.marks()) for optimizer in self.optimizers]
-        try:
-            yield
-        except BaseException:
-            for optimizer, marks in before:
-                optimizer.gradients.run_failed(marks)
-            raise
 
     def is_first_run(self, fn: Callable[..., Any]) -> bool:
         """Whether ``fn`` runs for the first time since a module was mirrored."""
@@ -279,10 +264,11 @@ class StepGradients:
 
     def read(self, context: ReplicaContext, parameter: nn.Parameter) -> None:
         """Gives the replica the sums of all gradients of the parameter's optimizer."""
+        objects = self._objects()
+        if objects is not None and self._of(parameter) is None:
+            adopt = partial(objects.adopt, context.strategy)
+            context.meet("sums of gradients without an optimizer", parameter, lambda parameters: adopt(parameters[0]))
         optimizer = self._of(parameter)
-        if optimizer is None:
-            context.meet("sums of gradients without an optimizer", parameter, partial(self._adopt, context))
-            optimizer = self._of(parameter)
         if optimizer is not None:
             optimizer.give_sums(context)
 
@@ -303,8 +289,3 @@ class StepGradients:
                 self._optimizers |= dict.fromkeys(ids, ref(optimizer))
                 return optimizer
         return None
-
-    def _adopt(self, context: ReplicaContext, parameters: list[nn.Parameter]) -> None:
-        objects = self._objects()
-        if objects is not None:
-            objects.adopt(context.strategy, parameters[0])

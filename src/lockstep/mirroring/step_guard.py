@@ -61,11 +61,9 @@ _METADATA = frozenset(
 _NO_WRITES = frozenset(["requires_grad_", "rename_", "share_memory_"])
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "grad"))
 """Properties through which values, and gradients, flow."""
-_GRAD: Any = GET_GRAD
-_SET_DATA: Any = SET_DATA
 _HOOKS = frozenset([torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
 _PLAIN = (int, float, complex, str, tuple, type(None))
-_PARAMETER = nn.Parameter
+_PARAMETER = nn.Parameter  # a global is found faster
 
 
 def refuse_forward_mode() -> Any:
@@ -224,10 +222,7 @@ class StepGuard:
         self._claims = claims
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at a call of a torch function; returns PROCEED, or the result if the call was made here.
-
-        Raises UsageError if the call would give other numbers than one device.
-        """
+        """Refuses a call of a torch function, makes it for all replicas and returns its result, or returns PROCEED."""
         for arg in args:  # written out: this runs at every call of a torch function
             kind = type(arg)
             if kind is tuple or kind is list:
@@ -258,20 +253,20 @@ class StepGuard:
                 f"the step registers a hook on {known.name!r} at {call_site()}; it would see one "
                 "replica's gradient; read or change .grad after backward(), where it is the sum over all replicas"
             )
-        if known.replica != self._replica or (func == _SET_DATA and _is_same_memory(parameter, args[1])):
+        if known.replica != self._replica or (func == SET_DATA and _is_same_memory(parameter, args[1])):
             return PROCEED  # "weight.data *= mask" has been made in place, and assigns what is there
-        if func == _SET_DATA:
+        if func == SET_DATA:
             raise UsageError(
                 f"the step assigns {known.name}.data, which would part this replica's weights from the others'; change "
                 "it in place (parameter.data.copy_(...)), or assign it outside strategy.run"
             )
-        if func == _GRAD and known.divided:
+        if func == GET_GRAD and known.divided:
             raise UsageError(
                 f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
                 "call optimizer.sum_gradients() there, and clip_sums(norm) and step() after strategy.run, on every "
                 "worker"
             )
-        if func == _GRAD:
+        if func == GET_GRAD:
             self._gradients.read(context, parameter)
         else:
             self._gradients.assigned(context, parameter, args[1])
@@ -298,7 +293,7 @@ class StepGuard:
             f"replica {self._replica}, at {call_site()}; use what strategy.mirror(module) returned, in closures and "
             "penalties too"
         )
-        if not isinstance(tensor, nn.Parameter) or func == _GRAD or func in _WRITERS:
+        if not isinstance(tensor, nn.Parameter) or func == GET_GRAD or func in _WRITERS:
             raise UsageError(message)
         if tensor.requires_grad and torch.is_grad_enabled():  # only reading it is harmless: its numbers are equal
             self._claims.refuse_gradient(tensor, self._replica, message)
@@ -373,7 +368,7 @@ class StepGuard:
 _CHECKS: dict[Any, Callable[[StepGuard, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(_WRITERS, StepGuard._write),
     **dict.fromkeys((F.embedding, F.embedding_bag), StepGuard._check_embedding),
-    **dict.fromkeys((*_HOOKS, _SET_DATA, _GRAD, SET_GRAD), StepGuard._check_parameter),
+    **dict.fromkeys((*_HOOKS, SET_DATA, GET_GRAD, SET_GRAD), StepGuard._check_parameter),
     SET_GRAD_MODE: StepGuard._check_metric,  # which every update of a torchmetrics metric calls first
     MAKE_DUAL: lambda *_: refuse_forward_mode(),
 }
@@ -391,10 +386,7 @@ class _Write:
 
 
 def _write_once(workers: Communicator, ownership: Ownership, writes: list[_Write]) -> None:
-    """Changes a weight in place as one device does: the first replica makes the call, and all have the result.
-
-    Raises UsageError if replicas would not write the same; if workers would not, their next exchange says so.
-    """
+    """Changes a weight in place as one device does: the first replica makes the call, and all have the result."""
     first, *others = writes
     name = getattr(first.func, "__name__", first.func)
     if is_random(first.func):
@@ -462,14 +454,15 @@ def _storage(tensor: torch.Tensor) -> int:
 @contextmanager
 def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
     """Inside the block a replica other than 0 that calls a user's module, or a part of it, gets a UsageError."""
-    owners = {id(part): module for module in mirrored for part in _own_parts(module.module)}
+    plain = [module.module for module in mirrored]
+    # A mirrored metric is one object in all copies.
+    owners = {id(part): each for each in plain for part in each.modules() if not isinstance(part, MirroredMetric)}
 
     def check(part: nn.Module, _: Any) -> None:
         context = get_replica_context()
         if context is not None and context.local_replica > 0 and id(part) in owners:
-            name = type(owners[id(part)].module).__name__
             raise UsageError(
-                f"the step calls the plain {name}, which is replica 0's copy, in "
+                f"the step calls the plain {type(owners[id(part)]).__name__}, which is replica 0's copy, in "
                 f"replica {context.replica_id_in_sync_group}; call what strategy.mirror(module) returned"
             )
 
@@ -478,11 +471,3 @@ def refusing_plain_calls(mirrored: Iterable[MirroredModule]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its parts, except mirrored metrics, which are one object in all copies."""
-    if not isinstance(module, MirroredMetric):
-        yield module
-        for child in module.children():
-            yield from _own_parts(child)

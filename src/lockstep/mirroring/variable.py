@@ -8,17 +8,19 @@ are read with ``read_value``, ``float`` and the like, and by ``reduce`` and simi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, VariableBase, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import ReplicaContext, own_context
 from lockstep.replicas.device.streams import allocating_on
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import Strategy
 
 Aggregation = Literal["none", "sum", "mean", "only_first"]
 Synchronization = Literal["on_write", "on_read"]
@@ -30,34 +32,23 @@ class MirroredVariable(VariableBase):
     Args:
         owner: the strategy.
         value: the initial value: a tensor, a number, or a PerReplica of them; the chief's, for all workers.
-        devices: the devices of the local replicas.
-        workers: all workers.
         aggregation: how the replicas' values are reduced: "none", "sum", "mean" or "only_first".
         synchronization: when they are reduced: "on_write" or "on_read".
 
     Raises:
-        ConfigError: unknown aggregation or synchronization; different values for replicas that must have one; a value
-            that requires gradients.
-
-    Example:
-        >>> import lockstep as ls
-        >>> strategy = ls.MirroredStrategy()
-        >>> scale = strategy.variable(2.0)
-        >>> scale.assign_add(1.0)
-        >>> float(scale)
-        3.0
+        ConfigError: unknown settings; different values for replicas that must have one; a value that requires
+            gradients.
     """
 
     def __init__(
         self,
-        owner: object,
+        owner: Strategy,
         value: Any,
-        devices: Sequence[LogicalDevice],
-        workers: Communicator,
         *,
         aggregation: Aggregation,
         synchronization: Synchronization,
     ) -> None:
+        devices, workers = owner.devices, owner.workers
         choices = ("aggregation", aggregation, Aggregation), ("synchronization", synchronization, Synchronization)
         for name, chosen, known in choices:
             if chosen not in get_args(known):
@@ -102,10 +93,8 @@ class MirroredVariable(VariableBase):
     def read_value(self) -> torch.Tensor:
         """A new tensor: in a replica its own value; outside the value of all, or for "on_read" the aggregate.
 
-        The aggregate is over the replicas of all workers, and every worker must ask for it.
-
-        Raises:
-            UsageError: outside replicas, of a variable without aggregation whose replicas have their own values.
+        Every worker must ask for an aggregate. Raises UsageError outside replicas for one without aggregation whose
+        replicas have their own values.
         """
         context = self._context()
         if context is not None:
@@ -140,11 +129,8 @@ class MirroredVariable(VariableBase):
         """Sets the value: a tensor, a number or a variable. In replicas all must call it, if it aggregates on write.
 
         Outside, all replicas get ``value``, or of an "on_read" variable each its own of a PerReplica; an "on_read"
-        "sum" variable gives each replica ``value`` / replicas, so that a read gives ``value`` back.
-
-        Raises:
-            ConfigError: a plain number that is summed over replicas, or a mean for a variable that is not floating;
-                outside, a PerReplica for an "on_write" variable.
+        "sum" variable gives each replica ``value`` / replicas. Raises ConfigError for a plain number that is summed
+        over replicas, a mean of what is not floating, and outside for a PerReplica for an "on_write" variable.
         """
         context, value = self._context(), read_tensors(value)
         if context is not None:

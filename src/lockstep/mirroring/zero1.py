@@ -107,25 +107,17 @@ def _taken(left: int, size: int, *, cut: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingGroup:
-    """The workers among whom the state is sharded.
-
-    Args:
-        workers: workers that hold the same weights; each keeps the state of a shard of them.
-        stream: the connection among them, for this optimizer's shards alone.
-        window_bytes: how much is sent at a time, by all together.
-        kinds: for each parameter, its kind: parameters of one kind are divided separately.
-    """
+    """The workers that hold the same weights, each of which keeps the state of a shard of them."""
 
     workers: Communicator
-    stream: ProcessGroup
-    window_bytes: int
-    kinds: Sequence[Hashable]
+    stream: ProcessGroup  # for this optimizer's shards alone
+    window_bytes: int  # how much is sent at a time, by all together
+    kinds: Sequence[Hashable]  # of each parameter; those of one kind are divided separately
 
     def fill(self, shares: Shares, flats: Mapping[int, torch.Tensor], what: str) -> None:
         """Writes the owners' values into every worker's ``flats``. All workers must call it.
 
-        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers,
-        which have this worker's own values. Pieces of other parameters are left out.
+        ``flats`` are flat tensors of one dtype and device by the number of a parameter, the same ones on all workers.
         """
         present = [tuple(piece for piece in own if piece.parameter in flats) for own in shares]
         longest = max(sum(piece.size for piece in own) for own in present)

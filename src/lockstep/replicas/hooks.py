@@ -37,11 +37,8 @@ class Observer:
     def update_begins(self, context: ReplicaContext, parameters: Sequence[nn.Parameter], totals: Totals) -> None:
         """Called in every replica that reaches an update, before gradients are exchanged.
 
-        Args:
-            context: the calling replica's.
-            parameters: its own copies, in the optimizer's order; ``.grad`` is this replica's gradient.
-            totals: its sums since the last update. The gradients' sum is divided by the sum of the counts, which add
-                up to 1 for ``optimizer.step()``.
+        ``parameters`` are its own copies, with its gradients. The gradients' sum is divided by the sum of the counts in
+        ``totals``, which add up to 1 for ``optimizer.step()``.
         """
 
     def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:

@@ -3,8 +3,8 @@
     loss of a shard = term + term * number + ...     is a term a mean over the shard's rows, or equal in all replicas?
     torch.autograd.grad(loss, weights)               is the gradient of one shard summed before it is used?
 
-Gradients of replicas are added up. So a loss must be a sum over rows divided by the size of the global batch. A mean
-over the shard, or a penalty that each replica adds, would count once for each replica.
+Gradients of replicas are added up, so a loss is a sum over rows divided by the size of the global batch. A mean over
+the shard, or a penalty that each replica adds, would count once for each replica.
 """
 
 from __future__ import annotations
@@ -53,26 +53,18 @@ class Term:
 
 @dataclass(slots=True)
 class Passes:
-    """The backward passes of one replica, in a step's first run.
+    """The backward passes of one replica, in a step's first run."""
 
-    Attributes:
-        losses: the terms of each loss.
-        mixed: the functions in the graph that compare or combine items along dimension 0, with its size.
-        gradients: what ``torch.autograd.grad`` gave for weights, by the line that called it.
-        twice: whether losses may hold gradients, which are matrix products over rows by themselves.
-    """
-
-    losses: list[list[Term]] = field(default_factory=list)
-    mixed: set[tuple[str, int]] = field(default_factory=set)
-    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
-    twice: bool = False
+    losses: list[list[Term]] = field(default_factory=list)  # the terms of each
+    mixed: set[tuple[str, int]] = field(default_factory=set)  # functions that combine items along dim 0, with its size
+    gradients: dict[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # from torch.autograd.grad, by the line of the call
+    twice: bool = False  # whether losses may hold gradients, which are matrix products over rows by themselves
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
-        """A backward pass is about to begin at ``tensors``.
-
-        With ``saved``, the tensors that the graph has saved may be looked at: hooks would compute them once more.
-        """
+        """A backward pass is about to begin. ``saved`` tensors are not looked at if hooks would compute them anew."""
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None and not any(root is each for each in self._seen):
@@ -106,13 +98,7 @@ class Passes:
 
 
 def loss_warnings(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> Iterator[str]:
-    """What is to be said of a step's losses.
-
-    Args:
-        passes: of each local replica.
-        rows: of each one's batch.
-        replicas: how many there are, of all workers.
-    """
+    """What is to be said of a step's losses, given each local replica's passes and rows."""
     known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
     side_by_side = list(_side_by_side([each.losses for each, _ in known]))
     counts = [count for _, count in known]
@@ -140,9 +126,8 @@ def loss_warnings(passes: Sequence[Passes], rows: Sequence[int | None], replicas
     if lines:
         yield (
             f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
-            "replica's rows; where it does more with them than to add them up over rows (norms, projections, "
-            'penalties), sum them first with ls.get_replica_context().all_reduce("sum", gradient), or call '
-            "backward() and read .grad, which is the sum over all replicas"
+            "replica's rows; before norms or penalties of them, sum them with ls.get_replica_context().all_reduce("
+            '"sum", gradient), or call backward() and read .grad, which is the sum over all replicas'
         )
 
 

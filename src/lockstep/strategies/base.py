@@ -94,18 +94,13 @@ R = TypeVar("R")
 class Strategy(ABC):
     """Runs one program on many replicas. Abstract: see ``MirroredStrategy`` and the others."""
 
+    devices: tuple[LogicalDevice, ...]
+    """The logical devices of the local replicas, in replica order."""
+    workers: Communicator
+    """The workers that run this strategy's replicas."""
+
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
-
-    @property
-    @abstractmethod
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        """The logical devices of the local replicas, in replica order."""
-
-    @property
-    @abstractmethod
-    def workers(self) -> Communicator:
-        """The workers that run this strategy's replicas."""
 
     @property
     @abstractmethod
@@ -166,8 +161,8 @@ class Strategy(ABC):
 
         Args:
             fn: the step function; ``ls.get_replica_context()`` inside it is this replica's.
-            args: a tuple or list. Of a PerReplica value, also inside tuples, lists and dicts, each replica gets its own
-                item; other values go to every replica unchanged.
+            args: a tuple or list. Of a PerReplica, also inside tuples, lists and dicts, each replica gets its own item;
+                other values go to every replica unchanged.
             kwargs: keyword arguments, treated in the same way.
 
         Returns:
@@ -198,9 +193,8 @@ class Strategy(ABC):
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
-            bodies, looking = [first.body(body) for body in bodies], first.looked_at()
-        clearing = self._mirrored.clearing_after_failure(len(self.devices))
-        with Scope(self), looking, self._mirrored.settled(), clearing:
+            bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
+        with Scope(self), looking, self._mirrored.settled(len(self.devices)):
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
@@ -281,9 +275,7 @@ class Strategy(ABC):
     ) -> MirroredVariable:
         """Makes a variable with one value for each replica; see ``MirroredVariable``."""
         self._outside("variable")
-        made = MirroredVariable(
-            self, value, self.devices, self.workers, aggregation=aggregation, synchronization=synchronization
-        )
+        made = MirroredVariable(self, value, aggregation=aggregation, synchronization=synchronization)
         self._mirrored.add_variable(made)
         return made
 
@@ -352,15 +344,7 @@ class ThreadedStrategy(Strategy):
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(make_exchange, partition)
-        self._devices, self._workers, self._runner, self._guard = devices, workers, runner, guard
-
-    @property
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        return self._devices
-
-    @property
-    def workers(self) -> Communicator:
-        return self._workers
+        self.devices, self.workers, self._runner, self._guard = devices, workers, runner, guard
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -372,7 +356,7 @@ class ThreadedStrategy(Strategy):
 
     def close(self) -> None:
         self._runner.close()
-        self._workers.close()
+        self.workers.close()
 
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         self._runner.guard(guards)
@@ -380,8 +364,8 @@ class ThreadedStrategy(Strategy):
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
-        if not self._workers.is_single:
-            self._workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
+        if not self.workers.is_single:
+            self.workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
         return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
 
 
@@ -402,13 +386,11 @@ class DefaultStrategy(Strategy):
     """One replica on the first logical GPU, else the first logical CPU device. No thread: a plain torch program."""
 
     @cached_property
-    def devices(self) -> tuple[LogicalDevice, ...]:
+    def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]
         """The one device; chosen, and taken into use, when it is first asked for."""
         return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
 
-    @cached_property
-    def workers(self) -> Communicator:
-        return SingleWorkerCommunicator(1)
+    workers: Communicator = SingleWorkerCommunicator(1)
 
     @cached_property
     def generators(self) -> ReplicaGenerators:

@@ -1,21 +1,22 @@
 """Looks at the first run of a step function for what would give other numbers than one device, and warns.
 
-    before     notes what the function and the module's hooks have captured, buffers, and the states of Python's and
-               NumPy's random generators
+    before     notes what the function and the module's hooks reach, buffers, and Python's and NumPy's random states
     during     notes which functions run, what the mirrored modules are called with, and which losses are differentiated
     after      compares, and warns once for each step function
 
-Each of these can be intended, so they are warnings. Forward-mode AD alone is refused, for replicas cannot use it at the
-same time. Later runs are not looked at.
+Each of these can be intended, so they are warnings. Refused are forward-mode AD, which replicas cannot use at the same
+time, and hooks that keep tensors of all replicas in one place. Later runs are not looked at.
 """
 
 from __future__ import annotations
 
-import dis
+import pickle
 import random
 import sys
+import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,18 +33,20 @@ from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_ca
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, loss_warnings
-from lockstep.strategies.captured import (
-    LIBRARIES,
-    HookStores,
-    captured_by,
-    hooks_of,
-    is_generator,
-    is_of_the_user,
-    mutable_in,
-    plain_function,
-    state_of,
-)
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+Captured = dict[tuple[str, str], tuple[Any, Any]]
+"""By the name of a hook, or "" for the step, and a name in it: the value, and its state before the run."""
+_CONTAINERS = (list, dict, set, deque)
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_ARRAY_BYTES = 2**20
+"""The contents of larger NumPy arrays are not compared."""
+_LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
+"""The folders of torch and of this package, whose own functions are not looked at."""
+_DRAW_ADVICE = (
+    "numbers differ from run to run; draw with torch, where each replica has its own, or give each replica a generator "
+    "with ls.PerReplica"
+)
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
@@ -55,11 +58,8 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 class FirstRun:
     """The first run of one step function ``fn``.
 
-    Args:
-        modules: the strategy's mirrored modules.
-        replicas: the number of replicas of all workers.
-        rows: of each local replica's batch; None where it has none.
-        distributed: whether any argument has a value for each replica.
+    ``replicas`` are those of all workers, ``rows`` those of each local replica's batch or None, and ``distributed``
+    says whether any argument has a value for each replica.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class FirstRun:
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
-        captured = {name: (value, state_of(value)) for name, value in self._captured()}
+        captured = {(hook, name): (value, state_of(value)) for hook, name, value in self._captured()}
         buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
         before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
-        drawn, stores = _generator_states(), HookStores(self._modules)
+        drawn = _generator_states()
         for module in self._modules:
             module.on_call = self._called
         try:
@@ -92,24 +92,21 @@ class FirstRun:
                 yield
         except (RuntimeError, LookupError, AttributeError) as error:
             if len(self._rows) > 1 and not isinstance(error, LockstepError):
-                _explain(stores, error, len(self._rows))
+                self._refuse_hooks(captured)  # which may be the cause
             raise
         finally:
             for module in self._modules:
                 module.on_call = None
         if len(self._rows) > 1:
-            stores.check(len(self._rows))
+            self._refuse_hooks(captured)
             self._warn_of_draws(drawn)
             self._warn_of_captured(captured)
         self._warn_of_buffers(before)
         self._warn_of_inputs()
         self._warn_of_losses()
 
-    def body(self, body: Callable[[], Any]) -> Callable[[], Any]:
+    def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
-        return partial(self._run, body)
-
-    def _run(self, body: Callable[[], Any]) -> Any:
         if len(self._rows) == 1 or sys.getprofile() is not None:
             return body()
         sys.setprofile(self._entered)
@@ -157,14 +154,36 @@ class FirstRun:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
             self._inputs[context.local_replica].append(tensors)
 
-    def _captured(self) -> Iterator[tuple[str, Any]]:
-        hooks = (hook for module in self._modules for part in module.module.modules() for hook in hooks_of(part))
-        for fn in (self._fn, *hooks):
-            yield from captured_by(fn)
+    def _captured(self) -> Iterator[tuple[str, str, Any]]:
+        """Of the step, and of each hook by its name, the names and values that they reach outside of the modules."""
+        parts = [part for module in self._modules for part in module.module.modules()]
+        kept = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
+        own = {id(value) for value in kept if isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")}
+        for hook in (hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            found = [] if id(getattr(hook, "__self__", hook)) in own else captured_by(hook)
+            yield from ((name, *each) for each in found if id(each[1]) not in own)
+        yield from (("", *each) for each in captured_by(self._fn))
         owner = getattr(self._fn, "__self__", None)
-        parts = {id(part) for module in self._modules for part in (module, *module.module.modules())}
-        if isinstance(owner, nn.Module) and is_of_the_user(owner) and id(owner) not in parts:
-            yield from mutable_in(f"{type(owner).__name__}.", vars(owner).items())
+        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
+            yield from (("", *each) for each in _mutable_in(f"{type(owner).__name__}.", vars(owner).items()))
+
+    def _changed(self, before: Captured) -> Iterator[tuple[str, str, Any]]:
+        """What has changed, except dicts that have a key for each replica."""
+        for hook, name, value in self._captured():
+            by_replica = isinstance(value, dict) and set(range(len(self._rows))) <= set(value)
+            if (hook, name) in before and before[hook, name][1] != state_of(value) and not by_replica:
+                yield hook, name, value
+
+    def _refuse_hooks(self, before: Captured) -> None:
+        for hook, name, value in self._changed(before):
+            kept = tree_leaves(list(value) if isinstance(value, (set, deque)) else value)
+            if hook and any(isinstance(each, Tensor) for each in kept):
+                raise UsageError(
+                    f"the hook {hook} keeps tensors of the step in {name!r}, outside of the module, where the replicas "
+                    "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
+                    "and read them in the step from the mirrored module (mirrored.get_submodule(name).kept)"
+                )
 
     def _warn_of_draws(self, before: dict[str, Any]) -> None:
         now = _generator_states()
@@ -173,22 +192,16 @@ class FirstRun:
             if lines:
                 self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
-                    "so numbers differ from run to run; draw with torch, where each replica has its own, or give each "
-                    "replica a generator of its own with ls.PerReplica"
+                    f"so {_DRAW_ADVICE}"
                 )
 
-    def _warn_of_captured(self, before: dict[str, tuple[Any, Any]]) -> None:
+    def _warn_of_captured(self, before: Captured) -> None:
         generators: dict[str, None] = {}
         changed: dict[str, None] = {}
-        for name, value in self._captured():
-            if name in before and before[name][1] != state_of(value):
-                (generators if is_generator(value) else changed)[repr(name)] = None
+        for _, name, value in self._changed(before):
+            (generators if _is_generator(value) else changed)[repr(name)] = None
         if generators:
-            self._warn(
-                f"draws from {', '.join(generators)}, a random generator that all replicas have in common, so numbers "
-                "differ from run to run; draw with torch, where each replica has its own, or give each replica a "
-                "generator of its own with ls.PerReplica"
-            )
+            self._warn(f"draws from {', '.join(generators)}, which all replicas have in common, so {_DRAW_ADVICE}")
         if changed:
             self._warn(
                 f"changes {', '.join(changed)} from outside it, which every one of {len(self._rows)} replicas does; "
@@ -225,13 +238,13 @@ class FirstRun:
                 return
 
     def _warn_of_losses(self) -> None:
-        code = getattr(plain_function(self._fn), "__code__", None)
-        if self._distributed and not (code is not None and code.co_filename.startswith(LIBRARIES)):
+        code = getattr(_plain_function(self._fn), "__code__", None)
+        if self._distributed and not (code is not None and code.co_filename.startswith(_LIBRARIES)):
             for message in loss_warnings(self._passes, self._rows, self._replicas):
                 self._warn(message)
 
     def _warn(self, what: str) -> None:
-        plain = plain_function(self._fn)
+        plain = _plain_function(self._fn)
         code = getattr(plain, "__code__", None)
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = getattr(plain, "__qualname__", type(self._fn).__qualname__)
@@ -245,17 +258,9 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _explain(stores: HookStores, error: Exception, replicas: int) -> None:
-    """Raises the cause of an error where replicas have overwritten each other's tensors."""
-    try:
-        stores.check(replicas)
-    except UsageError as cause:
-        raise cause from error
-
-
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
@@ -289,36 +294,98 @@ def _generator_states() -> dict[str, Any]:
 
 
 def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
-    """The lines of functions that have run that name a function of a global random generator."""
+    """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
-    libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
+    libraries = (*_LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     found: dict[str, None] = {}
-    for code, names in list(ran.items()):
-        if code.co_filename.startswith(libraries):
-            continue
-        for line, value in _names(code, names):
-            owner = getattr(value, "__self__", None)
-            if owner is not None and not isinstance(owner, ModuleType) and owner is stream.random.__self__:
-                found[f"{Path(code.co_filename).name}:{line} in {code.co_name}"] = None
+    for code, names in ran.items():
+        values = [names.get(each) for each in code.co_names]
+        if "random" in code.co_names or stream in values:
+            values += [getattr(stream, each, None) for each in code.co_names]
+        draws = any(getattr(each, "__self__", None) is stream.random.__self__ for each in values)
+        if draws and not code.co_filename.startswith(libraries):
+            found[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
     return list(found)
 
 
-def _names(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """The values of a function's global names and attributes of modules, with their lines."""
-    imported: dict[str, Any] = {}
-    above: Any = None
-    for instruction in dis.get_instructions(code):
-        value = None
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = names.get(instruction.argval)
-        elif instruction.opname.startswith("LOAD_FAST"):
-            value = imported.get(instruction.argval) if isinstance(instruction.argval, str) else None
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(above, ModuleType):
-            value = getattr(above, instruction.argval, None)
-        elif instruction.opname == "IMPORT_NAME":
-            value = sys.modules.get(instruction.argval)
-        elif instruction.opname == "STORE_FAST" and isinstance(above, ModuleType):
-            imported[instruction.argval] = above
-        above = value
-        if value is not None and instruction.positions is not None:
-            yield instruction.positions.lineno or code.co_firstlineno, value
+def _plain_function(fn: Any) -> Any:
+    """The function under partials and bound methods."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__func__", fn)
+
+
+def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function can reach and change: in its closure, its object and its module's globals.
+
+    These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
+    """
+    while isinstance(fn, partial):
+        yield from _mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
+        fn = fn.func
+    owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
+    plain = _plain_function(fn)
+    code: CodeType | None = getattr(plain, "__code__", None)
+    if code is not None and code.co_filename.startswith(_LIBRARIES):
+        return
+    if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
+        yield from _mutable_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
+    if code is not None:
+        cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
+        yield from _mutable_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
+        yield from _mutable_in("", [(name, plain.__globals__.get(name)) for name in code.co_names])
+
+
+def _mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Those of the given names and values that a program can change, and such attributes of the user's objects."""
+    for name, value in items:
+        if _is_mutable(value):
+            yield prefix + name, value
+        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
+            for attribute, kept in vars(value).items():
+                if _is_mutable(kept):
+                    yield f"{prefix}{name}.{attribute}", kept
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
+    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in (int, float)
+    return simple or _is_array(value) or _is_generator(value)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Whether a value is an object of a class that belongs to no library."""
+    kind = type(value)
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES)))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a random generator of Python or NumPy."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random.")
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # not assigned yet
+        return False
+
+
+def state_of(value: Any) -> Any:
+    """A value that is equal as long as the container, number or generator has not changed."""
+    if _is_generator(value):
+        return pickle.dumps(value)
+    if value is None or isinstance(value, torch.Tensor):
+        return id(value)
+    if _is_array(value):
+        return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
+    if isinstance(value, dict):
+        return [(key, id(each)) for key, each in value.items()]
+    return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value

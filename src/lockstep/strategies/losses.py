@@ -1,13 +1,9 @@
 """Loss helpers for custom loops: they turn the per-example losses of a shard into its part of the global average.
 
-The results add up over replicas to the loss of the global batch, and so do the gradients; nothing is averaged between
-replicas, and uneven shards are exact. A loss that is already a mean over the shard is refused: give torch's losses
-reduction="none". Where something other than examples is counted, such as labels that are not ignored, divide by their
-number in the whole batch:
+The results, and their gradients, add up over replicas to those of the global batch, also for uneven shards. Where
+something other than examples is counted, such as labels that are not ignored, divide by their number in the batch:
 
-    counted = labels != -100
-    total = F.cross_entropy(logits, labels, reduction="sum")
-    loss = total / context.all_reduce("sum", counted.sum())
+    loss = F.cross_entropy(logits, labels, reduction="sum") / context.all_reduce("sum", (labels != -100).sum())
 """
 
 from __future__ import annotations
@@ -31,10 +27,9 @@ def compute_average_loss(
 
     Args:
         per_example_loss: [rows, ...], not reduced; 0 rows give 0.
-        sample_weight: [rows], or of as many dimensions as the losses, to which it broadcasts; multiplies them. The
-            divisor stays the number of examples.
+        sample_weight: [rows], or what broadcasts to the losses and multiplies them; the divisor stays the examples.
         global_batch_size: examples in the whole global batch. None adds up the rows of all replicas, and then every
-            replica must call it; with several workers that is an exchange between them more.
+            replica must call it.
 
     Returns:
         A scalar; the sum over all replicas is the average loss of the global batch.
@@ -71,13 +66,9 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
-    """The loss over the number of replicas: every replica adds the whole regularisation, so that it counts once.
+    """The loss, a tensor that is summed or a number, over the replicas, each of which adds all: it counts once.
 
-    Args:
-        loss: a tensor, summed if it has several values, or a number, as Python's ``sum`` of no penalties is.
-
-    Raises:
-        UsageError: called in cross-replica context.
+    Raises UsageError in cross-replica context.
     """
     loss = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.get_default_dtype())
     context = get_replica_context()

@@ -17,8 +17,7 @@ from lockstep.strategies.base import ThreadedStrategy, chosen_devices
 class MirroredStrategy(ThreadedStrategy):
     """Trains one model on many devices of this host as if on one; no launcher.
 
-    The numbers are those of one device on the whole global batch, for any number of replicas; the same program with
-    the same seed on the same devices gives bit-equal weights.
+    The same program with the same seed on the same devices gives bit-equal weights.
 
     Args:
         devices: a list of devices such as ``["cpu:0", "cpu:1"]`` or ``["gpu:0", "gpu:2"]``; None is every logical GPU,
@@ -30,12 +29,6 @@ class MirroredStrategy(ThreadedStrategy):
         ConfigError: an unknown device, or one named twice.
         UsageError: the environment declares a job of several workers.
         ClusterError: the environment declares a job in a form that cannot be followed.
-
-    Example:
-        >>> import torch, lockstep as ls
-        >>> strategy = ls.MirroredStrategy()
-        >>> with strategy.scope():
-        ...     model = ls.Model(torch.nn.Linear(4, 1))
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """MultiWorkerMirroredStrategy: many processes on one host or many, each with local replicas.
 
-``own_devices`` chooses a worker's devices where the program names none. ``WorkerJob`` is this process's part in the
-job: it joins, agrees with the others on how to train, and makes communicators and gradient exchanges.
+``WorkerJob`` joins the job, agrees with the others on how to train, and makes communicators and gradient exchanges.
 """
 
 from __future__ import annotations
@@ -54,18 +53,11 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises ClusterError unless the workers of a divided model, of these names, have a GPU each, or none."""
     if not any(gpus) or each_has_its_own(gpus):
         return
-    if not all(gpus):
-        with_one = next(name for name, gpu in zip(names, gpus, strict=True) if gpu)
-        raise ClusterError(
-            f"{with_one} has a GPU and {names[gpus.index(0)]} a CPU, and the workers that divide a model have devices "
-            "of one kind; name one with device= on every worker"
-        )
-    second = next(worker for worker, gpu in enumerate(gpus) if gpu in gpus[:worker])
-    different = len(set(gpus))
+    alike = [name for name, gpu in zip(names, gpus, strict=True) if not gpu or gpus.count(gpu) > 1]
+    different = len({*gpus} - {0})
     raise ClusterError(
-        f"{len(gpus)} workers have {different} GPU{'s' * (different != 1)}, and NCCL takes one worker per GPU: "
-        f"{names[gpus.index(gpus[second])]} and {names[second]} have the same one; start {different}, or show each "
-        "worker a GPU of its own, as lockstep run does"
+        f"{len(gpus)} workers have {different} GPU{'s' * (different != 1)}, and those that divide a model need one each"
+        f" or none; {', '.join(alike)} have not: start fewer, or name another one with device= on every worker"
     )
 
 
@@ -89,6 +81,7 @@ class WorkerJob:
         self._optimizers = 0
         self._membership: Membership | None = None
         self._gpus: tuple[int, ...] = ()
+        self._nccl = False
         self.workers: Communicator = SingleWorkerCommunicator(len(devices))
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
@@ -96,15 +89,12 @@ class WorkerJob:
             infos = self._membership.infos
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
+            # Tensors on GPUs go between workers by NCCL; else through host memory.
+            self._nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
             replicas = [info["replicas"] for info in infos]
             self.workers = DistributedCommunicator(
                 self._membership, replicas, nccl=self._nccl, timeout_s=options.timeout_s
             )
-
-    @property
-    def _nccl(self) -> bool:
-        """Whether tensors on GPUs go between workers by NCCL; else through host memory."""
-        return each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
 
     def check_gpus(self) -> None:
         """Raises a ClusterError on every worker unless each has a GPU of its own, or none has one."""
@@ -220,12 +210,6 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
     Raises:
         ConfigError: an unknown device, or one named twice; a number that cannot be.
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
-
-    Example:
-        >>> import lockstep as ls
-        >>> strategy = ls.MultiWorkerMirroredStrategy()
-        >>> strategy.workers.size
-        1
     """
 
     def __init__(

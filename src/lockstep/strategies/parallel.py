@@ -111,12 +111,6 @@ class ParallelStrategy(ThreadedStrategy):
         ConfigError: degrees that do not fit the number of workers, or what does not work together.
         UsageError: the program has initialised torch's process groups itself.
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
-
-    Example:
-        >>> import lockstep as ls
-        >>> strategy = ls.ParallelStrategy()
-        >>> strategy.grid
-        MeshLayout(data=1, pipeline=1, tensor=1)
     """
 
     def __init__(
@@ -188,9 +182,8 @@ class ParallelStrategy(ThreadedStrategy):
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
             tensor_plan: "auto" for transformers' BERT, GPT-2 and Llama; else names of modules, with "*" for any, to
-                styles, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
-            pipeline_split: "auto" for those models, by the weights of the layers and of the head; else the number of
-                layers of each stage.
+                styles, as torch's ``parallelize_module`` takes them.
+            pipeline_split: "auto" for those models; else the number of layers of each stage.
 
         Raises:
             ConfigError: a model of no known family, or sizes that the degrees do not divide.

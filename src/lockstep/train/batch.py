@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
@@ -142,6 +142,17 @@ def checked_alone(context: ReplicaContext) -> Iterator[None]:
     """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
     with preserving_rng(context), in_context(context.alone()):
         yield
+
+
+@contextmanager
+def keeping_modes(module: nn.Module) -> Iterator[None]:
+    """Restores training or evaluation mode after the block, submodule by submodule."""
+    before = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part in module.modules():
+            part.training = before.get(part, part.training)
 
 
 @contextmanager

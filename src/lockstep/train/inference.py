@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.strategies.base import Strategy
+from lockstep.train.batch import keeping_modes
 from lockstep.train.callbacks.base import CallbackList, Logs
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
@@ -27,15 +28,11 @@ from lockstep.train.step import ReplicaState, evaluate_step, predict_step
 @contextmanager
 def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
     """Sets training or evaluation mode for the block, and restores the flags of each of the user's submodules."""
-    before = {name: part.training for name, part in mirrored.module.named_modules()}
-    mirrored.train(training)
-    if not training:
-        mirrored.sync_buffers()
-    try:
+    with keeping_modes(mirrored.module):
+        mirrored.train(training)
+        if not training:
+            mirrored.sync_buffers()
         yield
-    finally:
-        for name, part in mirrored.module.named_modules():
-            part.training = before.get(name, part.training)
 
 
 def run_evaluation(

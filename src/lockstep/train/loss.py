@@ -28,7 +28,7 @@ from lockstep.errors import CollectiveError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
-from lockstep.strategies.captured import captured_by, state_of
+from lockstep.strategies.first_run import captured_by, state_of
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from lockstep.train.batch import (
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
+
+if TYPE_CHECKING:
+    from lockstep.parallel.pipeline import Pipeline
 
 Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
@@ -86,7 +89,15 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
         if rows or module.shards_weights or (module.has_sync_batchnorm and module.pipeline is None):
-            total, count = _shard_sums(setup, state, item, rows)
+            batch = unpack_labelled(item)
+            if module.pipeline is not None:
+                total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
+            else:
+                args, kwargs = module_arguments(batch.x)
+                with setup.precision.autocast(), keep_logits_sharded():
+                    outputs = module(*args, **kwargs)
+                    total, count = _loss_sums(setup, state, outputs, batch, rows)
+                _update_metrics(state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(context, count)
             if isinstance(total, Tensor):
@@ -103,7 +114,15 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     rows = batch_rows(item)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
-    total, count = _shard_sums(setup, state, item, rows)
+    batch = unpack_labelled(item)
+    if setup.module.pipeline is not None:
+        total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
+    else:
+        args, kwargs = module_arguments(batch.x)
+        with setup.precision.autocast(), keep_logits_sharded():
+            outputs = setup.module(*args, **kwargs)
+            total, count = _loss_sums(setup, state, outputs, batch, rows)
+        _update_metrics(state, outputs, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -148,21 +167,15 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
         setup.optimizer.zero_grad()
 
 
-def _shard_sums(setup: TrainSetup, state: ReplicaState, item: Any, rows: int) -> tuple[Count, Count]:
-    """The sums of a shard, 0 before the last stage of a pipeline; updates the metrics. A pipeline runs backward too."""
-    batch, module = unpack_labelled(item), setup.module
-    if module.pipeline is None:
-        args, kwargs = module_arguments(batch.x)
-        with setup.precision.autocast(), keep_logits_sharded():
-            outputs = module(*args, **kwargs)
-            sums = _loss_sums(setup, state, outputs, batch, rows)
-        _update_metrics(state, outputs, batch, rows)
-        return sums
+def _pipeline_sums(
+    setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, batch: LabelledBatch, rows: int
+) -> tuple[Count, Count]:
+    """The sums of a shard, 0 before the last stage. With gradients switched on, all stages run backward too."""
     parts, trains = _MicrobatchSums(setup, state, batch), torch.is_grad_enabled()
     if trains:
-        module.note_pass()
+        setup.module.note_pass()
     with setup.precision.autocast(), keep_logits_sharded():
-        (module.pipeline.train if trains else module.pipeline.evaluate)(batch.x, rows, parts.add)
+        (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, parts.add)
     return parts.total, parts.count
 
 

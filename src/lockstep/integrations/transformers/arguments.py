@@ -1,15 +1,14 @@
 """What a Trainer is given: which strategy it uses, the arguments it refuses, and what transformers sees of the devices.
 
 transformers and accelerate see one process with one device. ``n_gpu`` is the number of all replicas, so that
-``train_batch_size``, which is per device times ``n_gpu``, is the global batch. ``process_index`` is the worker's, so
-that only the chief logs and saves. accelerate sees no distribution; otherwise it would shard, gather and wrap by
-itself.
+``train_batch_size`` is the global batch. ``process_index`` is the worker's, so that only the chief logs and saves.
+accelerate sees no distribution; otherwise it would shard, gather and wrap by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -127,25 +126,24 @@ class OneProcess:
         return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
 
 
-@contextmanager
-def seen_as_one_device(args: TrainingArguments) -> Iterator[None]:
+def seen_as_one_device(args: TrainingArguments) -> AbstractContextManager[None]:
     """Sets ``n_gpu`` to 1 for the block: for code of transformers about one replica or about the whole batch."""
-    replicas, args._n_gpu = args._n_gpu, 1
-    try:
-        yield
-    finally:
-        args._n_gpu = replicas
+    return _with_attribute(args, "_n_gpu", 1)
+
+
+def seen_as_chief(args: TrainingArguments) -> AbstractContextManager[None]:
+    """Sets ``process_index`` to 0 for the block: for what every worker must do with the same random numbers."""
+    return _with_attribute(args.distributed_state, "process_index", 0)
 
 
 @contextmanager
-def seen_as_chief(args: TrainingArguments) -> Iterator[None]:
-    """Sets ``process_index`` to 0 for the block: for what every worker must do with the same random numbers."""
-    state = args.distributed_state
-    index, state.process_index = state.process_index, 0
+def _with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        state.process_index = index
+        setattr(owner, name, before)
 
 
 def _state(device: Any, *, index: int) -> dict[str, Any]:

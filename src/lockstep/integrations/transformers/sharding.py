@@ -27,7 +27,7 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
-from lockstep.train.batch import FAILURES
+from lockstep.train.batch import FAILURES, keeping_modes
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
@@ -199,7 +199,8 @@ def loss_difference(
         return None
     try:
         halves = divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad(), keeping_modes(model):
+            model.eval()
             whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
             shares = [(half, Share(half.count, half.total)) for half in halves if half.count]
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
@@ -208,17 +209,6 @@ def loss_difference(
     rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
     return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 class Prediction(NamedTuple):

@@ -3,8 +3,9 @@
     within a storage group, slice by slice      between groups, once
     replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
 
-Each replica of a storage group sums a slice of the parameters, so the work is divided among their threads. The sum is
-the leader's ``.grad``; the other members' gradients become None. A parameter without any gradient has none.
+Each replica of a storage group sums a slice of the parameters. The sum is the leader's ``.grad``; the other members'
+gradients become None. ``PartExchange`` is for workers that hold parts of a model: losses are summed over all workers,
+gradients over those that hold the same part.
 ``buckets`` sums between workers.
 """
 
@@ -95,10 +96,6 @@ class LocalExchange(GradientExchange):
 @dataclass(kw_only=True, eq=False)
 class PartExchange(GradientExchange):
     """Between workers that hold parts of the model.
-
-    losses and counts   over all workers: those that have the model's outputs send them to the others
-    gradients           over the workers that hold the same part, one for each replica; of tied weights, over two stages
-    norm                over the workers of one replica; parameters that several of them hold count once
 
     Args:
         between_replicas: how the gradients of this part are summed.

@@ -1,15 +1,15 @@
 """Batch norm in replicas: synchronised over all of them, and safe on a shard of one row.
 
-``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas (two all-reduces: of
-sums and counts, then of centred squares). ``guard_single_row`` is for the others: torch's batch norm refuses a training
-batch with one value per channel, which a replica may get where one device has more. Such a shard is normalised by the
-running statistics and does not change them, as torch does for a shard without rows.
+``convert_sync_batch_norm`` has the batch norms of a module sum their statistics over all replicas. For the others,
+``guard_single_row`` has a shard with one value per channel, which torch refuses, normalised by the running statistics,
+which it does not change.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,12 +23,11 @@ from lockstep._torch_compat import BatchNormBase, tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 
+_PARAMETERS = tuple(inspect.signature(F.batch_norm).parameters)
+
 
 class SyncBatchNorm:
-    """Mixin, before the module's own class, of a batch norm whose statistics are those of the global batch.
-
-    Outside replicas the module works as before. In training every replica must call it, also with an empty shard.
-    """
+    """Mixin of a batch norm with the statistics of the global batch: in training every replica must call it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward with the statistics of all replicas."""
@@ -64,10 +63,9 @@ class SyncBatchNorm:
 
 
 class _StatisticsOfAll(TorchFunctionMode):
-    """Inside, batch norm in training takes the statistics of all replicas.
+    """Inside, batch norm in training takes the statistics of all replicas; ``given`` is the module's first tensor.
 
-    ``given`` is the first tensor that the module was called with. Afterwards ``called`` says whether batch norm was
-    called, and ``seen`` whether any replica had a row.
+    Afterwards ``called`` says whether batch norm was called, and ``seen`` whether any replica had a row.
     """
 
     def __init__(self, context: ReplicaContext, module: Any, given: torch.Tensor | None) -> None:
@@ -103,7 +101,7 @@ class _StatisticsOfAll(TorchFunctionMode):
             raise ConfigError(
                 f"{type(self._module).__name__} takes batch statistics of a tensor of shape {tuple(input.shape)}, and "
                 f"was given one of shape {tuple(self._given.shape)} with {channels} channels; sync_batchnorm needs "
-                "the whole input, one for each channel; mirror without sync_batchnorm"
+                "the whole input; mirror without it"
             )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -156,10 +154,7 @@ def synchronised(kind: type[BatchNormBase]) -> type[BatchNormBase]:
 
 
 def convert_sync_batch_norm(module: nn.Module, kind: type[BatchNormBase] = BatchNormBase) -> nn.Module:
-    """Has every batch norm of this kind inside ``module`` take its statistics over all replicas. In place.
-
-    Only their classes change, to subclasses. Raises ConfigError if a forward was replaced on an object.
-    """
+    """Makes every batch norm of this kind inside ``module``, in place, one of the subclass for all replicas."""
     for name, part in module.named_modules():
         if isinstance(part, kind) and not isinstance(part, SyncBatchNorm):
             if "forward" in part.__dict__:
@@ -212,19 +207,8 @@ def guard_single_row(module: nn.Module, args: Iterable[Any], kwargs: dict[str, A
 class _NoStatisticsOfOneValue(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            return _batch_norm_of_one_value(*args, **(kwargs or {}))
+            given = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
+            if given["running_mean"] is not None and given["input"].numel() <= given["input"].shape[1]:
+                given["training"] = False
+            return func(**given)
         return func(*args, **(kwargs or {}))
-
-
-def _batch_norm_of_one_value(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    *rest: float,
-    **options: float,
-) -> torch.Tensor:
-    training = training and (running_mean is None or input.numel() > input.shape[1])
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, *rest, **options)

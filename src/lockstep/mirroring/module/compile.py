@@ -4,18 +4,16 @@
                 +-- one compiled forward --+                           +-- outputs
     replica 1 --'   (per shape and mode)   '-- its copy's parameters --'
 
-The parameters are inputs of the code, so copies of one class share it. The whole forward becomes one graph or is
-refused: a part that stayed in Python would run without the replica's random numbers.
-
-One thread at a time looks up the code that serves a call. With two, torch 2.13 did not find it for some ("runtime
-guards failed even though they passed during recompilation-reason analysis") and compiled again, up to its limit of 8.
+The parameters are inputs of the code. The whole forward becomes one graph or is refused: a part that stayed in Python
+would run without the replica's random numbers. One thread at a time looks up the code that serves a call: with two,
+torch 2.13 did not find it for some and compiled again, up to its limit of 8.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -57,8 +55,7 @@ class Compilation:
     def __post_init__(self) -> None:
         if self.mode not in get_args(CompileMode):
             raise ConfigError(
-                f"mode={self.mode!r} is no mode that a mirrored module is compiled in; choose 'default' or "
-                "'max-autotune-no-cudagraphs': CUDA graphs of whole steps are made by fit"
+                f"mode={self.mode!r}; choose one of {get_args(CompileMode)}: fit makes CUDA graphs itself"
             )
         if type(self.dynamic) is not bool:
             raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
@@ -74,10 +71,7 @@ class Compilation:
             return cls() if given else None
         known = [each.name for each in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(known):
-            raise ConfigError(
-                f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}, such as "
-                "{'mode': 'max-autotune-no-cudagraphs'}"
-            )
+            raise ConfigError(f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}")
         return cls(**given)
 
 
@@ -98,15 +92,9 @@ class CompiledCopies:
         kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
         # The first run may still choose among kernels, for all replicas.
         ends_when_found = kind in self._seen[replica]
-        with _LOOKUP.held(self._name, ends_when_found=ends_when_found), _without_replica_random(), self._explained():
-            outputs = self._calls[replica](*args, **kwargs)
-        self._seen[replica].add(kind)
-        return outputs
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
         try:
-            yield
+            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), _without_replica_random():
+                outputs = self._calls[replica](*args, **kwargs)
         except dynamo().exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, LockstepError):
                 raise error.inner_exception from None
@@ -117,6 +105,8 @@ class CompiledCopies:
                 f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
                 "compile_module out"
             ) from error
+        self._seen[replica].add(kind)
+        return outputs
 
 
 class _Lookup(threading.local):
@@ -162,19 +152,16 @@ class _Backend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if self.on_cpu:
             _refuse_random(graph, inputs)
-        code = self._code(graph, inputs)
+        if self.compilation.backend == "inductor":
+            code = inductor().compile(graph, inputs, options=inductor().list_mode_options(self.compilation.mode))
+        else:
+            code = dynamo().lookup_backend(self.compilation.backend)(graph, inputs)
 
         def run(*args: Any) -> Any:
             _LOOKUP.found()
             return code(*args)
 
         return run
-
-    def _code(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        if self.compilation.backend != "inductor":
-            return dynamo().lookup_backend(self.compilation.backend)(graph, inputs)
-        options = inductor().list_mode_options(self.compilation.mode)
-        return inductor().compile(graph, inputs, options=options)
 
 
 def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
@@ -210,10 +197,8 @@ class _Draws(TorchDispatchMode):
 @contextmanager
 def _without_replica_random() -> Iterator[None]:
     """Inside the block the replica's function mode is off: dynamo would trace it in every call of torch."""
-    if not num_function_modes() or not isinstance(innermost_function_mode(), ReplicaRng):
-        yield
-        return
-    with without_innermost_function_mode():
+    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
+    with without_innermost_function_mode() if own else nullcontext():
         yield
 
 

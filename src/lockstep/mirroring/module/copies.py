@@ -1,8 +1,7 @@
-"""Copies of a module, one for each replica, and which of them share one storage of the weights.
+"""Copies of a module, one for each replica, and which of them alias one storage of the weights.
 
-Replicas of one physical device without a memory limit share the storage of the weights, and each has its own gradients
-and buffers. With a memory limit every replica has its own weights, since the user wants to see what as many real
-devices would hold.
+Replicas of one physical device alias the weights, and each has its own gradients and buffers. With a memory limit every
+replica has its own weights, since the user wants to see what as many real devices would hold.
 """
 
 from __future__ import annotations
@@ -36,15 +35,11 @@ def storage_groups(devices: Sequence[LogicalDevice]) -> tuple[tuple[int, ...], .
     return tuple(tuple(members) for members in groups.values())
 
 
-class Copying:
-    """Copies the user's module, or what is set on it later, for one other replica.
+class Copying(TorchFunctionMode):
+    """Copies the user's module, on device ``home``, or what is set on it later, for one other replica.
 
-    Args:
-        home: the device of the user's module.
-        device: the replica's.
-        alias: share the storage of the parameters, instead of copying it.
-        leader: the copying for the replica whose storage is shared; None for the user's own.
-        known: the id of what has a copy for this replica already -> that copy.
+    With ``alias`` parameters have the storage of the user's, or of the copies that ``leader`` makes. ``known`` is the
+    id of what has a copy for this replica already -> that copy.
     """
 
     def __init__(
@@ -56,10 +51,8 @@ class Copying:
         leader: Copying | None = None,
         known: Mapping[int, Any] | None = None,
     ) -> None:
-        self._alias = alias
-        self._device = device
-        self._leader = leader
-        self._mode = _CopyingTensors(home, device)
+        super().__init__()
+        self._home, self._device, self._alias, self._leader = home, device, alias, leader
         # deepcopy asks its memo first: what it finds there is taken as it is, so that ties survive.
         self._memo: dict[int, Any] = dict(known or {})
 
@@ -71,13 +64,23 @@ class Copying:
                 source = parameter if self._leader is None else self._leader._memo.get(id(parameter), parameter)
                 self._memo[id(parameter)] = _copy_parameter(source, self._device, self._alias)
         try:
-            with self._mode:
+            with self:
                 return copy.deepcopy(value, self._memo)
         except (TypeError, RuntimeError, NotImplementedError, AttributeError, PickleError) as error:
             raise UsageError(
                 f"{name} cannot be copied for every replica ({error}); mirror a module that copy.deepcopy can copy, "
                 "and keep what it cannot copy outside the module"
             ) from error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
+        if func is not _DEEPCOPY:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            duplicate = func(*args) if tensor.is_leaf else tensor.detach().clone()
+            memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
+        return memo[id(tensor)]
 
 
 class Copyings(dict[int, Copying]):
@@ -112,29 +115,8 @@ class Copyings(dict[int, Copying]):
         return self.setdefault(replica, copying)
 
 
-class _CopyingTensors(TorchFunctionMode):
-    """Has deepcopy detach tensors with a history (weight_norm, pruning), and move those on the home device."""
-
-    def __init__(self, home: torch.device, device: torch.device) -> None:
-        super().__init__()
-        self._home = home
-        self._device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not _DEEPCOPY:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            duplicate = func(*args) if tensor.is_leaf else tensor.detach().clone()
-            memo[id(tensor)] = duplicate.to(self._device) if tensor.device == self._home else duplicate
-        return memo[id(tensor)]
-
-
 def uses_channels_last(module: nn.Module) -> bool:
-    """Whether ``memory_format="auto"`` means channels_last: the module has 2-d convolutions.
-
-    On a CPU the convolutions of MobileNetV2 in channels_last take 0.6 to 0.7 of the time of the default format.
-    """
+    """Whether "auto" means channels_last, in which MobileNetV2's 2-d convolutions take 0.6 to 0.7 of the time."""
     return any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in module.modules())
 
 

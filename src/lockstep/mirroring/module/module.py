@@ -1,8 +1,4 @@
-"""The mirrored module, and how ``strategy.mirror(module)`` makes it.
-
-In a replica, calls, parameters and attributes are those of the replica's copy; outside replicas they are the user's
-module's. Names are those of the plain module, without a prefix.
-"""
+"""The mirrored module, and how ``strategy.mirror(module)`` makes it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, parse_to
-from lockstep.collectives.communicator import Communicator, check_agreement
+from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.batch_norm import (
@@ -35,6 +31,7 @@ from lockstep.replicas.device.streams import allocating_on
 
 if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+    from lockstep.strategies.base import Strategy
 
 _SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
 _MADE = "_made"
@@ -66,8 +63,7 @@ class MirroredModule(nn.Module):
 
     In a replica, calls, ``parameters()`` and attributes are those of the replica's copy; outside replicas they are the
     user's module's. ``load_state_dict``, ``train``, ``eval`` and ``apply`` affect all copies. Floating-point buffers,
-    such as batch-norm statistics, are each replica's own and are averaged when read outside replicas. A buffer that is
-    set outside, here or on the user's module, is set in all copies.
+    such as batch-norm statistics, are each replica's own and are averaged when read outside replicas.
 
     Attributes:
         propagation: brings what is set on the user's module to all copies.
@@ -84,16 +80,14 @@ class MirroredModule(nn.Module):
 
     def __init__(
         self,
-        owner: object,
+        owner: Strategy,
         copies: Sequence[nn.Module],
-        devices: Sequence[LogicalDevice],
-        workers: Communicator,
         partition: PartitionPolicy,
-        peers: Callable[[], Iterable[Propagation]] = tuple,
-        *,
-        sync_batchnorm: bool = False,
+        peers: Callable[[], Iterable[Propagation]],
+        sync_batchnorm: bool,
     ) -> None:
         super().__init__()
+        devices, workers = owner.devices, partition.peers(owner.workers)
         self._owner = owner
         self._copies = tuple(copies)  # nn.Module does not register what a tuple holds: no prefix in any name
         self._groups = storage_groups(devices)
@@ -258,18 +252,14 @@ class MirroredModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of the current copy by name; outside replicas, their averages.
-
-        Raises:
-            UsageError: other workers may have changed their buffers since the last ``sync_buffers``.
-        """
+        """The buffers of the current copy by name; outside replicas, their averages, as in ``state_dict``."""
         named = self._here().named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
             yield from named
             return
         averages = self._averages()
         for name, buffer in named:
-            yield name, averages.get(id(buffer), buffer)
+            yield name, averages.get(buffer.data_ptr(), buffer) if buffer.numel() else buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state of the current copy, with the plain module's keys; outside replicas, with averaged buffers.
@@ -284,10 +274,10 @@ class MirroredModule(nn.Module):
             self.exchange_buffers()
         state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
         if outside:
-            averages = {buffer.data_ptr(): mean for buffer, mean in self._averaged_pairs()}
+            averages = self._averages()
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.data_ptr() in averages and value.numel():
-                    state[key] = averages[value.data_ptr()]
+                if isinstance(value, torch.Tensor) and value.numel():
+                    state[key] = averages.get(value.data_ptr(), value)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -331,7 +321,7 @@ class MirroredModule(nn.Module):
         here = self._here()
         found = getattr(here, name)
         if len(copies) > 1 and found is here._buffers.get(name) and found is not None and get_replica_context() is None:
-            mean = self._averages().get(id(found), found)
+            mean = self._averages().get(found.data_ptr(), found)
             return found if mean.data_ptr() == found.data_ptr() else mean
         return found
 
@@ -396,29 +386,24 @@ class MirroredModule(nn.Module):
             self._buffer_averages.note_equal()
         self.propagation.note()
 
-    def _averaged_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _averages(self) -> dict[int, torch.Tensor]:
+        """By the address of a buffer of the user's module."""
         self.propagation.follow()
         with torch.no_grad():
             copies, means = self._buffer_averages.buffers, self._buffer_averages.read()
         for buffers, mean in zip(copies, means, strict=True):
             self.propagation.note_read(mean, buffers)
-        return [(buffers[0], mean) for buffers, mean in zip(copies, means, strict=True)]
-
-    def _averages(self) -> dict[int, torch.Tensor]:
-        return {id(buffer): mean for buffer, mean in self._averaged_pairs()}
+        return {buffers[0].data_ptr(): mean for buffers, mean in zip(copies, means, strict=True)}
 
 
 MemoryFormat = Literal["auto", "preserve"] | torch.memory_format
 
 
 def mirror_module(
-    owner: object,
+    owner: Strategy,
     module: nn.Module,
-    devices: Sequence[LogicalDevice],
-    workers: Communicator,
     partition: PartitionPolicy,
-    peers: Callable[[], Iterable[Propagation]] = tuple,
-    *,
+    peers: Callable[[], Iterable[Propagation]],
     sync_batchnorm: bool,
     memory_format: MemoryFormat,
 ) -> MirroredModule:
@@ -426,6 +411,7 @@ def mirror_module(
 
     All workers get the chief's weights. ``peers`` returns the propagations of all modules of the owner.
     """
+    devices, workers = owner.devices, partition.peers(owner.workers)
     _check_can_be_mirrored(module)
     # Using torch.nn.SyncBatchNorm asks for synchronised statistics.
     convert_sync_batch_norm(module, BatchNormBase if sync_batchnorm else nn.SyncBatchNorm)
@@ -441,7 +427,7 @@ def mirror_module(
     for replica, device in enumerate(devices[1:], start=1):
         with allocating_on(device):
             copies.append(copyings[replica].of(module, type(module).__name__))
-    return MirroredModule(owner, copies, devices, workers, partition, peers, sync_batchnorm=sync_batchnorm)
+    return MirroredModule(owner, copies, partition, peers, sync_batchnorm)
 
 
 def _check_can_be_mirrored(module: nn.Module) -> None:
@@ -481,11 +467,7 @@ def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format
 def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_format | None:
     if isinstance(memory_format, torch.memory_format):
         return memory_format
-    if memory_format == "preserve":
-        return None
-    if memory_format == "auto":
-        return torch.channels_last if uses_channels_last(module) else None
-    raise ConfigError(
-        f'memory_format={memory_format!r} is unknown; choose "auto", "preserve", torch.channels_last '
-        "or torch.contiguous_format"
-    )
+    if memory_format not in ("auto", "preserve"):
+        known = '"auto", "preserve", torch.channels_last or torch.contiguous_format'
+        raise ConfigError(f"memory_format={memory_format!r} is unknown; choose {known}")
+    return torch.channels_last if memory_format == "auto" and uses_channels_last(module) else None

@@ -43,7 +43,7 @@ _NO_ATTRIBUTES = frozenset([*_REGISTRIES, *_HOOK_FLAGS, *_OF_USER_ALONE])
 
 _DEPTH = 4
 """How many containers and objects deep a change in place is seen."""
-_MAX_CONTAINERS = 20_000
+_MAX_CONTAINERS = 2_000  # are described at every run, which takes 2 us each
 _MAX_ITEMS = 10_000
 """Larger containers are not looked into: comparing one would take more than 0.5 ms at every run."""
 _COMPARED_BYTES = 4096
@@ -102,13 +102,8 @@ class _Node:
         return self.name in ("_parameters", "_buffers", "_modules") and not same_names
 
 
-@dataclass(slots=True)
-class _Difference:
-    """What was removed from the dict of a node, and what was set in it."""
-
-    node: _Node
-    removed: list[str]
-    fresh: dict[str, Any]
+_Difference = tuple[_Node, list[str], dict[str, Any]]
+"""What was removed from the dict of a node, and what was set in it."""
 
 
 class Propagation:
@@ -182,7 +177,7 @@ class Propagation:
         if self._is_as_kept():
             return moved
         differences = self._differences()
-        restructured = any(each.node.restructures() for each in differences)
+        restructured = any(node.restructures() for node, *_ in differences)
         self._bring(differences)
         if restructured:
             self._take()
@@ -192,7 +187,7 @@ class Propagation:
         else:
             self._look()
         self.note()
-        return moved or restructured or any(each.node.name == "_buffers" for each in differences)
+        return moved or restructured or any(node.name == "_buffers" for node, *_ in differences)
 
     def end(self, *, failed: bool = False) -> None:
         """After a run: what replicas have set on their copies is their own.
@@ -203,7 +198,7 @@ class Propagation:
             self._in_run = False
             self._keep_attributes()
             if not self._is_as_kept():
-                if not any(each.node.restructures() for each in self._differences()):
+                if not any(node.restructures() for node, *_ in self._differences()):
                     self._look()
                 elif not failed:  # else the next run brings what only the user's module has
                     self._refuse_new_weights()
@@ -328,7 +323,7 @@ class Propagation:
             keys = [key for key, value in node.live.items() if not _is_same(node.kept.get(key, _ABSENT), value)]
             keys = [key for key in (*keys, *changed.get(id(node), ())) if key not in left_out]
             removed = [key for key in node.kept if key not in node.live]
-            found.append(_Difference(node, removed, {key: node.live[key] for key in keys}))
+            found.append((node, removed, {key: node.live[key] for key in keys}))
         return found
 
     def _leave_to_replicas(self) -> None:
@@ -347,7 +342,7 @@ class Propagation:
 
     def _bring(self, differences: Sequence[_Difference]) -> None:
         """Brings what differs to all copies."""
-        fresh = [(each.node, key, value) for each in differences for key, value in each.fresh.items()]
+        fresh = [(node, key, value) for node, _, set_there in differences for key, value in set_there.items()]
         plain = all(type(value) in _ATOMS for _, _, value in fresh)
         changed = {id(value) for node, key, value in fresh if node.kept.get(key) is value}  # in place
         copyings = Copyings(self._copies[0], self._devices, self._groups, (self, *self._peers()), changed)
@@ -357,21 +352,18 @@ class Propagation:
             for at, (kind, former) in kinds:
                 if kind is not former:  # a parametrization changes it
                     parts[at].__class__ = kind
-            for each in differences:
-                theirs = self._counterpart(each.node, replica)
-                copied = {
-                    key: _copy(value, copying, f"{key!r}, set on {type(self._parts[0][each.node.number]).__name__},")
-                    for key, value in each.fresh.items()
-                }
-                for key in each.removed:
+            for node, removed, values in differences:
+                own, theirs = self._parts[0][node.number], self._counterpart(node, replica)
+                where = f"set on {type(own).__name__},"
+                copied = {key: _copy(value, copying, f"{key!r}, {where}") for key, value in values.items()}
+                for key in removed:
                     theirs.pop(key, None)
                 theirs.update(copied)
-                for key in each.node.live if copied and each.node.name else ():  # in the user's order
+                for key in node.live if copied and node.name else ():  # in the user's order
                     if key in theirs:
                         theirs[key] = theirs.pop(key)
-                if each.node.name in _HOOKS:
-                    for name in _HOOK_FLAGS:
-                        parts[each.node.number].__dict__[name].update(self._parts[0][each.node.number].__dict__[name])
+                for name in _HOOK_FLAGS if node.name in _HOOKS else ():
+                    parts[node.number].__dict__[name].update(own.__dict__[name])
 
     def _counterpart(self, node: _Node, replica: int) -> dict[str, Any]:
         return _registry(self._parts[replica][node.number], node.name)

@@ -67,17 +67,13 @@ class Totals:
 class StepResult:
     """What an update did, equal on all replicas. A tensor may still be in computation on a GPU; nobody has read it.
 
-    Args:
-        total: the loss summed over all replicas.
-        count: the count summed over all replicas.
-        grad_norm: the gradients' norm before clipping; None if not asked for.
-        skipped: whether no weight was changed: the count was 0, fp16 gradients overflowed, or (a tensor of 0.0 or 1.0)
-            this total or an earlier one was not finite.
+    ``skipped``: no weight was changed, since the count was 0, fp16 gradients overflowed, or (a tensor of 0.0 or 1.0)
+    this total or an earlier one was not finite.
     """
 
-    total: Number
+    total: Number  # the loss summed over all replicas
     count: Number
-    grad_norm: Number | None = None
+    grad_norm: Number | None = None  # before clipping; None if not asked for
     skipped: bool | Tensor = False
 
 
