@@ -45,7 +45,7 @@ with _probe("batches, arguments and results that are nested structures"):
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-with _probe("the caller's function modes, and its default device in replica threads"):
+with _probe("running the caller's function modes and default device in replica threads"):
     from torch.utils._device import DeviceContext as DeviceContext
 
     function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
@@ -55,10 +55,12 @@ with _probe("the caller's function modes, and its default device in replica thre
     num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
     num_function_modes()
 
-with _probe("watching operators, and the caller's dispatch modes"):
+with _probe("watching operators, and running the caller's dispatch modes in replica threads"):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+    push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
+    pop_dispatch_mode: Callable[[Any], Any] = _python_dispatch._pop_mode
     disable_dispatch_modes: Any = _python_dispatch._disable_current_modes
     num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
     num_dispatch_modes()
@@ -70,6 +72,10 @@ with _probe("looking at tensors past function modes and tensor subclasses"):
 with _probe("the caller's hooks for saved tensors"):
     saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     saved_tensors_hooks(False)
+    saved_tensors_hooks_disabled: Callable[[], str | None] = (
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    )
+    saved_tensors_hooks_disabled()
 
 with _probe("telling whether the calling thread is profiled"):
     is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -155,6 +161,11 @@ def innermost_function_mode() -> Any:
     """The function mode that was entered last in this thread; None where there is none."""
     modes = num_function_modes()
     return torch._C._get_function_stack_at(modes - 1) if modes else None
+
+
+def dispatch_mode_key(mode: TorchDispatchMode) -> Any:
+    """What ``pop_dispatch_mode`` needs of a mode."""
+    return getattr(mode, "_mode_key", None)
 
 
 def gloo_group(store: Store, rank: int, size: int, *, address: str, timeout: timedelta) -> Any:

@@ -1,7 +1,8 @@
-"""Modes of the caller are refused; its default device, torch's settings and profiles of all threads hold."""
+"""The modes of the caller hold in the replicas, and see there what they would see of one device."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep as ls
-from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy
@@ -67,45 +68,127 @@ def flops(counter: FlopCounterMode) -> dict[str, int]:
     return {name: count for name, count in counts.items() if name != "MirroredModule"}
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_flop_counter_counts_what_one_device_does(replicas: int, make_strategy: MakeStrategy):
+    with FlopCounterMode(display=False) as expected:
+        one_device()
+    step, _ = replicas_of(make_strategy(replicas))
+
+    with FlopCounterMode(display=False) as counted:
+        step()
+
+    assert counted.get_total_flops() == expected.get_total_flops() > 0
+    assert flops(counted) == flops(expected)
+
+
 class Calls(TorchFunctionMode):
-    """Counts the functions of torch that are called."""
+    """Counts the functions of torch that are called, in a way that two threads at once would break."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.inside = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.inside += 1
+        assert self.inside == 1
         self.names[getattr(func, "__name__", str(func))] += 1
+        self.inside -= 1
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        lambda: FlopCounterMode(display=False),
-        Calls,
-        lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-    ],
-    ids=["_FlopCounterMode", "Calls", "saved_tensors_hooks"],
-)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_mode_around_a_run_is_refused(mode: Callable[[], Any], replicas: int, make_strategy: MakeStrategy):
-    step, _ = replicas_of(make_strategy(replicas))
+class Operators(TorchDispatchMode):
+    """Counts operators likewise."""
 
-    with mode(), pytest.raises(UsageError, match=r"around strategy\.run cannot see the replicas.*enter it inside"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.inside = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.inside += 1
+        assert self.inside == 1
+        result = func(*args, **(kwargs or {}))
+        self.names[str(func)] += 1
+        self.inside -= 1
+        return result
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [(Calls, "cross_entropy"), (Operators, "aten.convolution.default")],
+    ids=["functions", "operators"],
+)
+def test_modes_see_each_replica_and_no_two_at_once(make: Any, seen: str, make_strategy: MakeStrategy):
+    step, module = replicas_of(make_strategy(3))
+
+    with make() as mode:
+        step()
         step()
     step()
 
+    assert mode.names[seen] == 3 * 2
+    expected = one_device(3)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-5, atol=1e-6)
 
-def test_a_mode_inside_the_step_sees_its_replica(make_strategy: MakeStrategy):
-    def step() -> tuple[int, int]:
-        with FlopCounterMode(display=False) as flops, Calls() as calls:
-            torch.ones(2, 3) @ torch.ones(3, 2)
-        return int(flops.get_total_flops()), calls.names["ones"]
 
-    assert make_strategy(2).run(step) == (24, 2)
+def test_a_mode_that_changes_what_functions_do_does_so_in_the_replicas(make_strategy: MakeStrategy):
+    class NoRelu(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.relu else func(*args, **(kwargs or {}))
+
+    with NoRelu():
+        seen = make_strategy(2).run(lambda: torch.relu(-torch.ones(2)))
+
+    assert all(torch.equal(each, -torch.ones(2)) for each in seen)
+
+
+def test_dropout_and_random_numbers_under_a_mode_are_a_replicas_own(make_strategy: MakeStrategy):
+    def draw() -> Tensor:
+        return torch.cat([torch.rand(3), F.dropout(torch.ones(50))])
+
+    plain = make_strategy(2, seed=3).run(draw)
+    with Calls():
+        watched = make_strategy(2, seed=3).run(draw)
+
+    assert all(torch.equal(*pair) for pair in zip(plain, watched, strict=True))
+    assert not torch.equal(plain[0], plain[1])
+
+
+def test_hooks_for_saved_tensors_act_in_the_replicas(make_strategy: MakeStrategy):
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor.half()
+
+    def step() -> Tensor:
+        x = torch.full((3,), 0.1, requires_grad=True)
+        x.exp().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.float()):
+        expected = step()
+        seen = make_strategy(2).run(step)
+
+    assert packed == [3] * 3
+    assert all(torch.equal(each, expected) for each in seen)
+    assert not torch.equal(expected, step())
+
+
+def test_hooks_that_are_forbidden_are_so_in_the_replicas(make_strategy: MakeStrategy):
+    def step() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            pass
+
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        make_strategy(2).run(step)
 
 
 def test_the_default_device_of_the_caller(make_strategy: MakeStrategy):
@@ -155,30 +238,73 @@ def tracks(profile: torch.profiler.profile, path: Path) -> dict[int, Counter[str
     return found
 
 
-def profile_of(*, all_threads: bool) -> torch.profiler.profile:
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config)
-
-
-def test_a_profile_of_all_threads_has_a_track_for_each_replica(make_strategy: MakeStrategy, tmp_path: Path):
+def test_a_profile_has_a_track_for_each_replica(make_strategy: MakeStrategy, tmp_path: Path):
     step, _ = replicas_of(make_strategy(3))
     step()
 
-    with profile_of(all_threads=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         with torch.profiler.record_function("before"):
             torch.ones(2)
         step()
 
     found = tracks(profile, tmp_path / "trace.json")
-    replicas = [track for track in found.values() if "aten::conv2d" in track]
+    replicas = [track for track in found.values() if "before" not in track]
     assert len(replicas) == 3
     assert all(track["aten::conv2d"] == 1 and track["aten::convolution_backward"] == 1 for track in replicas)
+    averages = {event.key: event.count for event in profile.key_averages()}
+    assert averages["aten::conv2d"] == 3
+    assert averages["before"] == 1
 
 
-def test_a_profile_that_does_not_see_the_replicas_warns(make_strategy: MakeStrategy):
+def test_a_profile_with_a_schedule_sees_the_steps_that_it_asks_for(make_strategy: MakeStrategy):
+    step, _ = replicas_of(make_strategy(2))
+    seen: list[int] = []
+
+    def count(profile: torch.profiler.profile) -> None:
+        seen.extend(event.count for event in profile.key_averages() if event.key == "aten::conv2d")
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=count) as profile:
+        for _ in range(6):
+            step()
+            profile.step()
+
+    assert seen == [2 * 2]
+
+
+def test_after_a_profile_replicas_are_not_profiled(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
-    with profile_of(all_threads=False), pytest.warns(UserWarning, match="profile_all_threads=True"):
-        strategy.run(torch.ones, (2,))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert strategy.run(torch.autograd._profiler_enabled) is True
+
+    assert strategy.run(torch.autograd._profiler_enabled) is False
+
+
+def test_a_profile_of_a_run_that_failed_ends_well(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+
+    def fails() -> None:
+        raise KeyError("of the step")
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), pytest.raises(KeyError):
+        strategy.run(fails)
+
+    assert strategy.run(torch.autograd._profiler_enabled) is False
+
+
+def test_the_modes_of_the_caller_are_as_before_after_a_run(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+
+    with Calls() as calls, Operators() as operators:
+        strategy.run(lambda: torch.ones(2) + 1)
+        seen = copy.copy(operators.names)
+        torch.ones(2) + 1
+
+    assert operators.names["aten.add.Tensor"] == seen["aten.add.Tensor"] + 1 == 3
+    assert calls.names["ones"] == 3
+    torch.ones(2)
+    assert calls.names["ones"] == 3
 
 
 def test_the_threads_of_replicas_have_the_names_that_profilers_show(make_strategy: MakeStrategy):

@@ -2,6 +2,7 @@
 
 ``select`` takes one replica's view of a structure on the way in; ``merge`` joins the replicas' results on the way out.
 Structures are those of ``torch.utils._pytree``: tuples, lists, dicts, named tuples. A PerReplica is a leaf.
+In an expression a variable is its value in the calling replica, as a ``tf.Variable`` is.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -111,8 +112,25 @@ def _is_same(value: Any, first: Any) -> bool:
     return is_plain and bool(value == first)
 
 
+_WRITE = "write it with assign, assign_add or assign_sub"
+_OF_THE_OBJECT = ("data", "grad", "grad_fn", "backward", "register_hook", "retain_grad")
+_SAME_FOR_ALL = ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
+"""Attributes that are equal in all replicas."""
+
+
+def _reads(*names: str) -> Iterator[Callable[..., Any]]:
+    """The operators of these names of a variable's value."""
+    for name in names:
+        yield lambda self, *others, _name=name: getattr(self.read_value(), _name)(*read_tensors(others))
+
+
 class VariableBase(ABC):
-    """The base class of a strategy's variables: what can be read of one, and its conversions to plain values."""
+    """The base class of a strategy's variables: what can be read of one, and how it takes part in expressions.
+
+    Operators, conversions and torch's functions see ``read_value()``; those that would write into it are refused.
+    """
+
+    __array_priority__ = 1000  # NumPy's arrays leave "array * variable" to the variable, as they do for tensors
 
     @abstractmethod
     def read_value(self) -> torch.Tensor:
@@ -128,6 +146,13 @@ class VariableBase(ABC):
     def is_mirrored(self) -> bool:
         """Whether all replicas have the same value."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.endswith("_") or name in _OF_THE_OBJECT:
+            raise UsageError(f"a variable has no {name!r}, which would write into a copy of its value; {_WRITE}")
+        return getattr(self.per_replica[0] if name in _SAME_FOR_ALL else self.read_value(), name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(torch.Tensor, name) and not name.startswith("_"):
             raise UsageError(f"{name!r} of a variable cannot be set; write it with assign, assign_add or assign_sub")
@@ -140,22 +165,41 @@ class VariableBase(ABC):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __bool__(self) -> bool:
-        return bool(self.read_value())
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        read: list[tuple[torch.Tensor, int]] = []
 
-    def __float__(self) -> float:
-        return float(self.read_value())
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, VariableBase):
+                return leaf
+            with torch.inference_mode(False):  # inference tensors count no writes
+                tensor = leaf.read_value()
+            read.append((tensor, tensor._version))
+            return tensor
 
-    def __int__(self) -> int:
-        return int(self.read_value())
+        args, kwargs = tree_map(value, (tuple(args), dict(kwargs or {})))
+        result = func(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in read):
+            raise UsageError(f"{getattr(func, '__name__', func)} would write into a copy of a variable; {_WRITE}")
+        return result
 
+    def _in_place(self, other: Any) -> NoReturn:
+        raise UsageError(f"an operator such as += does not write a variable; {_WRITE}")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _in_place
+    __iand__ = __ior__ = __ixor__ = _in_place
     __hash__ = object.__hash__  # comparisons are elementwise, as for tensors
-
-    def __eq__(self, other: object) -> Any:
-        return self.read_value() == (other.read_value() if isinstance(other, VariableBase) else other)
-
-    def __ne__(self, other: object) -> Any:
-        return self.read_value() != (other.read_value() if isinstance(other, VariableBase) else other)
+    __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = _reads("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+    __bool__, __float__, __int__, __index__ = _reads("__bool__", "__float__", "__int__", "__index__")
+    __neg__, __abs__, __invert__, __len__ = _reads("__neg__", "__abs__", "__invert__", "__len__")
+    __getitem__, __format__ = _reads("__getitem__", "__format__")
+    __add__, __radd__, __sub__, __rsub__ = _reads("__add__", "__radd__", "__sub__", "__rsub__")
+    __mul__, __rmul__, __matmul__, __rmatmul__ = _reads("__mul__", "__rmul__", "__matmul__", "__rmatmul__")
+    __truediv__, __rtruediv__, __pow__, __rpow__ = _reads("__truediv__", "__rtruediv__", "__pow__", "__rpow__")
+    __floordiv__, __rfloordiv__, __mod__, __rmod__ = _reads("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__")
+    __and__, __rand__, __or__, __ror__ = _reads("__and__", "__rand__", "__or__", "__ror__")
 
 
 def read_tensors(structure: Any) -> Any:

@@ -1,6 +1,6 @@
 """Process guards: undo what torch's launcher does to the process around it.
 
-It sets signal handlers, logs warnings, and runs ``__main__`` again in every worker.
+It sets signal handlers, logs warnings, runs ``__main__`` again in every worker, and leaves an empty folder.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
 
@@ -70,6 +72,25 @@ def handle_sigterm_once() -> None:
 def _end_workers(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # with SIG_IGN Python complains of one that has come
     raise SignalException(f"process {os.getpid()} got SIGTERM", sigval=signal.SIGTERM)
+
+
+@contextmanager
+def remove_empty_compiler_folder() -> Iterator[None]:
+    """Removes the folder for compiled code that importing torch's compiler makes, if it is new and empty.
+
+    The fork server of the workers imports the compiler because torch's optimizers import it at their first step.
+    """
+    before = _compiler_folders()
+    try:
+        yield
+    finally:
+        for folder in _compiler_folders() - before:
+            with suppress(OSError):  # it has compiled code in it, to be used again
+                folder.rmdir()
+
+
+def _compiler_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.failures import WorkerFailure, read_stacks
+from lockstep.launch.guards import remove_empty_compiler_folder
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
 from lockstep.launch.worker import (
@@ -155,7 +156,7 @@ class FunctionJob(Job):
     def run(self, fn: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """See ``lockstep.launch``."""
         resources = self.divide_this_host()
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
+        with remove_empty_compiler_folder(), tempfile.TemporaryDirectory(prefix="lockstep-") as name:
             call = FunctionCall(
                 payload=serialize_call(fn, args, kwargs),
                 environment=dict(os.environ),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams
 from lockstep.replicas.rng.mode import Guard, ReplicaRng, in_replica
 from lockstep.replicas.rng.state import ReplicaGenerators, patch_default_generator, replica_generator
-from lockstep.replicas.threads import CallerState, ReplicaThreads
+from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -205,9 +206,9 @@ class ReplicaRunner:
             for gpu in self._on_gpus:
                 gpu.begin_run()
             with self._streams:
-                self._complete(run, strategy, bodies, self._slots(fn, rows))
+                self._complete(run, strategy, bodies, self._slots(fn, rows, alone=caller.one_at_a_time))
             took = time.perf_counter() - began
-            for policy in self._policies.values():
+            for policy in () if caller.one_at_a_time else self._policies.values():
                 policy.record(fn, took)
         return run.results
 
@@ -251,8 +252,9 @@ class ReplicaRunner:
     def close(self) -> None:
         self._threads.close()
 
-    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None]) -> list[IssueSlot]:
-        gates = {name: IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
+    def _slots(self, fn: Callable[..., Any], rows: Sequence[int | None], *, alone: bool) -> list[IssueSlot]:
+        one = IssueGate(1)
+        gates = {name: one if alone else IssueGate(policy.width(fn)) for name, policy in self._policies.items()}
         slots: list[IssueSlot] = []
         for device, gpu, length in zip(self._devices, self._gpu, rows, strict=True):
             gate = gates[device.physical.name]
@@ -288,13 +290,14 @@ class _Run:
         self.results: list[Any] = [None] * len(names)
         self._names, self._caller = names, caller
         self._contexts = [copy_context() for _ in names]
+        self._profiles = [Profile.of_caller() for _ in names]
 
     def job(
         self, context: ReplicaContext, slot: IssueSlot, random: ReplicaRng, body: Callable[[], Any]
     ) -> Callable[[], None]:
         """The job of a replica's thread. It never raises; ``leave`` takes the error."""
         replica, caller = context.local_replica, self._caller
-        own = context.device.torch_device
+        profile, own = self._profiles[replica], context.device.torch_device
 
         def in_slot() -> Any:
             slot.acquire()
@@ -303,8 +306,10 @@ class _Run:
                 with (
                     caller.default_device(own),
                     caller.applied(),
+                    nullcontext() if profile is None else profile.shown(),
                     random,
                     in_context(context),
+                    caller.modes_applied(),
                     slot.naming_device(),
                 ):
                     result = body()
