@@ -115,7 +115,7 @@ def failure_line(error: BaseException) -> tuple[str, int]:
 
 def report_failure(error: BaseException, *, traceback: bool) -> int:
     """Prints the line for ``error``, after its traceback if ``traceback``; returns the exit code."""
-    if isinstance(error, BrokenPipeError):  # the reader has left, as in ``lockstep data mlm | head -1``
+    if isinstance(error, BrokenPipeError):  # the reader has left, as in ``lockstep devices | head -1``
         discard_broken_streams()
         return 1
     line, exit_code = failure_line(error)
