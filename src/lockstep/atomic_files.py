@@ -43,10 +43,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, text: str) -> Path:
-    """Writes ``text`` to ``path`` as UTF-8, replaces what is there, and returns ``path``.
-
-    Raises OSError if the file cannot be written. Then nothing is left behind.
-    """
+    """Writes ``text`` to ``path`` as UTF-8 like ``atomic_file``, replaces what is there, and returns ``path``."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="")
     return path
@@ -57,8 +54,7 @@ def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable
     """Yields a folder to fill and a function that writes its record file. It becomes ``target`` when the block ends.
 
     An existing folder is replaced. ``record`` is the name of the file that every such folder has; it carries the
-    writer's lock. Raises OSError if the folder cannot be written. Then nothing is left behind, as after any error in
-    the block.
+    writer's lock. Errors are as in ``atomic_file``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, descriptor = _create_locked(target, record)
@@ -87,10 +83,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path, *, record: str) -> None:
-    """Removes from ``parent`` what killed writers of folders left there.
-
-    A replaced folder without a successor is put back. Folders that a living process is writing are left alone.
-    """
+    """Removes from ``parent`` what killed writers left there, and puts back replaced folders without a successor."""
     for path in parent.glob(f".*{_REPLACED}"):
         target = parent / original_name(path)
         if target.exists():

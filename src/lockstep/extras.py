@@ -9,11 +9,7 @@ from lockstep.errors import MissingExtraError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Imports ``module``, a dotted name, which the extra of that name installs, and returns it.
-
-    Raises:
-        MissingExtraError: the module, or a package that it needs, is not installed.
-    """
+    """Imports and returns ``module``, or raises a MissingExtraError that says how to install it with ``extra``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -29,15 +29,7 @@ _COLUMNS: Mapping[str, tuple[str, str]] = {
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Sets cells in columns under a rule; a column of numbers is aligned to the right.
-
-    Example:
-        >>> print(text_table(["device", "cores"], [["cpu:0", "1"], ["cpu:1", "1"]]))
-        device  cores
-        ------  -----
-        cpu:0       1
-        cpu:1       1
-    """
+    """Sets cells in columns under a rule of dashes; a column of numbers is aligned to the right."""
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     aligned = [str.rjust if all(map(_is_number, column[1:])) else str.ljust for column in columns]

@@ -124,10 +124,7 @@ def damaged(path: Path, why: str) -> CheckpointError:
 
 
 def read_record(path: Path) -> CheckpointRecord:
-    """Returns the record of the checkpoint ``path``.
-
-    Raises CheckpointError if it is not a checkpoint, it is damaged, or a newer version wrote it.
-    """
+    """Returns a checkpoint's record. Raises CheckpointError if it is missing, damaged, or of a newer version."""
     return _read_document(path)[1]
 
 
@@ -142,18 +139,14 @@ def run_of(path: Path) -> str | None:
 
 
 def weights_of(path: Path) -> dict[str, str]:
-    """Returns, by module, the files or folders inside the checkpoint ``path`` that have its weights.
-
-    Raises as ``read_record`` does.
-    """
+    """Returns, by module, the files or folders in a checkpoint that have its weights. Raises as ``read_record``."""
     return dict(_read_document(path)[0]["weights"])
 
 
 def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     """Reads the checkpoint ``path``, but not the shared tensors of the things named in ``unread``.
 
-    Of these, modules get no weights, and in the states of others a ``TensorRef`` stands for each tensor. Raises as
-    ``read_record`` does.
+    Modules get no weights then; in the states of others a ``TensorRef`` stands for each tensor.
     """
     document, record = _read_document(path)
     files: dict[str, str] = document["weights"]
@@ -234,10 +227,9 @@ class TensorsOrRefs(dict[str, Any]):
 def flatten(state: Any, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """Takes the tensors out of ``state``, to keys that begin with ``name``, if given.
 
-    The state has None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters. Returns what
-    ``json.dumps`` can write, and the tensors by key, without those that are ``TensorRef``s.
-
-    Raises CheckpointError if the state holds something else, which is named with its place.
+    The state has None, numbers, strings, tensors and ``TensorRef``s, in lists, tuples, dicts and Counters; a
+    CheckpointError names the place of anything else. Returns what ``json.dumps`` can write, and the tensors by key,
+    without those that are ``TensorRef``s.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encoded(state, name, tensors), tensors
@@ -278,10 +270,7 @@ def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """Returns the state that ``flatten`` was given.
-
-    Raises CheckpointError if a tensor is missing, or an object is of an unknown type.
-    """
+    """Returns the state that ``flatten`` was given. Raises CheckpointError if a tensor is missing or a type unknown."""
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):

@@ -255,10 +255,7 @@ def is_job_step(environment: Mapping[str, str]) -> bool:
 
 
 def parse_slurm(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that a job step's variables declare; None outside a step.
-
-    Raises ClusterError if some are missing, not numbers, or out of range, or the list of hosts is malformed.
-    """
+    """The cluster that a job step's variables declare; None outside a step. A missing or bad one is a ClusterError."""
     if not is_job_step(environment):
         return None
     variables = Variables(environment, "SLURM", _SLURM_REMEDY)

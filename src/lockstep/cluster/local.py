@@ -42,10 +42,6 @@ class LocalRank:
         """The numbers of this worker's GPUs among the ``gpus`` that it sees.
 
         If there are fewer GPUs than workers, several workers have the same one, or each sees a different one.
-
-        Example:
-            >>> LocalRank(rank=1, workers=2).own_gpus(4)
-            range(2, 4)
         """
         if self.sees_own or self.workers == 1 or not gpus:
             return range(gpus)
@@ -60,10 +56,7 @@ def own_local_rank(cluster: ClusterSpec | None) -> LocalRank:
 
 
 def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None) -> LocalRank:
-    """The local rank that the launcher's variables or the addresses of the cluster give. Pure.
-
-    Raises ClusterError if a variable is not a number or out of range.
-    """
+    """The local rank by the launcher's variables or the cluster's addresses. Pure. A bad variable is a ClusterError."""
     if cluster is None or cluster.task != "worker" or cluster.num_workers == 1:
         return LocalRank()
     variables = Variables(environment, cluster.source)

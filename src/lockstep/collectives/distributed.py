@@ -84,8 +84,6 @@ class DistributedCommunicator(Communicator):
     """The communicator of a job that all workers have joined, or of some of them. Calls are made one at a time.
 
     Args:
-        membership: the job.
-        replicas: see ``Communicator``.
         nccl: whether tensors on GPUs are summed with NCCL.
         timeout_s: how long a collective waits for a worker that is alive and does not come.
         members: the ranks of the workers that take part, ascending; None for all.

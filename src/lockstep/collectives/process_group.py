@@ -43,7 +43,6 @@ class ProcessGroup:
     """A process group for one purpose. Operations start at once, and ``wait`` completes them.
 
     Args:
-        membership: the job.
         name: equal on all members, and different from that of any other group of theirs.
         gpu: this worker's GPU, for NCCL; None for gloo, in host memory.
         timeout_s: the longest wait while all workers are alive.

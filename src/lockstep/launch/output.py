@@ -119,10 +119,7 @@ class _Source:
 
 
 class OutputForwarder:
-    """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended.
-
-    Log files are made in ``logs``; None keeps none. ``sink`` shows the output.
-    """
+    """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended."""
 
     def __init__(self, *, logs: Path | None, sink: ChiefOutput | AllOutput) -> None:
         self._logs, self._sink = logs, sink

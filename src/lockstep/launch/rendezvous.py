@@ -97,8 +97,7 @@ class Rendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Always 0, since nobody else can join. The agent asks at every look, so this is where a failure is found.
 
-        Raises:
-            ClusterError: another launcher gave up or is lost.
+        Raises ClusterError if another launcher gave up or is lost.
         """
         if self._members is not None and (failure := self._members.failure) is not None:
             raise failure

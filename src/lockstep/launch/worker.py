@@ -71,10 +71,7 @@ class FunctionCall:
 
 
 def run_function(call: FunctionCall) -> bytes | None:
-    """Runs the function in this process, which the agent has given its variables. The target of the process.
-
-    Returns the chief's serialized result; None on the others.
-    """
+    """Runs the function, as the target of a worker's process. Returns the chief's serialized result, or else None."""
     os.setsid()  # Ctrl-C in the launcher's terminal reaches only the launcher, which passes it on
     die_with(os.environ[GUARD_VARIABLE])
     # What the function starts is started as in any program: a DataLoader's processes took 6 s in place of 0.3 when they

@@ -125,12 +125,9 @@ class Membership:
         )
 
     def run_with_watchdog(self, call: Callable[[], T], waiting_in: str) -> T:
-        """Makes a call that depends on other workers and may hang, such as making a process group.
+        """Makes a call that depends on other workers and may hang. Messages say what this worker is ``waiting_in``.
 
-        ``waiting_in`` is what this worker waits in, for messages.
-
-        Raises:
-            ClusterError: a worker was lost or failed meanwhile, or a connection broke.
+        Raises ClusterError if a worker was lost or failed meanwhile, or a connection broke.
         """
         try:
             return run_with_watchdog(call, self.check)

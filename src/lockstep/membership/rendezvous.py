@@ -213,9 +213,8 @@ class _Rendezvous:
     def join(self) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
         """Returns what a ``JoinResult`` has of this attempt.
 
-        Raises:
-            ClusterError: a worker is missing at the deadline or disagrees, or another process has this rank.
-            StoreBrokenError: the store is gone or not in use yet: try again.
+        Raises ClusterError if a worker is missing at the deadline or disagrees, or another process has this rank, and
+        StoreBrokenError if the store is gone or not in use yet: try again.
         """
         try:
             self._call(self._claim_store)

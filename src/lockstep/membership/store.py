@@ -105,9 +105,8 @@ class StoreClient:
     def call(self, call: Callable[[Store], T], timeout_s: float) -> T:
         """Makes a call and waits for its result.
 
-        Raises:
-            StoreBrokenError: the connection has ended.
-            StoreSilentError: there was no answer in time. The call may still take effect later.
+        Raises StoreBrokenError if the connection has ended. Raises StoreSilentError if there was no answer in time; the
+        call may still take effect later.
         """
         try:
             return self.submit(call).result(max(0.0, timeout_s))

@@ -47,8 +47,7 @@ class DeferredInit:
     def make(self, name: str) -> Tensor:
         """The initial values of a parameter or buffer, whole, on the CPU; equal in every call.
 
-        Raises:
-            ConfigError: nothing in the model initialises it, or it is computed from tensors of other modules.
+        Raises ConfigError if nothing in the model initialises it, or it is computed from tensors of other modules.
         """
         name = self._firsts[name]
         owner = name.rpartition(".")[0]

@@ -15,10 +15,8 @@ from lockstep.errors import ConfigError
 def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shards every parameter over the workers of ``mesh``, in place. All must call it; nothing is sent.
 
-    Afterwards all of them must take part in each forward and backward pass, whether or not they have rows.
-
-    Raises:
-        ConfigError: a parameter is a single number.
+    Afterwards all of them must take part in each forward and backward pass, whether or not they have rows. Raises
+    ConfigError if a parameter is a single number.
     """
     for name, parameter in module.named_parameters():
         if not parameter.ndim:

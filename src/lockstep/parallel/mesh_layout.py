@@ -77,12 +77,7 @@ class MeshCoordinate:
 
 
 def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, tensor: int = 1) -> MeshLayout:
-    """The layout of ``workers`` workers; one degree may be -1 and takes what the others leave.
-
-    Example:
-        >>> choose_mesh_layout(8, pipeline=2, tensor=2)
-        MeshLayout(data=2, pipeline=2, tensor=2)
-    """
+    """The layout of ``workers`` workers; one degree may be -1 and takes what the others leave."""
     degrees = {"data": data, "pipeline": pipeline, "tensor": tensor}
     for name, degree in degrees.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != REST):

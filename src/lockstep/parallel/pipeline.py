@@ -96,9 +96,7 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        hidden: the width of the hidden states.
-        dtype: the dtype of the hidden states.
-        device: this worker's device.
+        hidden, dtype: the width and the dtype of the hidden states.
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.

@@ -55,12 +55,7 @@ class PipelineConfig:
         return self.workers * self.stages_per_worker
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
-        """The stages of a worker of the pipeline, ascending.
-
-        Example:
-            >>> PipelineConfig(schedule="zero_bubble_v", microbatches=4, workers=2, stages_per_worker=2).stages_of(0)
-            (0, 3)
-        """
+        """The stages of a worker of the pipeline, ascending."""
         if self.schedule == "zero_bubble_v" and self.workers > 1:
             return worker, self.stages - 1 - worker
         return tuple(range(worker, self.stages, self.workers))
@@ -74,12 +69,7 @@ class PipelineConfig:
 def choose_pipeline_config(
     schedule: ScheduleName, microbatches: int | None, workers: int, stages_per_worker: int | None = None
 ) -> PipelineConfig:
-    """The settings for a pipeline. None is two microbatches a worker; two stages where the schedule has several.
-
-    Example:
-        >>> choose_pipeline_config("interleaved", None, 4)
-        PipelineConfig(schedule='interleaved', microbatches=8, workers=4, stages_per_worker=2)
-    """
+    """The settings for a pipeline. None is two microbatches a worker; two stages where the schedule has several."""
     if stages_per_worker is not None and workers == 1:
         raise ConfigError(
             f"stages_per_worker={stages_per_worker} is about pipelines, and pipeline=1 is none; leave it out"
@@ -112,10 +102,6 @@ def split_layers(costs: Sequence[float], stages: int, *, after: float = 0.0) -> 
     """How many layers each stage gets, in order, so that the slowest stage is as fast as possible.
 
     ``costs`` are those of the layers, as many as there are stages or more; ``after`` is the rest of the last stage's.
-
-    Example:
-        >>> split_layers([1.0] * 8, 4, after=1.5)  # the head costs one and a half layers
-        (2, 2, 3, 1)
     """
     sums = [0.0, *accumulate(costs)]
     # By the number of layers that the stages so far hold: the largest cost, the sum of squares, and the split. Of

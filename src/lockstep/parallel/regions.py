@@ -45,12 +45,7 @@ class Region:
     columns: Sizes | None = None  # the index of each of its columns in the whole tensor, if they are not consecutive
 
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
-        """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order.
-
-        Example:
-            >>> [(box.offsets, box.sizes) for box in whole_region((3, 4)).boxes(3, 10)]
-            [((0, 3), (1, 1)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]
-        """
+        """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order."""
         total = prod(self.sizes)
         if prod(self.whole) == 0:  # or no worker would have it
             return [Box(offsets=self.offsets, sizes=self.sizes, start=0, run=self.sizes)]

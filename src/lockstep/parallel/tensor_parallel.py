@@ -205,9 +205,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     """Divides a module, whole on every tensor rank of ``mesh`` and alike there, in place. Nothing is sent.
 
     ``sequences``: modules between divided layers work on this rank's part of the sequences; with the plan "auto".
-
-    Raises:
-        ConfigError: a module without a spec, or sizes that the number of ranks does not divide.
+    Raises ConfigError for a module without a spec, or sizes that the number of ranks does not divide.
     """
     degree = mesh.size()
     if degree == 1:

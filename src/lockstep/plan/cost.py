@@ -190,10 +190,7 @@ class Passes:
 
 
 def bubble_seconds(layout: Layout, others: Passes) -> float:
-    """Seconds that the slowest worker waits in a step; ``others``: the passes of a worker, averaged over all others.
-
-    A test replays the schedules of torch.distributed.pipelining.
-    """
+    """Seconds that the slowest worker waits in a step; ``others``: the passes of a worker, averaged over all others."""
     forward, inputs, weights = others.forward, others.inputs, others.weights
     workers, rest = layout.pipeline, layout.pipeline - 1
     if layout.schedule == "zero_bubble":

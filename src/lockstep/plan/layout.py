@@ -116,10 +116,6 @@ def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """What ``split_layers`` of ``parallel.pipeline_config`` finds for equal layers, in a thousandth of the time.
 
     ``head`` is the cost of the head in the last stage, in layers.
-
-    Example:
-        >>> split_evenly(8, 4, 1.5)
-        (2, 2, 3, 1)
     """
     if stages == 1:
         return (layers,)

@@ -15,10 +15,7 @@ from lockstep.extras import require
 def load_named(name: str, kind: Any, **settings: Any) -> Any:
     """Returns ``kind.from_pretrained(name)``, from this machine if it is there, else from the network.
 
-    ``name`` is a folder or a Hugging Face name, ``kind`` a class of transformers.
-
-    Raises:
-        ConfigError: the name was not found or cannot be read.
+    ``name`` is a folder or a Hugging Face name. Raises a ConfigError if it was not found or cannot be read.
     """
     failures = (OSError, ValueError, KeyError, RuntimeError, require("safetensors", "text").SafetensorError)
     try:
@@ -60,10 +57,7 @@ def warn_of_ignored(config: Any, names: Sequence[str]) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Lets transformers log errors only, and draw no progress bars, inside the block.
-
-    It would report what the recipes do on purpose, such as a new head on pretrained weights.
-    """
+    """In the block transformers draws no progress bars and logs only errors: recipes do on purpose what it warns of."""
     logging = require("transformers.utils.logging", "text")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

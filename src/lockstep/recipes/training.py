@@ -88,8 +88,7 @@ def fit_and_test(
 ) -> tuple[History, dict[str, float]]:
     """Trains and validates epoch by epoch, then tests; returns history and test metrics. Every worker must call it.
 
-    Raises:
-        CheckpointError: the backup is of a run with other settings.
+    Raises a CheckpointError if the backup is of a run with other settings.
     """
     config = task.config
     all_callbacks = [*callbacks, ResumeCheck(task.settings)]

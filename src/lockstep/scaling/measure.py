@@ -132,8 +132,7 @@ class Lap:
 def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
     """Trains ``warm_up`` steps of one epoch, then times ``timed_steps`` from the start of the next.
 
-    Raises:
-        DataError: an epoch holds less than one global batch.
+    Raises a DataError if an epoch holds less than one global batch.
     """
     train: Batches = strategy.distribute_dataset(work.train)
     module = strategy.mirror(work.module, sync_batchnorm=work.sync_batchnorm).train()

@@ -209,11 +209,7 @@ class PipelineResult:
 
 
 def measure_pipeline(settings: PipelineSettings, *, progress: Progress) -> PipelineResult:
-    """Measures every schedule once a round, in fresh processes.
-
-    Raises:
-        ClusterError: a worker failed, or a trial took longer than ``TRIAL_LIMIT_S``.
-    """
+    """Measures every schedule once a round, in fresh processes. Raises a ClusterError if one fails or is too slow."""
     from lockstep.parallel.pipeline import orders_of  # imports torch's pipelining, which every command would wait for
 
     machine = this_machine()

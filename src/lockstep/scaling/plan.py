@@ -44,12 +44,7 @@ class ScalingSettings:
 
 
 def usual_replicas(devices: int) -> tuple[int, ...]:
-    """The default numbers of replicas: 2, 4, 8 ... and all.
-
-    Example:
-        >>> usual_replicas(6)
-        (2, 4, 6)
-    """
+    """The default numbers of replicas: 2, 4, 8 ... and all, so (2, 4, 6) for six devices."""
     return (*(2**power for power in range(1, devices.bit_length()) if 2**power < devices), devices)
 
 

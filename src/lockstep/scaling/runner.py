@@ -151,10 +151,7 @@ def measure_scaling(
     """Measures a recipe on one device and on several.
 
     The batch size in ``config`` is not used. ``logical``: the devices that ``devices`` means, as in ``--devices``.
-
-    Raises:
-        ConfigError: the settings do not fit the devices.
-        LockstepError: a configuration's own, with its name.
+    Raises a ConfigError if the settings do not fit the devices, and the error of a configuration with its name.
     """
     machine = this_machine()
     hardware = Hardware(devices=tuple(logical), cores=machine.cores)

@@ -44,10 +44,7 @@ class Position:
 
 
 class TrainingState(StateAdapter):
-    """What a Model's checkpoints hold beside weights, optimizer and scheduler.
-
-    ``run`` is an identifier of this training, restored with its checkpoints.
-    """
+    """What checkpoints hold beside weights, optimizer and scheduler. ``run`` identifies this training in each."""
 
     def __init__(self, model: Model) -> None:
         self._weak_model = weakref.ref(model)  # the model owns this; a cycle would keep its weights alive

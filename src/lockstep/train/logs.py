@@ -193,7 +193,6 @@ class StepClock:
 
     The time between ``stop`` or ``pause`` and the next ``start``, which callbacks take, is not counted. ``examples``
     are the rows so far.
-
     """
 
     def __init__(self) -> None:

@@ -308,10 +308,7 @@ def _name_of(loss: Any) -> str:
 
 @contextmanager
 def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
-    """Wraps one step of all replicas, and warns if the loss has other attributes after it, such as a count of calls.
-
-    All replicas call one object, so it would count once for each of them.
-    """
+    """Warns if the step in the block changes the loss object: a count of calls would rise once for every replica."""
     shared = replicas > 1 and not isinstance(loss, MirroredModule)
     before = _states_kept_by(loss) if shared else {}
     yield

@@ -110,10 +110,7 @@ _DRAWS_IN_PLACE = {"uniform_": 0.5, "normal_": 0.0, "exponential_": 1.0, "bernou
 
 @contextmanager
 def without_randomness(level: Randomness) -> Iterator[None]:
-    """Inside the block, dropout is the identity, and at level "constant" other draws in a replica are constants.
-
-    Draws outside replicas, such as initial weights, stay as they are.
-    """
+    """In the block dropout is the identity, and at level "constant" all other draws inside replicas are constants."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

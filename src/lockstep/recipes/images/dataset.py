@@ -83,11 +83,7 @@ class ImageDataset:
 
 
 def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDataset:
-    """Finds, splits and decodes the images of the config, or the embedded digits.
-
-    Raises:
-        DataError: the images cannot be used, or too many of them are broken.
-    """
+    """Finds, splits and decodes the images of the config, or the embedded digits. Unusable images raise a DataError."""
     if config.data is None:
         source, (classes, found) = "scikit-learn's digits", read_digits()
     else:
@@ -199,10 +195,6 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
     """Returns the images that are kept and those that are held out, each in the given order.
 
     Each class keeps at least one image, and holds out at least one if it has two and the fraction is not 0.
-
-    >>> kept, held = hold_out([ImageFile(name=f"a/{n}.png", label=0) for n in range(10)], 0.2)
-    >>> len(kept), [image.name for image in held]
-    (8, ['a/2.png', 'a/7.png'])
     """
     by_class: dict[int, list[str]] = defaultdict(list)
     for image in images:

@@ -62,11 +62,7 @@ def mask_tokens(
 
 
 def masked_counts(lengths: Tensor, config: MlmConfig) -> Tensor:
-    """Returns how many of each row's ordinary tokens to predict: ``max(1, round(fraction * length))``, capped.
-
-    >>> masked_counts(torch.tensor([0, 1, 20, 510]), MlmConfig())
-    tensor([ 0,  1,  3, 76])
-    """
+    """Returns how many of each row's ordinary tokens to predict: ``max(1, round(fraction * length))``, capped."""
     wanted = (lengths.double() * config.mask_fraction).round().long().clamp(1, config.max_masked)
     return torch.minimum(wanted, lengths)
 

@@ -161,11 +161,6 @@ def masked_token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Logits are [masked, vocabulary], in the order of rows and positions; or [rows, slots, vocabulary], which keeps all
     shapes independent of the number of unused slots. Labels are [rows, slots] int64 with ``IGNORED_LABEL`` in these.
-
-    Example:
-        >>> total, count = masked_token_loss(torch.zeros(2, 4), torch.tensor([[3, -100], [0, -100]]))
-        >>> round(float(total / count), 4), int(count)
-        (1.3863, 2)
     """
     real = labels != IGNORED_LABEL
     if logits.ndim == 3:

@@ -61,9 +61,7 @@ class MlmTask(training.Task):
 def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shapes: bool = False) -> MlmTask:
     """Reads the text (unless it is given), makes or loads tokenizer and model, and tokenizes the lines.
 
-    Raises:
-        DataError: the text cannot be used.
-        ConfigError: the pretrained model cannot be used.
+    Raises a DataError if the text cannot be used, and a ConfigError if the pretrained model cannot be used.
     """
     text = read_text(config) if text is None else text
     module, tokenizer = _model(config, text)
@@ -193,10 +191,7 @@ def train_mlm(
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
-    """Writes a folder that ``--pretrained``, BertForMaskedLM and ``pipeline("fill-mask")`` can read.
-
-    The chief writes it; every worker must call it.
-    """
+    """Writes a folder that ``--pretrained`` and transformers can read. Every worker must call it; the chief writes."""
     model.save_weights(folder / "model.safetensors")
     run_on_chief(model.strategy.workers, "write the config and the tokenizer", lambda: _save_config(task, folder))
 

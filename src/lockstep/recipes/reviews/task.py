@@ -48,11 +48,8 @@ class ReviewsTask:
 def build_reviews(config: ReviewsConfig, *, device: torch.device = CPU) -> ReviewsTask:
     """Reads the reviews, makes or loads tokenizer and model, and tokenizes the reviews.
 
-    ``device`` is that of the first replica, on which 8-bit and 4-bit weights are loaded.
-
-    Raises:
-        DataError: the reviews cannot be used.
-        ConfigError: the pretrained model or the names cannot be used.
+    ``device`` is that of the first replica, on which 8-bit and 4-bit weights are loaded. Raises a DataError if the
+    reviews cannot be used, and a ConfigError if the pretrained model or the names cannot be used.
     """
     table = read_table(config)
     splits = split_reviews(table, config)

@@ -39,10 +39,6 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
 
     Nothing is drawn at random, so the same lines give the same splits everywhere, and each split covers the whole text.
     A test line's neighbours are in the training split, so the test measures new sentences on known subjects.
-
-    >>> splits = split_by_position([str(number) for number in range(40)], source="numbers")
-    >>> splits.valid, splits.test, len(splits.train)
-    (('18', '38'), ('19', '39'), 36)
     """
     train = tuple(line for position, line in enumerate(lines) if position % 20 < 18)
     return TextSplits(train=train, valid=tuple(lines[18::20]), test=tuple(lines[19::20]), source=source)
@@ -106,11 +102,7 @@ def python_paragraphs(library: Path) -> tuple[str, ...]:
 
 
 def paragraphs_of(document: str) -> Iterator[str]:
-    """Yields the long paragraphs of a document, each as one line with single spaces.
-
-    >>> list(paragraphs_of("short\\n\\n" + "word\\n  " * 25))[0][:14]
-    'word word word'
-    """
+    """Yields the long paragraphs of a document, each as one line with single spaces."""
     for block in re.split(r"\n\s*\n", document):
         paragraph = " ".join(block.split())
         if len(paragraph) > MINIMUM_CHARACTERS:

@@ -60,8 +60,7 @@ def new_tokenizer(lines: Sequence[str], settings: WordPieceSettings, *, max_toke
 def load_tokenizer(name: str, *, masks: bool = False) -> Any:
     """Loads the tokenizer of a pretrained model.
 
-    Raises:
-        ConfigError: it was not found, or has no padding token, or with ``masks`` no mask token.
+    Raises a ConfigError if it was not found, or has no padding token, or with ``masks`` no mask token.
     """
     tokenizer = load_named(name, require("transformers", "text").AutoTokenizer)
     if tokenizer.pad_token_id is None or (masks and tokenizer.mask_token_id is None):

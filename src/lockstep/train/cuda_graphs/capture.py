@@ -37,11 +37,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, batch: Any, replicas: int) -> Self:
-        """The inputs of a step on a sharded batch.
-
-        Raises:
-            NotCapturableError: the batch holds something that has no fixed address, or that cannot be compared.
-        """
+        """The inputs of a step. Raises a NotCapturableError if one has no fixed address or cannot be compared."""
         shards = [select(batch, replica, replicas) for replica in range(replicas)]
         leaves, structure = tree_flatten(shards, is_leaf=lambda node: isinstance(node, PackedSequence))
         for leaf in leaves:
