@@ -107,10 +107,7 @@ _WHOLE = (LogicalDeviceConfiguration(),)
 
 
 class DeviceRegistry:
-    """The physical devices, how each is divided, and which of them are in use. Thread-safe.
-
-    They are given, or looked for on this machine at the first question.
-    """
+    """The physical devices, how each is divided, and which of them are in use. Thread-safe."""
 
     def __init__(self, physical_devices: Sequence[PhysicalDevice] | None = None) -> None:
         self._physical = None if physical_devices is None else tuple(physical_devices)
@@ -138,12 +135,7 @@ class DeviceRegistry:
             return self._configurations.get(physical)
 
     def configure(self, physical: PhysicalDevice, shares: Iterable[LogicalDeviceConfiguration]) -> None:
-        """Divides ``physical`` into ``shares``. Repeating the current division is always accepted.
-
-        Raises:
-            ConfigError: an unknown device, no shares, or limits that the device cannot give.
-            UsageError: another division of a device that is in use.
-        """
+        """Divides a device, as ``set_logical_device_configuration`` says. Its current division is always accepted."""
         with self._lock:
             self._check_known(physical)
             new = check_shares(physical, shares)
@@ -197,11 +189,7 @@ class DeviceRegistry:
 def check_shares(
     physical: PhysicalDevice, shares: Iterable[LogicalDeviceConfiguration]
 ) -> tuple[LogicalDeviceConfiguration, ...]:
-    """The shares as a tuple, after checking that ``physical`` can be divided into them.
-
-    Raises:
-        ConfigError: no shares, or limits that the device cannot have or give.
-    """
+    """The shares as a tuple. Raises ConfigError if there are none, or the device cannot have or give their limits."""
     checked = tuple(shares) if isinstance(shares, Iterable) else ()
     if not checked or not all(isinstance(share, LogicalDeviceConfiguration) for share in checked):
         raise ConfigError(f"{physical.name} was given the shares {shares!r}; give a list of LogicalDeviceConfiguration")

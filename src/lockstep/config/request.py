@@ -34,11 +34,7 @@ _MAX_SHARES = 1024  # every share is a thread: a mistyped number should end in o
 
 
 def resolve(registry: DeviceRegistry, devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice, ...]:
-    """The logical devices that ``devices`` means, in that order; None means every GPU, else every CPU device.
-
-    Raises:
-        ConfigError: no list, an empty list, an unknown device, or one device twice.
-    """
+    """The logical devices that ``devices`` means, in that order; see ``config.resolve_devices``."""
     if devices is None:
         return registry.logical_devices("GPU") or registry.logical_devices("CPU")
     if isinstance(devices, str) or not isinstance(devices, Sequence):

@@ -72,10 +72,7 @@ class BatchLayout:
         return cls(items=items, keeps_tuples=dataset.collate_fn is not default_convert)
 
     def marked(self, batch: Any) -> Any:
-        """Returns the batch with its lists and tuples of rows as RowList and RowTuple.
-
-        Raises DataError if a list could hold rows or columns.
-        """
+        """Returns the batch with its lists of rows marked. Raises DataError if one could hold rows or columns."""
         below = root_children(batch)
         if below is None:
             return batch

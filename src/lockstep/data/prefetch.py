@@ -129,10 +129,7 @@ class _Queue(Generic[T]):
             self._changed.notify_all()
 
     def take(self) -> T:
-        """Returns the next item. The reading thread, which always finishes, ends the wait.
-
-        Raises UsageError if this process was forked after the reading began, and has no reading thread.
-        """
+        """Waits for the reading thread, which always finishes. Raises UsageError in a process forked since then."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._process}, which reads this iteration's batches; "

@@ -43,10 +43,7 @@ def random_state(dataset: Any) -> RandomState:
 
 
 def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
-    """Restores what ``random_state`` returned, in this process or another.
-
-    Raises DataError if the dataset holds other generators than the state has.
-    """
+    """Restores what ``random_state`` returned. Raises DataError if the dataset now holds other generators."""
     generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
     if len(generators) != len(own):
         raise DataError(

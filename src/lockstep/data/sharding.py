@@ -34,12 +34,7 @@ _MOST_LEAVES_SHOWN = 8
 
 
 def shard_sizes(rows: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns the number of rows of each replica: balanced, the larger shards first.
-
-    Example:
-        >>> shard_sizes(9, 4)
-        (3, 2, 2, 2)
-    """
+    """Returns the number of rows of each replica: balanced, the larger shards first."""
     rows_each, larger = divmod(rows, num_replicas)
     return tuple(rows_each + (replica < larger) for replica in range(num_replicas))
 
@@ -58,13 +53,7 @@ class LocalRows:
 
 
 def local_rows(rows: int, workers: Communicator) -> LocalRows:
-    """Divides ``rows`` rows among the replicas of all workers, and returns those of this worker's replicas.
-
-    Example:
-        >>> from lockstep.collectives.communicator import SingleWorkerCommunicator
-        >>> local_rows(4, SingleWorkerCommunicator(3))
-        LocalRows(start=0, sizes=(2, 1, 1))
-    """
+    """Divides ``rows`` rows among the replicas of all workers, and returns those of this worker's replicas."""
     sizes, first = shard_sizes(rows, workers.num_replicas), workers.first_replica
     return LocalRows(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
 
@@ -82,15 +71,10 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
     lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
+    ``cut`` returns the wanted rows, given the number of rows of the batch.
 
-    Args:
-        batch: nested tuples, lists, named tuples and mappings of tensors, arrays and single values.
-        cut: returns the wanted rows, given the number of rows of the batch.
-        layout: finds the lists of rows.
-
-    Raises:
-        DataError: leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a leaf
-            cannot be divided.
+    Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
+    leaf cannot be divided.
     """
     tensors = map_leaves(_as_tensor, layout.marked(batch))
     rows = cut(_rows(tensors))

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 
 
 class MirroredObjects:
-    """The mirrored modules, optimizers, metrics and variables of one strategy.
-
-    They are held weakly: a mirrored module keeps its strategy alive, but the strategy does not keep the module alive.
-    """
+    """What one strategy has mirrored, held weakly: a mirrored module keeps its strategy alive, and not vice versa."""
 
     def __init__(self, make_exchange: MakeExchange, partition: PartitionPolicy) -> None:
         self._make_exchange = make_exchange

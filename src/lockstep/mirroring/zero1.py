@@ -53,10 +53,6 @@ def divide_state(
         kinds: parameters of one kind are divided separately, so that workers that hold the same ones beside others cut
             them at the same places; None is one kind.
         uncut: the numbers of parameters that one owner has whole.
-
-    Example:
-        >>> [[(piece.parameter, piece.start, piece.stop) for piece in own] for own in divide_state([256, 128], 2)]
-        [[(0, 0, 192)], [(0, 192, 256), (1, 0, 128)]]
     """
     of_kind: dict[Hashable, list[int]] = {}
     for number in range(len(sizes)):

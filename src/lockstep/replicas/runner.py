@@ -120,14 +120,11 @@ def _make_gpu(device: LogicalDevice, generator: torch.Generator) -> GpuReplica |
 
 
 class ReplicaRunner:
-    """Runs bodies in the replicas' threads.
+    """Runs bodies in the replicas' threads, one for each of ``devices``.
 
-    Args:
-        devices: one logical device per replica.
-        seed: the seed of all replicas' random numbers.
-        timeout_s: how long a replica waits in one collective.
-        first_replica: the number of the first of them among the replicas of all workers.
-        failing: called with the error of a failed run at once, before its other replicas have stopped.
+    A replica waits up to ``timeout_s`` seconds in one collective. ``first_replica`` is the number of the first one
+    among the replicas of all workers. ``failing`` is called with the error of a failed run at once, before its other
+    replicas have stopped.
     """
 
     def __init__(
@@ -174,16 +171,10 @@ class ReplicaRunner:
         bodies: Sequence[Callable[[], Any]],
         rows: Sequence[int | None],
     ) -> list[Any]:
-        """Runs one body per replica and returns their results in replica order.
+        """Returns the bodies' results in replica order, or raises the first failing replica's own error.
 
-        Args:
-            strategy: the strategy of these replicas.
-            fn: the function that the bodies call, by which the issue policy knows a step again.
-            bodies: one per replica, without arguments.
-            rows: each replica's shard length, None where unknown; for messages.
-
-        Raises:
-            BaseException: the first failing replica's own exception, with the replica and device as a note.
+        The bodies call ``fn``, by which the issue policy knows a step again. ``rows`` has each replica's shard length,
+        None where unknown, for messages.
         """
         self._threads.check_process()
         if self._threads.closed:

@@ -232,9 +232,8 @@ Job = Callable[[], None]
 class ReplicaThreads:
     """Threads that wait for jobs. They end with ``close``, with this object, or with the interpreter.
 
-    Args:
-        cores: each thread's number of intra-op threads.
-        first: the number of the first replica among those of all workers, for the threads' names in a profile.
+    ``cores`` has each thread's number of intra-op threads. ``first`` is the number of the first replica among those of
+    all workers, for the threads' names in a profile.
     """
 
     def __init__(self, cores: Sequence[int], *, first: int = 0) -> None:

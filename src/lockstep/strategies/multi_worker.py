@@ -62,11 +62,7 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
 
 
 class WorkerJob:
-    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all.
-
-    Raises:
-        ClusterError: workers that did not come, or disagree.
-    """
+    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all."""
 
     def __init__(
         self,

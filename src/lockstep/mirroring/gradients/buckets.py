@@ -52,17 +52,13 @@ _Taken = tuple[torch.Tensor, torch.Tensor | None, int]
 def plan_buckets(
     sizes: Sequence[int], kinds: Sequence[str], bucket_bytes: int, sent: Container[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Divides parameters into buckets, whose gradients are sent in one flat tensor.
+    """Divides parameters into buckets, whose gradients are sent in one flat tensor; the last parameters come first.
 
     Args:
         sizes: bytes of each parameter's gradient.
         kinds: what must be equal inside a bucket: the dtype.
         bucket_bytes: the largest bucket; a larger parameter is alone.
         sent: the numbers of the parameters that have gradients; None is all of them.
-
-    Example:
-        >>> plan_buckets([4, 4, 4], ["float32"] * 3, 8)
-        ((2, 1), (0,))
     """
     buckets: list[list[int]] = []
     chosen = [parameter for parameter in range(len(sizes)) if sent is None or parameter in sent]

@@ -42,10 +42,6 @@ class Stage(enum.Enum):
 class GradientState:
     """The state of one optimizer's gradients.
 
-    Args:
-        parameters: the copies of each parameter.
-        keeps_sums: whether the first local replica is the first of all, whose gradients are the sums.
-
     Attributes:
         stage: where the gradients are.
         given: by local replica, whether its gradients are the sums now, because its step has read them.

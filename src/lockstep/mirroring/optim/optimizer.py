@@ -152,10 +152,7 @@ class MirroredOptimizer(Optimizer):
                 self.gradients.give(context)
 
     def clip_sums(self, clip_norm: float) -> torch.Tensor:
-        """Clips the sums to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm before.
-
-        Call it outside replicas, on every worker.
-        """
+        """Clips the sums to a global norm and returns the norm before. Every worker must call it, outside replicas."""
         refuse_in_replica("clip_sums")
         norms = self._run_in_replicas(self._update.clip, clip_norm)
         norm: torch.Tensor = self._owner.local_results(norms)[0]

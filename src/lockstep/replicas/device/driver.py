@@ -52,10 +52,7 @@ class DeviceGraph:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A block whose work is captured, on streams that fork from the current one and join it.
-
-        After a RuntimeError, because something cannot be captured, the device can be used as before.
-        """
+        """Captures a block's work, also on streams that fork and join. After a RuntimeError the device still works."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the capture can use what eager steps have cached

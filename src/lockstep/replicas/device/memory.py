@@ -26,10 +26,7 @@ class DeviceMemory:
 
 
 def over_limit(name: str, *, limit: int, top: int, static: int, rows: int | None) -> DeviceMemoryError:
-    """The error after a step whose tensors took ``top``, more than the limit.
-
-    It names the largest batch expected to fit, if all but ``static`` is proportional to the shard's ``rows``.
-    """
+    """The error if a step took ``top``. It names the batch that fits if all but ``static`` grows with ``rows``."""
     advice = "use a smaller batch or a larger memory_limit"
     if rows and top > static:
         fits = max(0, (limit - static) * rows // (top - static))

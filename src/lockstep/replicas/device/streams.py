@@ -30,9 +30,6 @@ class GpuReplica:
 
     A pool's cached memory can be used by no other program, so all memory that it has taken is compared with the
     ``memory_limit`` first; but cached memory is not the step's fault, so only the peak of its tensors ends a step.
-
-    Raises:
-        ConfigError: the device has a memory_limit, and torch uses another allocator than its own.
     """
 
     def __init__(self, device: LogicalDevice, driver: DeviceDriver, seed: int) -> None:
@@ -207,10 +204,7 @@ class RunStreams:
 
     @contextmanager
     def after(self, events: Sequence[StreamEvent]) -> Iterator[None]:
-        """A block in which the calling thread queues work on the streams for combining, behind ``events``.
-
-        The current device is the first replica's, whichever thread runs this.
-        """
+        """A block that queues work for combining behind ``events``, with the first replica's device as current."""
         with ExitStack() as stack:
             for driver, _, stream in reversed(self._meeting):
                 stack.enter_context(driver.on_stream(stream))

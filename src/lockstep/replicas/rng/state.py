@@ -127,9 +127,6 @@ class _DefaultHere:
 
 @functools.cache
 def patch_default_generator() -> None:
-    """Makes torch.get_rng_state, set_rng_state, fork_rng, manual_seed and initial_seed mean the replica's generator.
-
-    Process-wide and once. Outside replicas nothing changes.
-    """
+    """Makes torch.get_rng_state and its like mean the replica's generator inside replicas. Process-wide and once."""
     process_wide = torch.random.default_generator  # type: ignore[attr-defined]
     torch.random.default_generator = _DefaultHere(process_wide)  # type: ignore[assignment, attr-defined]
