@@ -174,4 +174,4 @@ def test_what_is_trained_from_there_is_what_one_device_trains(
 def test_no_worker_holds_more_than_its_part_and_one_tensor(found: dict[Any, Any]):
     for more, own in found["memory"]:
         assert 15 < own < 30  # of 80
-        assert more < own + 12  # the largest tensor, 4, its share, and what the allocator keeps
+        assert more < own + 30  # the largest tensor, 4, and what imports and the allocator keep; the whole would be 80
