@@ -70,6 +70,7 @@ def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start
     assert said.error.startswith(expected)
     assert other.answer().error == said.error
     assert f"worker 0 ({addresses[0]}) waits for worker 2 ({addresses[2]}); 2 s left" in chief.do("said")
+    assert any(f"worker 1 ({addresses[1]}) waits for worker 2 ({addresses[2]}); " in line for line in other.do("said"))
 
 
 def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[str]):

@@ -209,6 +209,7 @@ class _Rendezvous:
         )
         self._client = StoreClient(address.connect)
         self._run = ""  # in which this process has registered
+        self._told = "", ""  # the run and the missing workers that the chief has written down
 
     def join(self) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
         """Returns what a ``JoinResult`` has of this attempt.
@@ -285,7 +286,11 @@ class _Rendezvous:
             names = (self._spec.name(0), f"{self._spec.noun} {info.rank} ({info.process})")
             if reason := find_disagreement(self._info, info, names):
                 raise ClusterError(reason)
-        return ", ".join(map(self._spec.name, missing)) or infos
+        names_missing = ", ".join(map(self._spec.name, missing))
+        if self._told != (self._run, names_missing):
+            store.set(keys.missing, names_missing)
+            self._told = self._run, names_missing
+        return names_missing or infos
 
     def _give_up(self, error: BaseException) -> None:
         """Ends the rendezvous for all workers that are there."""
@@ -325,7 +330,7 @@ class _Rendezvous:
             if reason := find_disagreement(infos[0], self._info, (self._spec.name(0), self._spec.name(own))):
                 raise ClusterError(reason)
             return infos
-        return f"{self._spec.name(0)} to begin"
+        return read(store, keys.missing) or f"{self._spec.name(0)} to begin"
 
     def _rank_taken(self, holder: str) -> ClusterError:
         process = WorkerInfo.from_json(holder).process

@@ -53,13 +53,15 @@ class StoreKeys:
 
     PREFIX/rank/0 ...        who came: the ``WorkerInfo`` of the last process that registered the rank
     PREFIX/heartbeat/0 ...   each worker's ``Heartbeat``, written again and again
+    PREFIX/missing           the names of the workers that the chief still waits for
     PREFIX/complete          all infos, once every rank is registered and all agree
     PREFIX/failure           the ``FailureReport``, if the run ended early; the first one is kept
     """
 
     def __init__(self, spec: ClusterSpec, run: str) -> None:
         self.prefix = f"lockstep/{spec.job_id}/{spec.attempt}/{run}"
-        self.complete, self.failure = f"{self.prefix}/complete", f"{self.prefix}/failure"
+        self.missing, self.complete = f"{self.prefix}/missing", f"{self.prefix}/complete"
+        self.failure = f"{self.prefix}/failure"
 
     def rank(self, rank: int) -> str:
         return f"{self.prefix}/rank/{rank}"
