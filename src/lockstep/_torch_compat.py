@@ -8,9 +8,12 @@ dynamo) is a function here, whose probe runs at the first call.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,3 +248,41 @@ def detect_fake_mode(inputs: Any) -> Any:
 def library_path() -> str:
     """The file of torch's C++ extension."""
     return torch._C.__file__
+
+
+_PROFILER_SYMBOLS = {
+    "current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv"),
+    "set_current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E"),
+    "callbacks": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
+    "set_callbacks": ("libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"),
+}
+
+
+class SharedPtr(ctypes.Structure):
+    """A ``std::shared_ptr``; torch's functions take it over, and leave an empty one."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("counts", ctypes.c_void_p))
+
+
+class NoCallbacks(ctypes.Structure):
+    """A new thread's ``at::RecordFunctionTLS``: an empty ``std::vector``, and recording allowed."""
+
+    _fields_ = (("vector", ctypes.c_void_p * 3), ("enabled", ctypes.c_bool))
+
+
+@functools.cache
+def profiler_functions() -> dict[str, Any] | None:
+    """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        found = {
+            name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _PROFILER_SYMBOLS.items()
+        }
+    except (OSError, AttributeError):
+        return None
+    pointer = ctypes.POINTER(SharedPtr)
+    found["current"].argtypes, found["current"].restype = [pointer], None
+    found["set_current"].argtypes, found["set_current"].restype = [pointer], None
+    found["callbacks"].argtypes, found["callbacks"].restype = [], ctypes.c_void_p
+    found["set_callbacks"].argtypes, found["set_callbacks"].restype = [ctypes.c_void_p], None
+    return found

@@ -11,7 +11,6 @@ context variables.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import queue
 import sys
@@ -21,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,25 +30,7 @@ from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ReplicaError, UsageError
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
-_SYMBOLS = {
-    "current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo7currentEv"),
-    "set_current": ("libc10.so", "_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E"),
-    "callbacks": ("libtorch_cpu.so", "_ZN2at24get_record_function_tls_Ev"),
-    "set_callbacks": ("libtorch_cpu.so", "_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"),
-}
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
-
-
-class _SharedPtr(ctypes.Structure):
-    """A ``std::shared_ptr``; torch's functions take it over, and leave an empty one."""
-
-    _fields_ = (("pointer", ctypes.c_void_p), ("counts", ctypes.c_void_p))
-
-
-class _NoCallbacks(ctypes.Structure):
-    """A new thread's ``at::RecordFunctionTLS``: an empty ``std::vector``, and recording allowed."""
-
-    _fields_ = (("vector", ctypes.c_void_p * 3), ("enabled", ctypes.c_bool))
 
 
 class Profile:
@@ -59,7 +39,7 @@ class Profile:
     def __init__(self, library: dict[str, Any]) -> None:
         self._library = library
         self._callbacks = library["callbacks"]()
-        self._held = _SharedPtr()
+        self._held = compat.SharedPtr()
         library["current"](ctypes.byref(self._held))
 
     @classmethod
@@ -67,7 +47,7 @@ class Profile:
         """The calling thread's; None where it is not profiled, or, with a warning, where torch cannot hand it on."""
         if not compat.is_profiled():
             return None
-        library = _library()
+        library = compat.profiler_functions()
         if library is None:
             warnings.warn(
                 f"torch.profiler sees nothing of the replicas with torch {torch.__version__}; profile with "
@@ -83,14 +63,14 @@ class Profile:
         if compat.is_profiled():  # by a profiler of the replica's own, or one of all threads
             yield
             return
-        before = _SharedPtr()
+        before = compat.SharedPtr()
         self._library["current"](ctypes.byref(before))
         self._library["set_current"](ctypes.byref(self._held))
         self._library["set_callbacks"](self._callbacks)
         try:
             yield
         finally:
-            self._library["set_callbacks"](ctypes.byref(_NoCallbacks(enabled=True)))
+            self._library["set_callbacks"](ctypes.byref(compat.NoCallbacks(enabled=True)))
             self._library["set_current"](ctypes.byref(before))
 
 
@@ -98,22 +78,6 @@ def name_track(name: str) -> None:
     """Names the calling thread for profilers and debuggers; Linux keeps the first 15 letters."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode("ascii"), 0, 0, 0)
-
-
-@functools.cache
-def _library() -> dict[str, Any] | None:
-    """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
-    folder = Path(torch.__file__).parent / "lib"
-    try:
-        found = {name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _SYMBOLS.items()}
-    except (OSError, AttributeError):
-        return None
-    pointer = ctypes.POINTER(_SharedPtr)
-    found["current"].argtypes, found["current"].restype = [pointer], None
-    found["set_current"].argtypes, found["set_current"].restype = [pointer], None
-    found["callbacks"].argtypes, found["callbacks"].restype = [], ctypes.c_void_p
-    found["set_callbacks"].argtypes, found["set_callbacks"].restype = [ctypes.c_void_p], None
-    return found
 
 
 @dataclass(frozen=True)
