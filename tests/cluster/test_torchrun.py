@@ -94,8 +94,7 @@ def test_an_incomplete_set_names_what_is_missing(missing: str | tuple[str, ...])
 def test_what_is_there_is_shown_beside_what_is_missing():
     with pytest.raises(
         ClusterError,
-        match=r"^torchrun: MASTER_ADDR MASTER_PORT not set \(there is RANK='0' WORLD_SIZE='2'\); start the program "
-        r"with `lockstep run` or torchrun, which set them all, or set the rest, for example RANK=0 WORLD_SIZE=2 MASTER",
+        match=r"^torchrun: MASTER_ADDR MASTER_PORT not set .*RANK='0' WORLD_SIZE='2'.*`lockstep run`.*MASTER_ADDR=",
     ):
         parse_torchrun({"RANK": "0", "WORLD_SIZE": "2"})
 

@@ -159,7 +159,7 @@ def test_a_length_that_differs_is_named_at_the_beginning(split_cpu, run_workers:
     def body(workers: Communicator) -> None:
         by_hand(workers, [torch.arange(2)] * (4 if workers.index == 1 else 3), devices).iterate()
 
-    with pytest.raises(ClusterError, match="worker 1 has 4 global batches, worker 0 has 3; give every worker the same"):
+    with pytest.raises(ClusterError, match=r"worker 1 has 4 .*worker 0 has 3"):
         run_workers((1, 1, 1), body)
 
 

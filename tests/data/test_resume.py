@@ -135,7 +135,7 @@ def test_a_skip_is_a_number_of_batches(split_cpu, skip: Any):
 def test_a_state_of_other_data_is_refused(split_cpu):
     state = random_state(SOURCES["generator"]())
 
-    with pytest.raises(DataError, match="has the states of 2 generators of the data, which now holds 0; give the data"):
+    with pytest.raises(DataError, match=r"2 generators .*now holds 0"):
         DistributedDataset([torch.arange(2)], split_cpu(1)).iterate(random=state)
 
 

@@ -172,5 +172,5 @@ def test_replicas_without_a_batch_get_no_rows_of_the_first():
 
 
 def test_joined_batches_have_one_structure():
-    with pytest.raises(DataError, match=r"replica 1 got a batch of x, y, replica 0 one of batch; give every replica"):
+    with pytest.raises(DataError, match=r"replica 1 .*x, y.*replica 0"):
         join_batches([torch.ones(2), (torch.ones(2), torch.ones(2))], 2, BatchLayout())

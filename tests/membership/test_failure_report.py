@@ -104,10 +104,8 @@ def test_a_disagreement_names_both_workers_and_both_values():
     mine, theirs = worker(torch="2.13"), worker(1, torch="2.12")
 
     assert find_disagreement(mine, mine, names) == ""
-    assert find_disagreement(mine, theirs, names).startswith(
-        "worker 1 (process 4242 on hosta) and worker 0 (a:1) disagree: torch is 2.12 on worker 1 (process 4242 on "
-        "hosta) and 2.13 on worker 0 (a:1);"
-    )
+    said = find_disagreement(mine, theirs, names)
+    assert all(part in said for part in (*names, "torch", "2.12", "2.13"))
     assert "torch is unknown on worker 1" in find_disagreement(mine, worker(1), names)
 
 

@@ -66,10 +66,9 @@ def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start
 
     said = chief.answer()
 
-    expected = f"worker 0 ({addresses[0]}) waited 4 s for worker 2 ({addresses[2]}); start them all, or look at why"
-    assert said.error.startswith(expected)
+    assert said.error.startswith(f"worker 0 ({addresses[0]}) waited 4 s for worker 2 ({addresses[2]})")
     assert other.answer().error == said.error
-    assert f"worker 0 ({addresses[0]}) waits for worker 2 ({addresses[2]}); 2 s left" in chief.do("said")
+    assert any(f"worker 0 ({addresses[0]}) waits for worker 2 ({addresses[2]}); " in line for line in chief.do("said"))
     assert any(f"worker 1 ({addresses[1]}) waits for worker 2 ({addresses[2]}); " in line for line in other.do("said"))
 
 
@@ -79,10 +78,8 @@ def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[s
 
     said = worker.begin("join").answer()
 
-    assert said.error.startswith(
-        f"worker 1 ({addresses[1]}) waited 3 s for worker 0 ({addresses[0]}), where the job's store is "
-        f"({addresses[0]}: Connection refused); start it"
-    )
+    assert said.error.startswith(f"worker 1 ({addresses[1]}) waited 3 s for worker 0 ({addresses[0]})")
+    assert f"{addresses[0]}: Connection refused" in said.error
     assert said.at_s - began < 3.0 + 3 * NOISE_S
     assert "waits for worker 0" in worker.do("said")[0]
 

@@ -48,7 +48,7 @@ def test_no_split_has_a_faster_slowest_stage():
 def test_a_split_of_one_s_own_must_fit(given: tuple[int, ...]):
     assert check_split([2, 4], 2, 6) == (2, 4)
 
-    with pytest.raises(ConfigError, match="does not divide 6 layers into 2 stages; give 2 numbers from 1 that add up"):
+    with pytest.raises(ConfigError, match="6 layers into 2 stages"):
         check_split(given, 2, 6)
 
 

@@ -74,7 +74,7 @@ def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ConfigError, match="2 stages on each worker is 4 stages, and the model has 3 layers; choose"):
+    with pytest.raises(ConfigError, match=r"4 stages.* 3 layers"):
         stages_of(build("gpt2", 3), "interleaved")
     with pytest.raises(ConfigError, match=r"pipeline_split=\(2, 3\) does not divide 5 layers into 4 stages"):
         stages_of(build("gpt2"), "interleaved", [2, 3])

@@ -183,8 +183,7 @@ def test_one_share_beyond_its_limit_is_named_and_the_others_are_released(four: S
 
     with pytest.raises(
         DeviceMemoryError,
-        match=r"gpu:2 has a memory_limit of 64 MB, but the step took 160 MB; the largest per-replica batch expected "
-        r"to fit is 6 \(this one had 16\)",
+        match=r"gpu:2 .*64 MB.*160 MB.* fit is 6 \(.* 16\)",
     ) as raised:
         run(4 * 16)
     assert isinstance(raised.value, torch.OutOfMemoryError)

@@ -91,7 +91,7 @@ def test_a_generator_that_ends_within_the_steps_is_named(strategy: Strategy):
     feed = EpochIterator(distribute(strategy, (torch.zeros(2) for _ in range(3))), name="the data", steps_per_epoch=2)
     read(feed, 0)
 
-    with pytest.raises(DataError, match="the data gave no batches for epoch 2: a generator can be read only once"):
+    with pytest.raises(DataError, match=r"the data .*epoch 2.*generator"):
         read(feed, 1)
 
 

@@ -94,7 +94,7 @@ def test_a_generator_that_is_read_already_is_named(model: Model, batches: Batche
     def once() -> Iterator[tuple[Tensor, Tensor]]:
         yield from batches
 
-    with pytest.raises(DataError, match="the training data gave no batches for epoch 2: a generator can be read only"):
+    with pytest.raises(DataError, match=r"the training data .*epoch 2.*generator"):
         model.fit(once(), epochs=2, verbose=0)
 
 

@@ -130,7 +130,8 @@ def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: py
     monkeypatch.setattr(steps, "MAX_KINDS", 3)
     data = [tuple(column[: 4 + step] for column in batches(16, 16)[0]) for step in range(6)]
     refused = train(net, data)
-    assert refused.reasons == ["batches came in more than 3 shapes; pad them to one length, or a few (buckets)"]
+    assert len(refused.reasons) == 1
+    assert "more than 3 shapes" in refused.reasons[0]
     assert alike(train(net, data, graphs=False), refused)
 
 
