@@ -54,9 +54,7 @@ class Compilation:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(CompileMode):
-            raise ConfigError(
-                f"mode={self.mode!r}; choose one of {get_args(CompileMode)}: fit makes CUDA graphs itself"
-            )
+            raise ConfigError(f"mode={self.mode!r}; choose one of {get_args(CompileMode)}, which make no CUDA graphs")
         if type(self.dynamic) is not bool:
             raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
         if self.backend not in torch.compiler.list_backends(exclude_tags=()) or self.backend == "cudagraphs":
