@@ -33,10 +33,13 @@ PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.runner", "to
 
 @contextmanager
 def training(folder: Path, out: Path, **arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """A process that trains, and a connection on which it tells of every batch; killed at the end if it still runs."""
+    """A process that trains, and a connection on which it tells of every batch; killed at the end if it still runs.
+
+    After the batch ``pause_at``, a pair of epoch and batch, it waits until something is sent to it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    hear, tell = context.Pipe(duplex=False)
+    hear, tell = context.Pipe()
     given = {"replicas": 2, "folder": str(folder), "out": str(out), "save_freq": 1, "tell": tell, **arguments}
     process = context.Process(
         target=runpy.run_path,
@@ -102,10 +105,11 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_weights(tm
 
 def test_sigterm_saves_and_ends_with_a_stated_code(tmp_path: Path):
     undisturbed = finish(tmp_path / "none", tmp_path / "a.safetensors", save_freq=False)
-    with training(tmp_path / "backup", tmp_path / "b.safetensors", save_freq=False) as (process, hear):
+    with training(tmp_path / "backup", tmp_path / "b.safetensors", save_freq=False, pause_at=(1, 1)) as (process, hear):
         while told(hear) != (1, 1):
             pass
         os.kill(process.pid, signal.SIGTERM)
+        hear.send("go on")
         heard = list(iter(lambda: told(hear), None))
         assert ended(process, LIMIT_S)
         process.join()

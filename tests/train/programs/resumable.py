@@ -37,11 +37,11 @@ class Noisy(Dataset):  # type: ignore[type-arg]
 
 
 class Tell(ls.Callback):
-    """Tells a connection, or a function, of every batch."""
+    """Tells a function of every batch; after the batch ``pause_at`` it calls ``pause``."""
 
-    def __init__(self, hear: Any) -> None:
+    def __init__(self, hear: Any, pause_at: tuple[int, int] | None = None, pause: Any = None) -> None:
         super().__init__()
-        self.hear = hear
+        self.hear, self.pause_at, self.pause = hear, pause_at, pause
         self.epoch = 0
 
     def wants_batch_logs(self) -> bool:
@@ -52,6 +52,8 @@ class Tell(ls.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         self.hear((self.epoch, batch))
+        if (self.epoch, batch) == self.pause_at:
+            self.pause()
 
 
 def train(
@@ -96,7 +98,8 @@ def main(arguments: dict[str, Any]) -> None:
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * arguments["replicas"])
     backup = ls.BackupAndRestore(arguments["folder"], save_freq=arguments["save_freq"], delete_checkpoint=False)
     strategy = ls.MirroredStrategy(seed=1)
-    model, _ = train(strategy, [Tell(arguments["tell"].send), backup])
+    tell = Tell(arguments["tell"].send, arguments.get("pause_at"), arguments["tell"].recv)
+    model, _ = train(strategy, [tell, backup])
     model.save_weights(Path(arguments["out"]))
     strategy.close()
 
