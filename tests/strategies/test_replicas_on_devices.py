@@ -75,12 +75,13 @@ def own_loop(strategy: ls.MirroredStrategy, module: nn.Module) -> tuple[str, lis
     losses = [
         float(strategy.reduce("sum", strategy.run(step, (x, y)))) for x, y in strategy.distribute_dataset(batches())
     ]
-    return bits(module.state_dict(), optimizer.state_dict(), losses, strategy.generators.states()), losses
+    state = sorted(optimizer.state_dict()["state"].items())
+    return bits(module.state_dict(), state, losses, strategy.generators.states()), losses
 
 
 def by_hand(module: nn.Module) -> list[float]:
     """The same training without lockstep: a pass for each shard, and sums in pairs, level by level."""
-    optimizer, losses = torch.optim.Adam(module.parameters(), 1e-2, fused=True), []  # as replicas update
+    optimizer, losses = torch.optim.Adam(module.parameters(), 1e-2), []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for x, y in batches():
@@ -135,7 +136,7 @@ def test_fit_has_the_same_bits_on_any_devices(make: Callable[..., ls.MirroredStr
 
 
 def test_sums_in_replicas_are_in_the_order_of_the_tree(make: Callable[..., ls.MirroredStrategy]):
-    values = [torch.tensor(value) for value in (1.0, 2**-24, 2**-24, 2**-24, 1.0, 2**-24, 3.0)]
+    values = [torch.tensor(value) for value in (1.0, 2**-24, 2**-24, 2**-24, 2**-24, 2**-24, 2**-24)]
     v = values
     expected = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     assert expected != sum(values[1:], values[0])
@@ -151,7 +152,7 @@ def test_more_devices_than_replicas_leave_the_last_ones_idle(make: Callable[...,
     strategy = make(3, replicas=2)
 
     assert [device.name for device in strategy.devices] == ["cpu:0", "cpu:1"]
-    assert repr(make(2, replicas=5)) == "MirroredStrategy([cpu:0, cpu:1], replicas=5)"
+    assert repr(make(2, replicas=5)) == "MirroredStrategy([cpu:0, cpu:1], 5 replicas)"
 
 
 @pytest.mark.parametrize("replicas", [0, -1, True, 2.0, "8"])

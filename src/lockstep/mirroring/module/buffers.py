@@ -76,8 +76,7 @@ class BufferAverages:
         self._workers.broadcast("the chief's other buffers", others)
         firsts = iter(others)
         found = [
-            means.get(id(copies), copies[0]) if copies[0].is_floating_point() else next(firsts)
-            for copies in buffers
+            means.get(id(copies), copies[0]) if copies[0].is_floating_point() else next(firsts) for copies in buffers
         ]
         pairs = zip(buffers, found, strict=True)
         self._note([(copies[0], value) for copies, value in pairs if value is not copies[0]])
