@@ -18,7 +18,14 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
+from lockstep.collectives.per_replica import (
+    PerReplica,
+    is_mirrored,
+    merge,
+    read_for_reduction,
+    read_per_replica,
+    select,
+)
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
@@ -212,9 +219,11 @@ class Strategy(ABC):
             axis: also reduce along this dimension of each value; the mean is then total sum over total count.
         """
         self._outside("reduce")
-        op, value = ReduceOp.of(op), read_for_reduction(value)
-        differs = axis is not None or any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
-        if op is ReduceOp.MEAN and not differs:
+        op, mirrored = ReduceOp.of(op), all(is_mirrored(leaf) for leaf in tree_leaves(value))
+        value = read_for_reduction(value)
+        bare = not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
+        # A bare value is that of all local replicas, and each worker may have another.
+        if op is ReduceOp.MEAN and axis is None and (mirrored or (bare and self.workers.is_single)):
             return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
