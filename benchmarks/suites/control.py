@@ -9,6 +9,7 @@ The members join, do nothing but beat for some seconds, and learn of the loss. N
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -62,6 +63,7 @@ def contenders() -> list[Contender]:
 
 def be_members(trial: Trial, process: ProcessInfo, timer: StepTimer, *, size: int) -> None:
     """This process's members of a job of so many. A step is a second of heartbeats, and the last one the loss."""
+    gc.disable()  # it would look through the objects of hundreds of members, where a job's process has those of one
     parts = trial.contender.processes - 1
     ranks = range(process.rank, size - 1, parts) if process.rank else range(1)
     enter = partial(_enter, [chief_address(trial, process)] + [""] * (size - 1))

@@ -56,7 +56,7 @@ T = TypeVar("T")
 _FIRST_REPORT_S = 2.0
 _REPORT_EVERY_S = 5.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
-_POLLED_WORKERS = 256  # more of them look less often, so that the store has no more to do
+_POLLING_WORKERS = 128  # more of them look less often, so that the store has no more to do
 _ANSWER_TIMEOUT_S = 1.0
 _LINGER_S = 1.0  # for the others to read why the rendezvous ended, before the store goes away
 _PORT_FREED_S = 5.0
@@ -386,11 +386,13 @@ class _Rendezvous:
 
     def _repeat(self, poll: Callable[[Store], tuple[T, ...] | str], advice: str) -> tuple[T, ...]:
         """Polls until there is a result, before the deadline; a text says what is missing."""
-        pause = threading.Event()
+        pause, run = threading.Event(), self._run
         shortest_s, longest_s = poll_limits_s(1 if self._own == 0 else self._spec.num_workers)
         poll_s = shortest_s
         while isinstance(found := self._call(poll), str):
             self._deadline.check(found, advice)
+            if run != self._run:  # everybody registers in it now: what comes next comes soon
+                run, poll_s = self._run, shortest_s
             pause.wait(poll_s)
             poll_s = min(1.2 * poll_s, longest_s)
         return found
@@ -410,7 +412,7 @@ class _Rendezvous:
 
 def poll_limits_s(workers: int) -> tuple[float, float]:
     """The shortest and the longest pause between two looks at the store, for each of so many ``workers``."""
-    share = max(1.0, workers / _POLLED_WORKERS)
+    share = max(1.0, workers / _POLLING_WORKERS)
     return share * _SHORTEST_POLL_S, share * _LONGEST_POLL_S
 
 
