@@ -112,8 +112,8 @@ class Run:
         if minimum > maximum * hosts:
             where = "this host" if hosts == 1 else f"the {hosts} hosts"
             raise ConfigError(
-                f"--workers {minimum}:{maximum} was given, but MAX starts {maximum * hosts} workers on {where}; MIN must"
-                " not be more"
+                f"--workers {minimum}:{maximum} was given, but MAX starts {maximum * hosts} on {where}; "
+                "MIN must not be more"
             )
         return Elastic(minimum=minimum, maximum=maximum, rejoin_s=30.0 if self.rejoin_s is None else self.rejoin_s)
 

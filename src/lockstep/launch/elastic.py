@@ -62,7 +62,7 @@ def find_casualties(
         first_worker: the rank of this host's first worker.
     """
     lost, failed = {}, False
-    named = None if report is None or report.worker == report.reporter else report.worker
+    named = _named_lost(report)
     for local, failure in failures.items():
         code = failure.exit_code or 0
         if first_worker + local == named and report is not None:
@@ -78,6 +78,11 @@ def find_casualties(
         elif is_stopped:
             lost[local] = f"worker {worker} was stopped"
     return Casualties(lost=lost, failed=failed)
+
+
+def _named_lost(report: FailureReport | None) -> int | None:
+    """The worker that the others call lost; None if none is, or one has reported its own failure."""
+    return None if report is None or report.worker == report.reporter else report.worker
 
 
 class ElasticAgent(Agent):
@@ -158,7 +163,7 @@ class ElasticAgent(Agent):
     # ---- during a round
 
     def _watch(self) -> RoundEnd | None:
-        """Waits until the round is over, and returns why; None if all workers of all hosts have ended normally."""
+        """Waits until the round is over. Returns why it is, or None if all workers have ended normally."""
         look_s, done = 0.0, False
         while True:
             threading.Event().wait(_POLL_S)
@@ -170,6 +175,8 @@ class ElasticAgent(Agent):
             look_s = time.monotonic() + _LOOK_EVERY_S
             if (end := self._rounds.round_end()) is not None:
                 return end
+            if _named_lost(self._rounds.failure_report()) is not None:
+                return RoundEnd.LOSS  # the others will end too, but that takes them a while
             running = any(code is None for code in codes)
             if (running or not codes) and self._should_rejoin():
                 return RoundEnd.REJOIN
@@ -182,8 +189,8 @@ class ElasticAgent(Agent):
     def _should_rejoin(self) -> bool:
         """Whether it is time to start lost workers again, or to take in hosts that wait.
 
-        Programs that save on SIGTERM do it only at times, as ``BackupAndRestore`` does during ``fit``. Outside these they
-        are left alone: they would lose what they have done.
+        Programs that save on SIGTERM do it only at times, as ``BackupAndRestore`` does during ``fit``. Outside these
+        they are left alone: they would lose what they have done.
         """
         handles = [_handles_sigterm(pid) for pid in self._pids().values()]
         self._saves_on_sigterm = self._saves_on_sigterm or any(handles)

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvous_round, share_no_rendezvous_store
 from lockstep.cluster.environment import JOB_ID_VARIABLE, parse_torchrun
-from lockstep.cluster.spec import parse_address
+from lockstep.cluster.spec import ClusterSpec, parse_address
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.rendezvous import LOOPBACK, Hosts
 from lockstep.membership.failure_report import FailureReport
@@ -244,6 +244,7 @@ class Rounds(RendezvousHandler):
         self.plan, self.rank, self.number = Plan(), 0, 0
         self._before: Sequence[HostState] = ()
         self._workers_store: Store | None = None
+        self._workers_link = StoreLink(lambda: find_store(self.plan.address, self.plan.port).connect())
         self._server: Store | None = None
         where = self._serve() if hosts.index == 0 else self._find()
         self._address, self._run_id = where.own_host, ""
@@ -326,7 +327,7 @@ class Rounds(RendezvousHandler):
 
         Sets ``plan``, ``rank`` and ``number``.
         """
-        self._workers_store = None
+        self._end_workers_store()
         while True:
             info = self._join()
             self.rank, (self.number, _) = info.rank, rendezvous_round(self._handler)
@@ -465,7 +466,17 @@ class Rounds(RendezvousHandler):
         )  # whoever is done stays until all are
 
     def failure_report(self) -> FailureReport | None:
-        """Why the round's workers ended, as they have told each other; None if they have not."""
+        """Why the round's workers end, as they have told each other; None if they have not."""
+        try:
+            spec = self._workers_spec()
+            run = self._workers_link.read(run_key(spec))
+            text = self._workers_link.read(StoreKeys(spec, run).failure) if run else ""
+        except StoreLostError:
+            return None
+        return FailureReport.from_json(text) if text else None
+
+    def _workers_spec(self) -> ClusterSpec:
+        """The cluster that the round's workers find in their environment."""
         spec = parse_torchrun(
             {
                 "RANK": "0",
@@ -478,15 +489,7 @@ class Rounds(RendezvousHandler):
             }
         )
         assert spec is not None  # as RANK is set
-        link = StoreLink(lambda: find_store(self.plan.address, self.plan.port).connect())
-        try:
-            run = link.read(run_key(spec))
-            text = link.read(StoreKeys(spec, run).failure) if run else ""
-        except StoreLostError:
-            return None
-        finally:
-            link.close()
-        return FailureReport.from_json(text) if text else None
+        return spec
 
     def num_nodes_waiting(self) -> int:
         """How many launchers wait to be taken in."""
@@ -530,9 +533,14 @@ class Rounds(RendezvousHandler):
                 if rendezvous_round(self._handler)[1] == 0:
                     break
                 threading.Event().wait(_POLL_S)
+        self._end_workers_store()
         self._link.close()
-        self._server = self._workers_store = None
+        self._server = None
         return True
+
+    def _end_workers_store(self) -> None:
+        self._workers_link.close()
+        self._workers_store = None
 
     def _key(self, name: str) -> str:
         return f"lockstep/launch/round/{self.number}/{name}"
