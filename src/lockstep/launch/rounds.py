@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -184,7 +185,7 @@ class StoreLink:
 
     def get(self, key: str) -> bytes:
         """The value of a key, which must be there."""
-        return self.call(lambda store: bytes(store.get(key)))
+        return self.compare_set(key, "", "")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key that has the expected value; the value that it has then."""
@@ -192,7 +193,7 @@ class StoreLink:
 
     def read(self, key: str) -> str:
         """The value of a key; empty if it is not there."""
-        return self.call(lambda store: read(store, key))
+        return self.get(key).decode()
 
     def set(self, key: str, value: str) -> None:
         self.call(lambda store: store.set(key, value))
@@ -352,8 +353,10 @@ class Rounds(RendezvousHandler):
         while True:
             try:
                 return self._handler.next_rendezvous()
-            except RendezvousClosedError:
-                raise ClusterError(f"{self._name} came too late: the job has ended") from None
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                self.plan = Plan(finished=True)
+                self._report("the job has ended while this host waited for its turn")
+                raise JobEndedError from None
             except RendezvousConnectionError:
                 first = self._hosts.name(0)
                 if self._is_refused():
@@ -528,9 +531,10 @@ class Rounds(RendezvousHandler):
         until = time.monotonic() + _GOODBYE_TIMEOUT_S
         with suppress(RendezvousError):
             leave_rendezvous(self._handler, _GOODBYE_TIMEOUT_S)
+            if self._server is not None:
+                self._handler.set_closed()
             while self._server is not None and time.monotonic() < until:
-                self._handler.num_nodes_waiting()
-                if rendezvous_round(self._handler)[1] == 0:
+                if not self._handler.num_nodes_waiting() and not rendezvous_round(self._handler)[1]:
                     break
                 threading.Event().wait(_POLL_S)
         self._end_workers_store()
