@@ -106,23 +106,24 @@ def ended(worker: int, exit_code: int, error: str = "") -> WorkerFailure:
     return WorkerFailure(worker=worker, attempt=0, exit_code=exit_code, at_ns=1, record=record)
 
 
-SILENT = FailureReport(worker=5, reporter=4, reason="worker 5 is lost: no heartbeat for 12.0 s (last status: a step).")
+KILLED, LOST = "worker 4 was killed by SIGKILL", "worker 5 is lost: no heartbeat for 12.0 s"
+SILENT = FailureReport(worker=5, reporter=4, reason=f"{LOST} (last status: a step). Look at its machine")
 RAISED = FailureReport(worker=5, reporter=5, reason="worker 5 failed with ValueError: no data", traceback="line 1")
 
 
 @pytest.mark.parametrize(
     ("failures", "running", "report", "lost", "failed"),
     [
-        ({0: ended(4, -9)}, {1: False}, None, {0: "worker 4 was killed by SIGKILL"}, False),
+        ({0: ended(4, -9)}, {1: False}, None, {0: KILLED}, False),
         ({0: ended(4, -11)}, {1: False}, None, {}, True),
         ({0: ended(4, 3)}, {1: False}, None, {}, True),
         ({0: ended(4, 1, "ValueError: no data")}, {1: False}, None, {}, True),
         # One that is killed, and one that fails because of it:
-        ({0: ended(4, -9), 1: ended(5, 1, "RuntimeError: closed")}, {}, None, {0: "worker 4 was killed by SIGKILL"}, True),
+        ({0: ended(4, -9), 1: ended(5, 1, "RuntimeError: closed")}, {}, None, {0: KILLED}, True),
         # What the workers have told each other:
-        ({0: ended(4, 1, "ClusterError: lost")}, {1: True}, SILENT, {1: "worker 5 is lost: no heartbeat for 12.0 s"}, False),
-        ({0: ended(4, 1, "ClusterError: lost")}, {1: False}, SILENT, {1: "worker 5 is lost: no heartbeat for 12.0 s"}, False),
-        ({1: ended(5, 1, "ClusterError: cut")}, {0: False}, SILENT, {1: "worker 5 is lost: no heartbeat for 12.0 s"}, False),
+        ({0: ended(4, 1, "ClusterError: lost")}, {1: True}, SILENT, {1: LOST}, False),
+        ({0: ended(4, 1, "ClusterError: lost")}, {1: False}, SILENT, {1: LOST}, False),
+        ({1: ended(5, 1, "ClusterError: cut")}, {0: False}, SILENT, {1: LOST}, False),
         ({0: ended(4, 1, "ClusterError: failed")}, {1: False}, RAISED, {}, False),
         ({0: ended(4, 1, "ClusterError"), 1: ended(5, 1, "ValueError")}, {}, RAISED, {}, True),
         ({}, {0: True, 1: False}, None, {0: "worker 4 was stopped"}, False),
