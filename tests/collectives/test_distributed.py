@@ -30,9 +30,9 @@ def conversation() -> dict[str, Any]:
         "exchange": workers.all_gather_numbers("numbers", [index, -0.5]),
         "bytes": workers.all_gather_bytes("bytes", b"x" * index),
         "no bytes": workers.all_gather_bytes("no bytes", b""),
-        "sums": {str(dtype): workers.all_reduce(str(dtype), [own.to(dtype)])[0] for dtype in DTYPES},
-        "several": workers.all_reduce("several", [own, torch.ones(()), torch.zeros(0, 3)]),
-        "strided": workers.all_reduce("strided", [own.t()])[0],
+        "sums": {str(dtype): workers.all_reduce(str(dtype), [[own.to(dtype)]])[0] for dtype in DTYPES},
+        "several": workers.all_reduce("several", [[own, torch.ones(()), torch.zeros(0, 3)]]),
+        "strided": workers.all_reduce("strided", [[own.t()]])[0],
         "uneven": workers.all_gather("uneven", torch.full((2, index), index), 1),
         "none": workers.all_gather("none", torch.zeros(0, 2), 0),
         "last": workers.all_gather("last", own, -1),
@@ -161,7 +161,7 @@ def other_calls(kind: str) -> str:
         if kind == "name" and workers.index == 0:
             workers.all_gather_numbers("first")
         elif kind == "shape":
-            workers.all_reduce("sum", [torch.zeros(2 + workers.index)])
+            workers.all_reduce("sum", [[torch.zeros(2 + workers.index)]])
         elif kind == "digest":
             workers.add_digest(workers.index)
             workers.all_gather_numbers("first")

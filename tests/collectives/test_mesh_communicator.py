@@ -48,7 +48,7 @@ class ThreadJob(Communicator):
         return self._all(payload)[0]
 
     def all_reduce(self, name: str, tensors: Any) -> list[torch.Tensor]:
-        return [torch.stack(each).sum(0) for each in zip(*self._all(list(tensors)), strict=True)]
+        return [torch.stack(each).sum(0) for each in zip(*self._all(list(tensors[0])), strict=True)]
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         return self._all(tensor)
@@ -95,7 +95,7 @@ def test_what_adds_up_counts_each_replica_once_and_those_who_do_not_know_learn_i
         return (
             workers.all_gather_numbers("loss", own),
             all_gather_object(workers, "metric", {"total": own[0]} if workers.is_leader else None),
-            workers.all_reduce("sum", [torch.nan_to_num(total, 99.0)])[0].item(),
+            workers.all_reduce("sum", [[torch.nan_to_num(total, 99.0)]])[0].item(),
             [each.tolist() for each in workers.all_gather("rows", total, 0)],
         )
 

@@ -105,7 +105,7 @@ def test_a_wait_ends_when_the_gpu_is_done_and_what_follows_is_queued_behind_it()
 
 def test_a_group_that_was_waited_for_is_shut_down(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, backend, _ = make()
-    group.wait(group.start_all_reduce(torch.ones(2)), "a sum")
+    group.wait(group.start_sum([torch.ones(2)]), "a sum")
     group.close()
     group.close()
 
@@ -116,7 +116,7 @@ def test_one_whose_worker_was_lost_is_aborted_and_left_to_the_end_of_the_process
     make: Callable[..., tuple[ProcessGroup, Backend, Member]],
 ):
     group, backend, member = make(Work(float("inf")))
-    work = group.start_all_reduce(torch.ones(2))
+    work = group.start_sum([torch.ones(2)])
     member.lose()
     with pytest.raises(ClusterError, match="worker 1"):
         group.wait(work, "a sum")
@@ -128,7 +128,7 @@ def test_one_whose_worker_was_lost_is_aborted_and_left_to_the_end_of_the_process
 
 def test_sums_that_an_abort_ended_are_not_taken_for_sums(make: Callable[..., tuple[ProcessGroup, Backend, Member]]):
     group, backend, member = make(Work(0))  # it looks done, as everything does whose kernels were aborted
-    work = group.start_all_reduce(torch.ones(2))
+    work = group.start_sum([torch.ones(2)])
     member.lose()
 
     with pytest.raises(ClusterError, match="worker 1"):
@@ -140,7 +140,7 @@ def test_a_worker_that_is_alive_and_does_not_come_is_named(make: Callable[..., t
     group, _, _ = make(Work(float("inf")), timeout_s=0.01)
 
     with pytest.raises(CollectiveError, match=r"nothing came for 0.01 s in a sum.*worker 1 was last in a run of step"):
-        group.wait(group.start_all_reduce(torch.ones(2)), "a sum")
+        group.wait(group.start_sum([torch.ones(2)]), "a sum")
 
 
 def test_ending_is_given_up_where_others_do_not_end(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.collectives.communicator import SingleWorkerCommunicator
+from lockstep.collectives.tree import Node
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks, _Bucket
 from lockstep.mirroring.gradients.exchange import Copies
 from lockstep.mirroring.partition import WholeModels
@@ -29,7 +30,8 @@ class Loop:
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def start_all_reduce(self, flat: Tensor) -> str:
+    def start_sum(self, parts: Sequence[Tensor]) -> str:
+        (flat,) = parts
         self.sent.append(flat.numel())
         return "on its way"
 
@@ -111,14 +113,14 @@ def test_flags_are_read_only_of_buckets_that_lack_a_gradient_here():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    full = _Bucket((0, 1, 2), [(each,) for each in parameters], None)
-    assert full.flat.tolist() == [1.0] * 6 + [1.0] * 3
-    full.flat[6:] = 0.0  # what nobody reads
+    full = _Bucket((0, 1, 2), [(each,) for each in parameters], [Node(0, 1)], None)
+    assert full.parts[0].tolist() == [1.0] * 6 + [1.0] * 3
+    full.parts[0][6:] = 0.0  # what nobody reads
     parameters[1].grad = None
-    lacking = _Bucket((0, 1, 2), [(each,) for each in parameters], None)
-    assert lacking.flat.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    lacking = _Bucket((0, 1, 2), [(each,) for each in parameters], [Node(0, 1)], None)
+    assert lacking.parts[0].tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
     assert all(total is not None for _, total in full.sums())
     assert [total is None for _, total in lacking.sums()] == [False, True, False]
-    lacking.flat[7] = 1.0  # another worker has one
+    lacking.parts[0][7] = 1.0  # another worker has one
     assert all(total is not None for _, total in lacking.sums())

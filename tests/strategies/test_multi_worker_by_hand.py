@@ -97,6 +97,8 @@ def test_collectives_reach_all_replicas(result: dict[str, Any]):
     assert_close(found["step"]["gradient"], torch.full((2,), 2.0 * (local + 1) * float((numbers + 1).sum())))
     assert_close(found["step"]["gather gradient"], torch.tensor([float(local * count)]))
     assert found["sum"] == count * (count - 1) / 2
+    assert found["mean"] == (count - 1) / 2
+    assert_close(found["mean of tensors"], torch.tensor([(count - 1) / 2]))
     assert found["plain"] == count
     everyones = torch.cat([torch.arange(float(n)) for n in range(count)])
     assert_close(found["gather"], everyones)

@@ -1,8 +1,8 @@
 """The collectives between the workers of a job: sums, gathers and broadcasts.
 
-    worker 0                    worker 1
-    its replicas: local sum     its replicas: local sum
-             `--- all_reduce, all_gather, broadcast ---'     every worker makes the same calls, in one order
+    worker 0                        worker 1
+    its replicas: sums of nodes     its replicas: sums of nodes     (of the tree of additions, ``tree``)
+             `--- all_reduce, all_gather, broadcast ---'            every worker makes the same calls, in one order
 
 ``SingleWorkerCommunicator`` is for a process by itself, ``collectives.distributed`` for several, ``MeshCommunicator``
 for processes that hold a replica of the model together. Calls are made outside replicas, or by the one replica that
@@ -19,12 +19,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
 from lockstep.errors import ClusterError, ConfigError
 
 R = TypeVar("R")
@@ -52,6 +53,11 @@ class Communicator(ABC):
         chief: whether this worker prints, logs and publishes checkpoints; by default, whether ``index`` is 0.
         leaders: per worker, the number in ``processes`` of the process whose values count; by default, the worker's.
         layout: how the processes of a worker divide the model among them; empty if they do not.
+        any_layout: whether the number of replicas was given, so that no number may depend on how they are laid on
+            workers and devices.
+
+    Attributes:
+        nodes: for each worker, the largest nodes of the tree of additions within its replicas.
     """
 
     def __init__(
@@ -64,11 +70,15 @@ class Communicator(ABC):
         chief: bool | None = None,
         leaders: Sequence[int] | None = None,
         layout: str = "",
+        any_layout: bool = False,
     ) -> None:
         self.index = index
         self.replicas, self.names = tuple(replicas), tuple(names)
         self.size, self.num_replicas = len(self.replicas), sum(self.replicas)
         self.first_replica = sum(self.replicas[:index])  # this worker's first among those of all workers
+        blocks = pairwise(accumulate(self.replicas, initial=0))
+        self.nodes = tuple(nodes_within(*block, self.num_replicas) for block in blocks)
+        self.any_layout = any_layout
         self.is_single = self.size == 1 if single is None else single
         self.is_chief = index == 0 if chief is None else chief
         self.leaders = tuple(range(self.size) if leaders is None else leaders)
@@ -99,7 +109,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        """Gathers at most 16 numbers of every worker, in worker order and double precision.
+        """Gathers at most 64 numbers of every worker, in worker order and double precision.
 
         ``name`` is the purpose of the call, equal on all workers, as for all collectives.
 
@@ -116,9 +126,33 @@ class Communicator(ABC):
         """Gives every worker the chief's payload; others' payloads are ignored."""
         return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
 
+    def sum_numbers(self, name: str, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Adds numbers of all replicas, in double precision and the order of ``tree``.
+
+        ``rows`` has the numbers of each local replica, as many from each.
+        """
+
+        def add(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(left + right for left, right in zip(one, other, strict=True))
+
+        own = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
+        width, most = len(rows[0]), max(map(len, self.nodes))
+        sent = [number for _, row in own for number in row] + [0.0] * ((most - len(own)) * width)
+        parts = [
+            (node, numbers[place * width : (place + 1) * width])
+            for nodes, numbers in zip(self.nodes, self.all_gather_numbers(name, sent), strict=True)
+            for place, node in enumerate(nodes)
+        ]
+        ((_, total),) = add_nodes(parts, self.num_replicas, add)
+        return total
+
     @abstractmethod
-    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The elementwise sums over all workers, with the same bits on all, of dense tensors of the same shapes."""
+    def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """The elementwise sums over all replicas, with the same bits on all workers, of dense tensors.
+
+        ``parts`` has the sums over the replicas of each of this worker's ``nodes``: lists of tensors of the same shapes
+        on all workers.
+        """
 
     @abstractmethod
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
@@ -144,8 +178,8 @@ class Communicator(ABC):
 class SingleWorkerCommunicator(Communicator):
     """The communicator of a process by itself: each collective returns its argument."""
 
-    def __init__(self, replicas: int) -> None:
-        super().__init__(0, (replicas,), ("worker 0",))
+    def __init__(self, replicas: int, *, any_layout: bool = False) -> None:
+        super().__init__(0, (replicas,), ("worker 0",), any_layout=any_layout)
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         flags = self._own_flags  # read once: a signal handler may set others meanwhile
@@ -155,8 +189,9 @@ class SingleWorkerCommunicator(Communicator):
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(tensors)
+    def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        (whole,) = parts
+        return list(whole)
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         return [tensor]
@@ -273,9 +308,9 @@ class MeshCommunicator(Communicator):
     def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         return self._job.broadcast_bytes(name, payload)
 
-    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]
-        return self._job.all_reduce(name, own)
+    def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        (own,) = parts
+        return self._job.all_reduce(name, [own if self.is_leader else [torch.zeros_like(each) for each in own]])
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         gathered = self._job.all_gather(name, tensor if self.is_leader else tensor.narrow(axis, 0, 0), axis)

@@ -1,7 +1,7 @@
 """The communicator of a job over ``torch.distributed``: gloo in host memory, NCCL between GPUs.
 
 Before each collective every worker sends a record, so that calls or data that differ are an error and not a hang. Sums
-have the same bits on all workers and in every run of the same layout: gloo's order does not depend on timing.
+have the same bits on all workers; over gloo, in the order of ``tree``, on every layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.collectives.process_group import ProcessGroup
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.membership.membership import Membership
 
-MOST_NUMBERS = 16
+MOST_NUMBERS = 64
 TEXT_BYTES = 336
 _LAYOUT = struct.Struct(f"<QQQIII{MOST_NUMBERS}d{TEXT_BYTES}s")
 RECORD_BYTES = _LAYOUT.size
@@ -99,10 +99,11 @@ class DistributedCommunicator(Communicator):
         timeout_s: float = 1800.0,
         members: Sequence[int] | None = None,
         team: str = "",
+        any_layout: bool = False,
     ) -> None:
         self._members = tuple(range(membership.spec.num_workers) if members is None else members)
         names = [membership.names[member] for member in self._members]
-        super().__init__(self._members.index(membership.spec.index), replicas, names)
+        super().__init__(self._members.index(membership.spec.index), replicas, names, any_layout=any_layout)
         self._owns_membership = members is None
         self._prefix = f"{team} {self._members[0]}/" if team else ""  # groups of one name have different first members
         self.membership = membership
@@ -125,10 +126,10 @@ class DistributedCommunicator(Communicator):
             gathered = self._gather_padded(own, records, name)
         return [each[: record.length].numpy().tobytes() for each, record in zip(gathered, records, strict=True)]
 
-    def all_reduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         with self._one_call:
-            self._exchange_records(f"{name} of {described(tensors)}")
-            return [self._sum(tensor, name) for tensor in tensors]
+            self._exchange_records(f"{name} of {described(parts[0])}")
+            return [self._sum(tensors, name) for tensors in zip(*parts, strict=True)]
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         axis %= tensor.ndim
@@ -199,16 +200,19 @@ class DistributedCommunicator(Communicator):
         self._control.wait(self._control.start_all_gather(tensor, into), name)
         return into
 
-    def _sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        gpu = self._nccl_device(tensor.device)
+    def _sum(self, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        first = parts[0]
+        if not first.numel():
+            return first.clone()
+        gpu = self._nccl_device(first.device)
         group = self._control if gpu is None else self._group("nccl", gpu)
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        flat = real.detach().contiguous()
-        flat = flat.to("cpu", copy=True) if gpu is None else flat.clone()
-        summed = flat.int() if flat.dtype in (torch.int16, torch.bool) else flat
-        group.wait(group.start_all_reduce(summed), name)
-        back = summed.to(tensor.device, real.dtype if real.dtype != torch.bool else None)
-        return torch.view_as_complex(back) if tensor.is_complex() else back
+        home = first.device if gpu is not None else torch.device("cpu")
+        flats = [part.detach().to(home, copy=True).reshape(-1) for part in parts]
+        if first.is_complex() and gpu is not None:  # of which NCCL knows nothing
+            group.wait(group.start_sum([torch.view_as_real(flat).view(-1) for flat in flats]), name)
+        else:
+            group.wait(group.start_sum(flats), name)
+        return flats[0].view(first.shape).to(first.device)
 
     def _nccl_device(self, device: torch.device) -> torch.device | None:
         """``device`` if NCCL sums its tensors; None if they are copied to host memory."""
@@ -217,7 +221,12 @@ class DistributedCommunicator(Communicator):
     def _group(self, name: str, gpu: torch.device | None = None) -> ProcessGroup:
         if name not in self._groups:
             self._groups[name] = ProcessGroup(
-                self.membership, self._prefix + name, gpu=gpu, timeout_s=self._timeout_s, members=self._members
+                self.membership,
+                self._prefix + name,
+                gpu=gpu,
+                timeout_s=self._timeout_s,
+                members=self._members,
+                nodes=self.nodes,
             )
         return self._groups[name]
 

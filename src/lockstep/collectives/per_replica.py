@@ -212,12 +212,17 @@ def read_per_replica(structure: Any) -> Any:
     return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, VariableBase) else leaf, structure)
 
 
+def is_mirrored(value: object) -> bool:
+    """Whether it is a variable that is equal in all replicas."""
+    return isinstance(value, VariableBase) and value.is_mirrored
+
+
 def read_for_reduction(structure: Any) -> Any:
     """The same, but the bare value of a variable that is equal in all replicas: a mean over them would round it."""
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, VariableBase):
             return leaf
-        return leaf.read_value() if leaf.is_mirrored else leaf.per_replica
+        return leaf.read_value() if is_mirrored(leaf) else leaf.per_replica
 
     return tree_map(value, structure)

@@ -25,9 +25,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep._torch_compat import Store, gloo_group, nccl_group
+from lockstep.collectives.tree import Node
+from lockstep.collectives.tree_sum import TreeSum, TreeSums
 from lockstep.errors import CollectiveError
 from lockstep.membership.membership import Membership
 
+Work = dist.Work | TreeSum
+"""An operation in flight."""
 SHARE_UNANSWERED = 0.35
 """The share of ``lost_after_s`` for which a connection may stay without an acknowledgement; the rest of the time is for
 finding out what was lost."""
@@ -47,6 +51,7 @@ class ProcessGroup:
         gpu: this worker's GPU, for NCCL; None for gloo, in host memory.
         timeout_s: the longest wait while all workers are alive.
         members: the ranks of the members, ascending; None for all workers.
+        nodes: the nodes of each member's replicas, for a group that sums; see ``start_sum``.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class ProcessGroup:
         gpu: torch.device | None = None,
         timeout_s: float,
         members: Sequence[int] | None = None,
+        nodes: Sequence[Sequence[Node]] = (),
     ) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
@@ -64,6 +70,9 @@ class ProcessGroup:
         store = membership.store(f"group/{name}")
         rank, size = joined.index(membership.spec.index), len(joined)
         self._nccl = gpu is not None
+        self._rank, self._nodes = rank, nodes
+        self._sums: TreeSums | None = None
+        self._connections: GroupConnections | None = None
         self._in_flight = 0
         self._aborted = False
         timeout = timedelta(seconds=timeout_s) + EXTRA_TIMEOUT
@@ -71,29 +80,40 @@ class ProcessGroup:
         def connect() -> Any:
             if gpu is not None:
                 return connect_nccl(store, rank, size, timeout=timeout, gpu=gpu)
-            backend, connections = connect_gloo(membership, store, rank, size, timeout=timeout)
-            connections.forget()
+            backend, self._connections = connect_gloo(membership, store, rank, size, timeout=timeout)
             return backend
 
         # In another thread: with a worker that has stopped since it joined, this would block for ``timeout_s``.
         self._backend: Any = membership.run_with_watchdog(connect, "the making of a process group")
         keep_alive(self._backend)
-        if self._nccl:
-            membership.subscribe(partial(_abort, ref(self)))
+        membership.subscribe(partial(_abort, ref(self)))
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Starts to sum ``tensor``, dense and contiguous, in place over all members."""
-        return self._started(self._backend.allreduce([tensor]))
+    def start_sum(self, parts: Sequence[torch.Tensor]) -> Work:
+        """Starts a sum over the replicas of all members.
 
-    def start_all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> dist.Work:
+        Args:
+            parts: for each node of this member's replicas a flat, contiguous tensor, of one length and dtype on all.
+                They are written to: afterwards the first one is the sum. gloo's is in the order of ``tree``, NCCL's in
+                an order of its own.
+        """
+        if not self._nccl:
+            if self._sums is None:
+                self._sums = TreeSums(self._backend, self._rank, self._nodes)
+            return self._started(self._sums.start(parts))
+        first, *others = parts
+        for other in others:
+            first.add_(other)
+        return self._started(self._backend.allreduce([first]))
+
+    def start_all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> Work:
         """Starts to write every member's tensor into ``into``; all have one shape."""
         return self._started(self._backend.allgather([list(into)], [tensor]))
 
-    def start_broadcast(self, tensor: torch.Tensor) -> dist.Work:
+    def start_broadcast(self, tensor: torch.Tensor) -> Work:
         """Starts to write the first member's ``tensor`` into those of all, in place."""
         return self._started(self._backend.broadcast([tensor], dist.BroadcastOptions()))
 
-    def wait(self, work: dist.Work, waiting_in: str) -> None:
+    def wait(self, work: Work, waiting_in: str) -> None:
         """Waits until ``work`` is done; to be called once for each operation.
 
         Raises ClusterError if another worker was lost or has failed, CollectiveError after ``timeout_s``.
@@ -116,21 +136,30 @@ class ProcessGroup:
         """Ends the connections. If an operation is still in flight, they stay until the process ends."""
         if self._backend is None or self._in_flight or self._aborted:
             return
+        if self._sums is not None:
+            self._sums.close()
+        if self._connections is not None:
+            self._connections.forget()
         if not self._nccl or ends_in_time(self._backend.shutdown):
             release(self._backend)
         self._backend = None
 
     def abort(self) -> None:
-        """Ends the NCCL kernels that wait for other workers. In a gloo group ``wait`` notices a loss by itself."""
+        """Ends what waits for other workers: NCCL's kernels, and the thread that adds up the parts of gloo's sums.
+
+        Others wait for a gloo group in ``wait``, which notices a loss by itself.
+        """
         if self._nccl and self._backend is not None:
             self._aborted = True
             abort([self._backend])
+        elif self._sums is not None and self._connections is not None:
+            self._connections.shut_down()
 
-    def _started(self, work: dist.Work) -> dist.Work:
+    def _started(self, work: Work) -> Work:
         self._in_flight += 1
         return work
 
-    def _is_done(self, work: dist.Work, waiting_in: str) -> bool:
+    def _is_done(self, work: Work, waiting_in: str) -> bool:
         try:
             if self._nccl:
                 return is_done(work, CHECK_EVERY)
@@ -178,7 +207,7 @@ def release(backend: Any) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
 
 
-def is_done(work: dist.Work, within: timedelta) -> bool:
+def is_done(work: Work, within: timedelta) -> bool:
     """Whether an operation completes within that time. The calling thread's later work is queued behind it."""
     until = time.monotonic() + within.total_seconds()
     while not work.is_completed():

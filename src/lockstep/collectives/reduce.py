@@ -15,6 +15,7 @@ import torch
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import read_tensors
+from lockstep.collectives.tree import sums_within, tree_sum
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -56,19 +57,18 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
         refuse_summed("reduce(sum)", values)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"
     if axis is None and all(isinstance(value, (int, float)) for value in values):
-        met = workers.all_gather_numbers(name, [sum(values), all(isinstance(value, int) for value in values)])
-        total = sum(number for number, _ in met)
+        total, others = workers.sum_numbers(name, [(value, not isinstance(value, int)) for value in values])
         if op is ReduceOp.MEAN:
             return total / workers.num_replicas
-        return int(total) if all(is_int for _, is_int in met) else total
+        return total if others else int(total)
     tensors = [_as_tensor(value) for value in values]
     if axis is None:
         summed = sum_across(workers, name, tensors)
         return summed if op is ReduceOp.SUM else summed / workers.num_replicas
-    count = sum(_length(tensor, axis) for tensor in tensors)
+    lengths = [[_length(tensor, axis)] for tensor in tensors]
     summed = sum_across(workers, name, [tensor.sum(dim=axis) for tensor in tensors])
-    counts = workers.all_gather_numbers(f"{name} count", [count])
-    return summed if op is ReduceOp.SUM else summed / sum(each for (each,) in counts)
+    (count,) = workers.sum_numbers(f"{name} count", lengths)
+    return summed if op is ReduceOp.SUM else summed / count
 
 
 def gather_across(workers: Communicator, name: str, values: Sequence[Any], axis: int) -> torch.Tensor:
@@ -85,12 +85,25 @@ def gather_across(workers: Communicator, name: str, values: Sequence[Any], axis:
 
 def sum_across(workers: Communicator, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elementwise sum of the local replicas' tensors and all other workers'. Every worker must call it."""
-    total = sum_tensors(tensors)
-    return total if workers.is_single else workers.all_reduce(name, [total])[0]
+    return sums_across(workers, name, [tensors])[0]
+
+
+def sums_across(workers: Communicator, name: str, values: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """``sum_across`` of several values, in one call."""
+    if workers.is_single:
+        return list(map(sum_tensors, values))
+    first, replicas = workers.first_replica, workers.num_replicas
+    parts = [[part for _, part in sums_within(_addends(each), first, replicas, _plus)] for each in values]
+    return workers.all_reduce(name, list(zip(*parts, strict=True)))
 
 
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elementwise sum, on the first tensor's device, added in the order given. Booleans are counted."""
+    """The elementwise sum, on the first tensor's device, in the order of ``tree``. Booleans are counted."""
+    total = tree_sum(_addends(tensors), _plus)
+    return total.clone() if total is tensors[0] else total
+
+
+def _addends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     first = tensors[0]
     if any(tensor.shape != first.shape for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -98,10 +111,11 @@ def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             f"cannot add values of shapes {shapes}, one per replica; give all replicas the same shape, "
             "or name the axis whose length differs"
         )
-    total = first.long() if first.dtype == torch.bool else first.clone()
-    for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
-    return total
+    return [tensor.long() if tensor.dtype == torch.bool else tensor for tensor in tensors]
+
+
+def _plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one + other.to(one.device)
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

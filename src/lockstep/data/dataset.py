@@ -209,7 +209,12 @@ class DistributedDataset(DistributedIterable):
             sync = SameDataSync(workers, source, lambda: reader.generators)
         else:
             replicas = workers.replicas[workers.index]
-            reader = BatchReader(source, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
+            reader = BatchReader(
+                source,
+                layout,
+                lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)),
+                any_layout=workers.any_layout,
+            )
             sync = _own_data_sync(reader, workers)
         super().__init__(reader, sync, devices, prefetch=prefetch)
 
@@ -251,7 +256,8 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
         )
     if loads_by_index(dataset):
         return IndexShardedReader(dataset, workers, layout)
-    return BatchReader(dataset, layout, partial(local_rows, workers=workers), with_digest=True)
+    rows = partial(local_rows, workers=workers)
+    return BatchReader(dataset, layout, rows, with_digest=True, any_layout=workers.any_layout)
 
 
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:

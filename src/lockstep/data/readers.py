@@ -90,9 +90,11 @@ class BatchReader(Reader):
         rows: Callable[[int], LocalRows],
         *,
         with_digest: bool = False,
+        any_layout: bool = False,
     ) -> None:
         super().__init__(dataset, layout)
         self._rows = rows
+        self._any_layout = any_layout
         self._with_digest = with_digest
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
@@ -102,7 +104,7 @@ class BatchReader(Reader):
         return (self._shards(batch, to_devices) for batch in batches)
 
     def _shards(self, batch: Any, to_devices: ToDevices) -> Any:
-        shards = to_devices(local_shards(batch, self._rows, self._layout))
+        shards = to_devices(local_shards(batch, self._rows, self._layout, any_layout=self._any_layout))
         return CheckedBatch(shards, batch_digest(batch)) if self._with_digest else shards
 
 
@@ -206,7 +208,7 @@ class IndexShardedReader(Reader):
 
     def _shards(self, loaded: Iterator[tuple[Any, _Shard]], to_devices: ToDevices) -> Iterator[CheckedBatch]:
         for batch, shard in loaded:
-            shards = local_shards(batch, shard.rows_of, self._layout)
+            shards = local_shards(batch, shard.rows_of, self._layout, any_layout=self._workers.any_layout)
             del batch
             yield CheckedBatch(to_devices(shards), shard.digest)
             del shards

@@ -1,4 +1,4 @@
-"""Divides a global batch into shards, which are views of the batch's tensors. Pure functions.
+"""Divides a global batch into shards, which are views of the batch's tensors, or copies. Pure functions.
 
     8 rows, 3 replicas -> 3, 3, 2      4 rows, 3 replicas -> 2, 1, 1      2 rows, 3 replicas -> 1, 1, 0
 
@@ -66,12 +66,14 @@ def batch_rows(batch: Any) -> int:
     return _rows(map_leaves(_as_tensor, batch))
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, any_layout: bool = False) -> Any:
     """Divides some rows of a batch among the local replicas. Returns the same structure with ``PerReplica`` leaves.
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
     lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
-    ``cut`` returns the wanted rows, given the number of rows of the batch.
+    ``cut`` returns the wanted rows, given the number of rows of the batch. ``any_layout``: shards are copies. The last
+    bits of a product depend on the address and the strides of its operands (MKL on an EPYC: on the address modulo 16),
+    and those of a view depend on how the batch was read.
 
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
@@ -83,7 +85,9 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
         if not leaf_has_rows(leaf):
             return PerReplica([leaf] * len(rows.sizes))
         starts = accumulate(rows.sizes, initial=rows.start)
-        return PerReplica([take_rows(leaf, start, size) for start, size in zip(starts, rows.sizes, strict=False)])
+        return PerReplica(
+            [take_rows(leaf, start, size, copies=any_layout) for start, size in zip(starts, rows.sizes, strict=False)]
+        )
 
     return map_leaves(divide, tensors)
 

@@ -121,11 +121,13 @@ def check_layout(name: str, leaf: Tensor) -> None:
         raise DataError(f"{name} is a tensor of layout {kind}, which cannot be divided; give it dense, or padded")
 
 
-def take_rows(leaf: Any, start: int, size: int) -> Any:
-    """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a tensor."""
+def take_rows(leaf: Any, start: int, size: int, *, copies: bool = False) -> Any:
+    """Returns ``size`` rows of a leaf that has rows, from row ``start`` on: views of a tensor, or copies."""
     if isinstance(leaf, (RowList, RowTuple)):
         return type(leaf)(leaf[start : start + size])
     rows = leaf.narrow(0, start, size)
+    if copies:
+        rows = rows.clone(memory_format=torch.contiguous_format)
     # A step may change its shard in place. To autograd, a change of a view is a change of the whole batch, and so of
     # what the other replicas have saved for their backward passes.
     return rows if leaf.requires_grad else rows.data

@@ -63,7 +63,14 @@ def merge_metrics(local: Sequence[Any], states: Sequence[list[dict[str, Any]]]) 
     merged = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     for part, sources in zip(nested_metrics(merged), zip(*states, strict=True), strict=True):
         merge_into(part, [source for source in sources if source["updates"]])
+    leave_unsynced(merged)  # all workers' states are here
     return merged
+
+
+def leave_unsynced(metric: Any) -> None:
+    """Has the metric compute from its own states alone: torchmetrics would add those of other processes to them."""
+    for part in nested_metrics(metric):
+        part._to_sync = part.sync_on_compute = False
 
 
 def merge_states(states: Sequence[Any], reduction: Reduction | None) -> Any:
@@ -257,8 +264,6 @@ class MirroredMetric(nn.Module):
         _warn_of_averaged_states(self._copies[0], every)
         _check_attributes(self._copies)
         merged = merge_metrics(self._copies, every)
-        for part in nested_metrics(merged):
-            part._to_sync = part.sync_on_compute = False  # all workers' states are here
         _check_shapes(merged, self._copies)
         return merged
 

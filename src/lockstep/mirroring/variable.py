@@ -70,7 +70,9 @@ class MirroredVariable(VariableBase):
                 'replicas, and was given a PerReplica of different ones; give one value, or synchronization="on_read"'
             )
         if not workers.is_single and not isinstance(value, PerReplica):
-            workers.broadcast("the chief's value of a variable", self._values)
+            workers.broadcast("the chief's value of a variable", self._values[:1])
+            for each in self._values[1:]:
+                each.copy_(self._values[0])
         self._note_versions()
 
     @property

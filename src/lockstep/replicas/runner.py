@@ -124,7 +124,7 @@ class ReplicaRunner:
 
     A replica waits up to ``timeout_s`` seconds in one collective. ``first_replica`` is the number of the first one
     among the replicas of all workers. ``failing`` is called with the error of a failed run at once, before its other
-    replicas have stopped.
+    replicas have stopped. ``threads`` is the number of intra-op threads of each; None divides the cores.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ class ReplicaRunner:
         timeout_s: float,
         first_replica: int = 0,
         failing: Callable[[BaseException], None] | None = None,
+        threads: int | None = None,
     ) -> None:
         cores = torch.get_num_threads()
-        shares = core_shares(devices, cores)
+        shares = core_shares(devices, cores) if threads is None else (threads,) * len(devices)
         self._devices = tuple(devices)
         numbers = range(first_replica, first_replica + len(devices))
         self._names = [f"replica {number} ({device.name})" for number, device in zip(numbers, devices, strict=True)]

@@ -18,13 +18,20 @@ from torch import nn
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
-from lockstep.collectives.per_replica import PerReplica, merge, read_for_reduction, read_per_replica, select
+from lockstep.collectives.per_replica import (
+    PerReplica,
+    is_mirrored,
+    merge,
+    read_for_reduction,
+    read_per_replica,
+    select,
+)
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.sharding import note_empty_shard
+from lockstep.data.sharding import note_empty_shard, shard_sizes
 from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import LocalExchange
@@ -212,9 +219,11 @@ class Strategy(ABC):
             axis: also reduce along this dimension of each value; the mean is then total sum over total count.
         """
         self._outside("reduce")
-        op, value = ReduceOp.of(op), read_for_reduction(value)
-        differs = axis is not None or any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
-        if op is ReduceOp.MEAN and not differs:
+        op, mirrored = ReduceOp.of(op), all(is_mirrored(leaf) for leaf in tree_leaves(value))
+        value = read_for_reduction(value)
+        bare = not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
+        # A bare value is that of all local replicas, and each worker may have another.
+        if op is ReduceOp.MEAN and axis is None and (mirrored or (bare and self.workers.is_single)):
             return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
@@ -374,12 +383,37 @@ def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[
         return body()
 
 
-def chosen_devices(given: Sequence[str | torch.device | LogicalDevice] | None) -> tuple[LogicalDevice, ...]:
-    """The devices of a strategy: those given, all if None, or those that an observer wants in their place."""
+def chosen_devices(
+    given: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
+) -> tuple[LogicalDevice, ...]:
+    """The device of each replica: those given, all if None, or those that an observer wants in their place."""
     if isinstance(given, str):
         raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
     devices, observer = resolve_devices(given), current_observer()
+    if replicas is not None:
+        devices = laid_out(replicas, devices)
     return devices if observer is None else observer.devices_chosen(devices)
+
+
+def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
+    """The device of each of ``replicas`` replicas, laid on ``devices`` in blocks whose sizes differ by at most one."""
+    sizes = shard_sizes(replicas, len(devices))
+    return tuple(device for device, size in zip(devices, sizes, strict=True) for _ in range(size))
+
+
+def check_replicas(replicas: int | None, threads: int | None) -> int | None:
+    """Raises a ConfigError for numbers that cannot be; returns the intra-op threads of a replica, None to divide."""
+    for name, number in (("replicas", replicas), ("threads_per_replica", threads)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise ConfigError(f"{name}={number!r} was given, expected a whole number from 1, or None")
+    return 1 if threads is None and replicas is not None else threads
+
+
+def describe_devices(strategy: Strategy) -> str:
+    """The devices in a strategy's ``repr``, and the number of local replicas if it is another one."""
+    names = list(dict.fromkeys(device.name for device in strategy.devices))
+    replicas = "" if len(names) == len(strategy.devices) else f", {len(strategy.devices)} replicas"
+    return f"[{', '.join(names)}]{replicas}"
 
 
 class DefaultStrategy(Strategy):

@@ -80,7 +80,7 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
 
 
 def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
-    return int(sum(of_one for (of_one,) in workers.all_gather_numbers(_NAME, [sum(rows)])))
+    return int(workers.sum_numbers(_NAME, [[each] for each in rows])[0])
 
 
 def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:

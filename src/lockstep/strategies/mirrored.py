@@ -1,4 +1,4 @@
-"""MirroredStrategy: one process, with one replica for each logical device, each in its own thread."""
+"""MirroredStrategy: one process with a thread for each replica, one replica on each device or as many as asked for."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from lockstep.collectives.communicator import SingleWorkerCommunicator, check_wa
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, chosen_devices
+from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices
 
 
 class MirroredStrategy(ThreadedStrategy):
     """Trains one model on many devices of this host as if on one; no launcher.
 
-    The same program with the same seed on the same devices gives bit-equal weights.
+    The same program with the same seed on the same devices gives bit-equal weights. With ``replicas`` it does so on any
+    number of devices of one kind.
 
     Args:
         devices: a list of devices such as ``["cpu:0", "cpu:1"]`` or ``["gpu:0", "gpu:2"]``; None is every logical GPU,
             else every logical CPU device.
+        replicas: the number of replicas, laid on the devices in blocks; None is one replica for each device.
         seed: of the replicas' random numbers (dropout); None is ``torch.initial_seed()``.
         timeout_s: how many seconds a replica waits in a collective for one that is still computing.
+        threads_per_replica: the intra-op threads of each replica on a CPU; None divides the cores, or is 1 with
+            ``replicas``: torch's last bits depend on it.
 
     Raises:
-        ConfigError: an unknown device, or one named twice.
+        ConfigError: an unknown device, or one named twice; a number that is not positive.
         UsageError: the environment declares a job of several workers.
         ClusterError: the environment declares a job in a form that cannot be followed.
     """
@@ -35,9 +39,12 @@ class MirroredStrategy(ThreadedStrategy):
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,
         *,
+        replicas: int | None = None,
         seed: int | None = None,
         timeout_s: float = 1800.0,
+        threads_per_replica: int | None = None,
     ) -> None:
+        threads = check_replicas(replicas, threads_per_replica)
         check_waiting_time("timeout_s", timeout_s)
         job = declared_job()
         if job is not None:
@@ -45,9 +52,10 @@ class MirroredStrategy(ThreadedStrategy):
                 f"{job.source} declares a job of {job.num_workers} workers, and MirroredStrategy would train one model "
                 "in each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
             )
-        chosen = chosen_devices(devices)
-        runner = ReplicaRunner(chosen, seed=torch.initial_seed() if seed is None else seed, timeout_s=timeout_s)
-        super().__init__(chosen, SingleWorkerCommunicator(len(chosen)), runner)
+        chosen = chosen_devices(devices, replicas)
+        seed = torch.initial_seed() if seed is None else seed
+        runner = ReplicaRunner(chosen, seed=seed, timeout_s=timeout_s, threads=threads)
+        super().__init__(chosen, SingleWorkerCommunicator(len(chosen), any_layout=replicas is not None), runner)
 
     def __repr__(self) -> str:
-        return f"MirroredStrategy([{', '.join(device.name for device in self.devices)}])"
+        return f"MirroredStrategy({describe_devices(self)})"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -24,13 +25,13 @@ from lockstep.collectives.communicator import (
 )
 from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
-from lockstep.errors import ClusterError, LockstepError, NonFiniteLossError
+from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.runner import ReplicaRunner
-from lockstep.strategies.base import ThreadedStrategy, chosen_devices
+from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices, laid_out
 
 START_TIMEOUT_S = 600.0
 
@@ -61,8 +62,48 @@ def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     )
 
 
+def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[int, ...]:
+    """The number of replicas of each worker. Pure.
+
+    Args:
+        devices: the number of devices of each worker.
+        asked: the number of replicas of all workers that each was given; 0 is one for each device.
+
+    Returns:
+        Blocks in proportion to the devices, each of at least one replica.
+
+    Raises:
+        ConfigError: fewer replicas than workers.
+        ClusterError: workers that were given different numbers.
+
+    Example:
+        >>> replicas_of_workers([1, 1, 1], [8, 8, 8])
+        (3, 3, 2)
+    """
+    replicas, workers = asked[0], len(devices)
+    if any(other != replicas for other in asked):
+        given = ", ".join(f"{number or None} on worker {worker}" for worker, number in enumerate(asked))
+        raise ClusterError(f"the workers disagree about replicas=: {given}; run the same program on every worker")
+    if not replicas:
+        return tuple(devices)
+    if replicas < workers:
+        raise ConfigError(
+            f"replicas={replicas} was given for {workers} workers, expected at least one for each; start fewer workers,"
+            " or give more replicas, which trains with other random numbers"
+        )
+    ends = [-(-replicas * end // sum(devices)) for end in accumulate(devices)]
+    bounds = [0]
+    for worker, end in enumerate(ends):
+        bounds.append(min(max(end, bounds[-1] + 1), replicas - (workers - 1 - worker)))
+    return tuple(end - begin for begin, end in pairwise(bounds))
+
+
 class WorkerJob:
-    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all."""
+    """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all.
+
+    With ``replicas``, so many are laid on the devices of all workers; ``devices`` has one for each local replica.
+    ``threads`` is the number of intra-op threads of each; None divides the cores.
+    """
 
     def __init__(
         self,
@@ -71,25 +112,37 @@ class WorkerJob:
         *,
         timeout_s: float,
         options: CommunicationOptions,
+        replicas: int | None = None,
+        threads: int | None = None,
     ) -> None:
         self._options = options
-        self._devices = tuple(devices)
+        self._threads = threads
         self._optimizers = 0
         self._membership: Membership | None = None
         self._gpus: tuple[int, ...] = ()
         self._nccl = False
-        self.workers: Communicator = SingleWorkerCommunicator(len(devices))
+        self.devices = tuple(devices) if replicas is None else laid_out(replicas, devices)
+        self.workers: Communicator = SingleWorkerCommunicator(len(self.devices), any_layout=replicas is not None)
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
-            info = {"replicas": len(devices), "gpu": _gpu_id(devices[0].torch_device), **core_info()}
-            self._membership = join(cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info=info)
+            info = {"devices": len(devices), "replicas": replicas or 0, "gpu": _gpu_id(devices[0].torch_device)}
+            self._membership = join(
+                cluster, timeout_s=timeout_s, lost_after_s=options.lost_after_s, info={**info, **core_info()}
+            )
             infos = self._membership.infos
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
             # Tensors on GPUs go between workers by NCCL; else through host memory.
             self._nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
-            replicas = [info["replicas"] for info in infos]
+            with self._leaving_on_error(self._membership.close):
+                blocks = replicas_of_workers([info["devices"] for info in infos], [info["replicas"] for info in infos])
+            if replicas is not None:
+                self.devices = laid_out(blocks[cluster.index], devices)
             self.workers = DistributedCommunicator(
-                self._membership, replicas, nccl=self._nccl, timeout_s=options.timeout_s
+                self._membership,
+                blocks,
+                nccl=self._nccl,
+                timeout_s=options.timeout_s,
+                any_layout=replicas is not None,
             )
 
     def check_gpus(self) -> None:
@@ -128,7 +181,12 @@ class WorkerJob:
     def make_runner(self, seed: int, *, first_replica: int) -> ReplicaRunner:
         """The local replicas' threads. Their runs fail once another worker has ended the job, and vice versa."""
         runner = ReplicaRunner(
-            self._devices, seed=seed, timeout_s=self._options.timeout_s, first_replica=first_replica, failing=self._fail
+            self.devices,
+            seed=seed,
+            timeout_s=self._options.timeout_s,
+            first_replica=first_replica,
+            failing=self._fail,
+            threads=self._threads,
         )
         if self._membership is not None:
             self._membership.subscribe(runner.abort)
@@ -154,7 +212,7 @@ class WorkerJob:
             bucket_bytes=self._options.bucket_bytes,
             stream=workers.new_group(f"gradients of optimizer {self._optimizers}", parameters[0][0].device),
             travel_as=self._options.travel_as,
-            marks=GradientMarks(self._devices),
+            marks=GradientMarks(self.devices),
         )
 
     def make_sharing(
@@ -170,12 +228,12 @@ class WorkerJob:
         return ShardingGroup(workers=group, stream=stream, window_bytes=self._options.bucket_bytes, kinds=kinds)
 
     @contextmanager
-    def _leaving_on_error(self) -> Iterator[None]:
+    def _leaving_on_error(self, leave: Callable[[], None] | None = None) -> Iterator[None]:
         try:
             yield
         except LockstepError as error:
             self._fail(error)
-            self.workers.close()
+            (leave or self.workers.close)()
             raise
 
 
@@ -197,14 +255,19 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
     Args:
         devices: this worker's; None is every logical GPU, or its part of those that all workers of its host see; else
             every logical CPU device. Workers may have different numbers of them.
+        replicas: the number of replicas of all workers, laid on their devices in blocks. The numbers of the training
+            then depend on it alone, to the last bit, and not on workers and devices of one kind. None is one replica
+            for each device.
         cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
             is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
         communication: how they communicate afterwards.
+        threads_per_replica: the intra-op threads of each replica on a CPU; None divides the cores, or is 1 with
+            ``replicas``: torch's last bits depend on it.
 
     Raises:
-        ConfigError: an unknown device, or one named twice; a number that cannot be.
+        ConfigError: an unknown device, or one named twice; a number that cannot be; fewer replicas than workers.
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
     """
 
@@ -212,19 +275,30 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,
         *,
+        replicas: int | None = None,
         cluster: ClusterSpec | None = None,
         seed: int | None = None,
         timeout_s: float = START_TIMEOUT_S,
         communication: CommunicationOptions | None = None,
+        threads_per_replica: int | None = None,
     ) -> None:
         check_waiting_time("timeout_s", timeout_s)
+        threads = check_replicas(replicas, threads_per_replica)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
-        job = WorkerJob(self.cluster, chosen, timeout_s=timeout_s, options=self.communication)
-        runner = job.make_runner(job.agree(seed), first_replica=job.workers.first_replica)
-        super().__init__(chosen, job.workers, runner, job.make_exchange)
+        job = WorkerJob(
+            self.cluster,
+            chosen,
+            timeout_s=timeout_s,
+            options=self.communication,
+            replicas=replicas,
+            threads=threads,
+        )
+        seed = job.agree(seed, [f"threads_per_replica={threads}"])
+        runner = job.make_runner(seed, first_replica=job.workers.first_replica)
+        super().__init__(job.devices, job.workers, runner, job.make_exchange)
 
     def __repr__(self) -> str:
-        names = ", ".join(device.name for device in self.devices)
-        return f"MultiWorkerMirroredStrategy([{names}], worker {self.workers.index} of {self.workers.size})"
+        names = describe_devices(self)
+        return f"MultiWorkerMirroredStrategy({names}, worker {self.workers.index} of {self.workers.size})"

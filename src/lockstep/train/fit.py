@@ -231,9 +231,9 @@ class TrainLoop:
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
-        """Steps the scheduler, and adds a step to the loss: with several workers, the sums that only updates have."""
+        """Steps the scheduler, and adds a step to the loss: the sums of all workers, or layouts, only updates have."""
         self._step_scheduler(update)
-        if self._workers.is_single:
+        if self._workers.is_single and not self._workers.any_layout:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:
             sums = [] if update is None else [update.total, update.count]

@@ -56,8 +56,10 @@ def run_evaluation(
     with module_mode(setup.module, training=False):
         callbacks.call("on_test_begin")
         _run_batches("test", data, run, callbacks=callbacks, clock=clock)
-        totals = strategy.workers.all_gather_numbers("end of an evaluation", [loss.total, loss.count, clock.examples])
-        total, count, rows = (sum(column) for column in zip(*totals, strict=True))
+        replicas = loss.rows(len(strategy.devices))
+        examples = [clock.examples] + [0] * (len(replicas) - 1)
+        numbers = [(*sums, own) for sums, own in zip(replicas, examples, strict=True)]
+        total, count, rows = strategy.workers.sum_numbers("end of an evaluation", numbers)
         clock.examples = int(rows)
         logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
         callbacks.call("on_test_end", logs=logs)

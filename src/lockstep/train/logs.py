@@ -6,6 +6,7 @@ which looks at no number does not make the loop wait for the device.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from lockstep.collectives.tree import tree_sum
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.mirroring.optim.nonfinite import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
@@ -24,20 +26,24 @@ waits for the host, and the batches of more would fill its memory."""
 
 
 class RunningLoss:
-    """The summed losses and counts of a pass. Reading ``total``, ``count`` or ``value`` waits for the device.
+    """The summed losses and counts of a pass. Reading ``rows``, ``total``, ``count`` or ``value`` waits for the device.
+
+    Where replicas bring numbers of their own, each one's are added up apart, so that the sum of all has the same bits
+    on every layout.
 
     A step is read when its numbers have arrived, or when it is ``MOST_AHEAD`` steps behind. Whatever reads a total that
     is NaN or infinite raises a NonFiniteLossError; the weights are those before that update.
     """
 
     def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
-        self._total, self._count = total, count
+        self._rows = [(total, count)]
         self._pending: deque[tuple[AsyncScalars, int, int]] = deque()
 
     def add(self, numbers: AsyncScalars, *, epoch: int, step: int) -> None:
         """Adds a step, or an update of all replicas.
 
-        ``numbers`` are pairs of a total and a count, and the total of the update, or 0, which is checked.
+        ``numbers`` are pairs of a total and a count, of each replica or of all, and the total of the update, or 0,
+        which is checked.
         """
         self._pending.append((numbers, epoch, step))
         while self._pending and (len(self._pending) > MOST_AHEAD or self._pending[0][0].arrived):
@@ -45,7 +51,8 @@ class RunningLoss:
 
     def now(self) -> RunningLoss:
         """The loss at this moment, which can be read later."""
-        copy = RunningLoss(self._total, self._count)
+        copy = RunningLoss()
+        copy._rows = self._rows.copy()
         copy._pending = self._pending.copy()
         return copy
 
@@ -54,17 +61,22 @@ class RunningLoss:
         """Whether the numbers can be read without waiting for the device."""
         return all(numbers.arrived for numbers, *_ in self._pending)
 
+    def rows(self, replicas: int) -> list[tuple[float, float]]:
+        """The total and the count of each of ``replicas`` replicas."""
+        self.settle()
+        return self._rows + [(0.0, 0.0)] * (replicas - len(self._rows))
+
     @property
     def total(self) -> float:
         """The summed losses."""
         self.settle()
-        return self._total
+        return tree_sum([total for total, _ in self._rows], operator.add)
 
     @property
     def count(self) -> float:
         """The summed counts."""
         self.settle()
-        return self._count
+        return tree_sum([count for _, count in self._rows], operator.add)
 
     @property
     def value(self) -> float:
@@ -90,9 +102,11 @@ class RunningLoss:
         *pairs, update = numbers.read()
         with naming_step(epoch, step):
             check_finite(update)
-        for total, count in zip(pairs[::2], pairs[1::2], strict=True):
-            self._total += total
-            self._count += count
+        for replica, (total, count) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
+            if replica == len(self._rows):
+                self._rows.append((0.0, 0.0))
+            before = self._rows[replica]
+            self._rows[replica] = before[0] + total, before[1] + count
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lockstep._torch_compat import tree_leaves
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import CollectiveError, ConfigError
 from lockstep.extras import require
-from lockstep.mirroring.metric import check_kind, merge_into, merge_metrics, nested_metrics, states_of
+from lockstep.mirroring.metric import check_kind, leave_unsynced, merge_into, merge_metrics, nested_metrics, states_of
 from lockstep.parallel.vocab_parallel import gather_logits, has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
@@ -111,6 +111,7 @@ def gather_states(metric: Any) -> None:
 def _fresh_copy(metric: Any, device: torch.device) -> Any:
     fresh = copy.deepcopy(metric).to(device)
     fresh.reset()
+    leave_unsynced(fresh)
     return fresh
 
 

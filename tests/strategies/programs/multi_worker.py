@@ -224,6 +224,7 @@ def collectives(strategy: ls.Strategy) -> dict[str, Any]:
             "gathered": gathered,
             "gradient": x.grad,
             "gather gradient": part.grad,
+            "own": part.detach(),
             "number": number,
         }
 
@@ -233,6 +234,8 @@ def collectives(strategy: ls.Strategy) -> dict[str, Any]:
     return {
         "step": {name: strategy.local_results(value)[-1] for name, value in results.items()},
         "sum": strategy.reduce("sum", results["number"]),
+        "mean": strategy.reduce("mean", results["number"]),
+        "mean of tensors": strategy.reduce("mean", results["own"]),
         "plain": strategy.reduce("sum", 1),
         "mean over axis": strategy.reduce("mean", numbers, axis=0),
         "gather": strategy.gather(numbers, axis=0),

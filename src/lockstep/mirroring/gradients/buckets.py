@@ -1,8 +1,8 @@
 """Sums gradients between workers in buckets, during the backward pass (as DDP does; Li et al. 2020).
 
     gradient hook of each parameter, in each local replica:  the gradient is there
-    all gradients of the next bucket are there:  local sum in replica order -> flat tensor -> asynchronous all-reduce
-    optimizer step:  all-reduce the buckets that are not full -> wait for all -> the leaders' ".grad"
+    all gradients of the next bucket are there:  a flat tensor for each node of the local replicas -> asynchronous sum
+    optimizer step:  sum the buckets that are not full -> wait for all -> the leaders' ".grad"
 
 All workers send buckets in the order of the plan. In ``no_sync`` a backward pass sends nothing, and the next one sends
 the accumulated gradients. A gradient that changes after its bucket was sent (a second backward pass without
@@ -29,6 +29,7 @@ from torch import nn
 from lockstep._torch_compat import DisableTorchFunction, foreach_add_, foreach_copy_
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.process_group import ProcessGroup
+from lockstep.collectives.tree import Node, tree_sum
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, spread, views_of
@@ -124,17 +125,17 @@ class BucketExchange(GradientExchange):
         finalize(self, _remove, self._handles)
         self._make_plan()
 
-    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        """Exchanges the sums, and completes the exchange of gradients. Every worker must call it.
+    def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
+        """Exchanges the totals, and completes the exchange of gradients. Every worker must call it.
 
         Raises CollectiveError if another worker has other settings, frozen parameters or first bytes of weights.
         """
         self._workers.add_digest(self._digest(settings))
         changed = any(bucket.changed for bucket in self._in_flight)
         outdated = _trained(self._parameters) != self._trained
-        gathered = self._workers.all_gather_numbers("optimizer update", [total, count, changed, outdated])
-        totals, counts, *flags = zip(*gathered, strict=True)
-        changed, outdated = map(any, flags)
+        rows = [(*each, changed, outdated) for each in totals]
+        total, count, changes, others = self._workers.sum_numbers("optimizer update", rows)
+        changed, outdated = bool(changes), bool(others)
         if changed and not self._warned:
             self._warned = True
             _LOG.warning(
@@ -143,7 +144,7 @@ class BucketExchange(GradientExchange):
                 "what the optimizer's sum_gradients() leaves"
             )
         self._finish(changed=changed, outdated=outdated)
-        return sum(totals), sum(counts)
+        return total, count
 
     def _digest(self, settings: Settings) -> int:
         """Of what must be equal on all workers: settings, frozen weights, and the first bytes of weights on a CPU.
@@ -259,34 +260,33 @@ class BucketExchange(GradientExchange):
         # 5.9 for all buckets.
         with torch.no_grad(), DisableTorchFunction():
             self._marks.precede()
-            bucket = _Bucket(members, [self._parameters[index] for index in members], self._travel_as)
-            bucket.work = self._stream.start_all_reduce(bucket.flat)
+            own = [self._parameters[index] for index in members]
+            bucket = _Bucket(members, own, self._workers.nodes[self._workers.index], self._travel_as)
+            bucket.work = self._stream.start_sum(bucket.parts)
         self._in_flight.append(bucket)
 
 
 class _Bucket:
-    """One bucket in flight: the local sums one after another, then for each parameter the number of its gradients."""
+    """One bucket in flight: for each node of the local replicas a flat tensor of sums, and of each sum's addends."""
 
-    def __init__(self, members: Sequence[int], parameters: Sequence[Copies], travel_as: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[Copies],
+        nodes: Sequence[Node],
+        travel_as: torch.dtype | None,
+    ) -> None:
         self._members = members
         self._parameters = [copies[0] for copies in parameters]
         # Before anything is read: a replica may be in its next backward pass already, which must be noticed.
         every = [copy for copies in parameters for copy in copies]
         self._taken = [_taken(copy) for copy in every]
-        home = self._parameters[0]
-        numbers = sum(parameter.numel() for parameter in self._parameters)
-        # Allocated each time: the memory of the last one is gradients that the user may still hold.
-        own = torch.empty(numbers + len(members), dtype=home.dtype, device=home.device)
         self._counts = [sum(copy.grad is not None for copy in copies) for copies in parameters]
-        begin = numbers
-        for count, run in itertools.groupby(self._counts):  # no copy from the host, which would wait for the GPU
-            end = begin + len(list(run))
-            own[begin:end].fill_(count)
-            begin = end
-        self._fill(views_of(own, self._parameters), parameters)
-        self._own = own
-        converts = travel_as is not None and own.dtype == torch.float32
-        self.flat = own.to(travel_as) if converts else own
+        first = nodes[0].begin
+        own = [_NodeSum(parameters, range(node.begin - first, node.end - first)).total() for node in nodes]
+        self._own = own[0]
+        converts = travel_as is not None and self._own.dtype == torch.float32
+        self.parts = [part.to(travel_as) for part in own] if converts else own
         self.work: Any = None
 
     @property
@@ -299,8 +299,9 @@ class _Bucket:
         if self.work is not None:
             stream.wait(self.work, "the exchange of gradients")
             self.work = None
-            if self.flat is not self._own:
-                self._own.copy_(self.flat)
+            if self.parts[0] is not self._own:
+                self._own.copy_(self.parts[0])
+            self.parts = []
 
     def sums(self) -> list[tuple[int, torch.Tensor | None]]:
         """Each parameter's number and summed gradient; None where no replica of any worker had one."""
@@ -309,31 +310,70 @@ class _Bucket:
         views = views_of(self._own, self._parameters)
         return [(index, view if flag else None) for index, view, flag in zip(self._members, views, flags, strict=True)]
 
-    def _fill(self, views: Sequence[torch.Tensor], parameters: Sequence[Copies]) -> None:
-        started = [False] * len(views)
-        for replica in range(len(parameters[0])):
-            copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for position, copies in enumerate(parameters):
-                gradient = copies[replica].grad
-                if gradient is None:
-                    continue
-                if gradient.is_sparse:
-                    raise UsageError(
-                        f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, and gradients travel "
-                        "dense between workers; make its layer with sparse=False"
-                    )
-                into, values = added if started[position] else copied
-                into.append(views[position])
-                values.append(gradient.to(views[position].device))
-                started[position] = True
-            if copied[0]:
-                foreach_copy_(*copied)
-            if added[0]:
-                foreach_add_(*added)
-        for view, any_gradient in zip(views, started, strict=True):
-            if not any_gradient:
-                view.zero_()
+
+class _NodeSum:
+    """The sum of a bucket's gradients over the replicas of a node, in the order of ``tree``, in memory of its own.
+
+    The memory is new each time: that of the last one is gradients that the user may still hold.
+    """
+
+    def __init__(self, parameters: Sequence[Copies], replicas: Sequence[int]) -> None:
+        self._parameters, self._replicas = parameters, replicas
+        self._firsts = [copies[0] for copies in parameters]
+
+    def total(self) -> torch.Tensor:
+        """A flat tensor: the sums one after another, then for each the number of gradients that it has."""
+        replicas: Sequence[torch.Tensor | int] = self._replicas
+        summed = tree_sum(replicas, self._plus)
+        return self._flat(summed) if isinstance(summed, int) else summed
+
+    def _plus(self, one: torch.Tensor | int, other: torch.Tensor | int) -> torch.Tensor:
+        """Adds what is a replica's number, whose gradients are meant, or a flat tensor."""
+        into = self._flat(one) if isinstance(one, int) else one
+        if isinstance(other, torch.Tensor):
+            return into.add_(other)
+        pairs = [(view, given) for view, given in self._gradients(other, into) if given is not None]
+        if pairs:
+            foreach_add_(*map(list, zip(*pairs, strict=True)))
+        self._add_counts(into, other)
+        return into
+
+    def _flat(self, replica: int) -> torch.Tensor:
+        home = self._firsts[0]
+        numbers = sum(parameter.numel() for parameter in self._firsts)
+        flat = torch.empty(numbers + len(self._firsts), dtype=home.dtype, device=home.device)
+        flat[numbers:].zero_()
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for view, gradient in self._gradients(replica, flat):
+            if gradient is None:
+                view.fill_(-0.0)  # which changes nothing that it is added to; 0.0 would make a -0.0 positive
+            else:
+                copied[0].append(view)
+                copied[1].append(gradient)
+        if copied[0]:
+            foreach_copy_(*copied)
+        self._add_counts(flat, replica)
+        return flat
+
+    def _gradients(self, replica: int, into: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each parameter's place in a flat tensor, and the gradient that a replica has for it."""
+        for view, copies in zip(views_of(into, self._firsts), self._parameters, strict=True):
+            gradient = copies[replica].grad
+            if gradient is not None and gradient.is_sparse:
+                raise UsageError(
+                    f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, and gradients travel "
+                    "dense between workers; make its layer with sparse=False"
+                )
+            yield view, None if gradient is None else gradient.to(view.device)
+
+    def _add_counts(self, flat: torch.Tensor, replica: int) -> None:
+        """Notes which gradients a replica has, without a copy from the host, which would wait for a GPU."""
+        place = len(flat) - len(self._parameters)
+        for given, run in itertools.groupby(copies[replica].grad is not None for copies in self._parameters):
+            end = place + len(list(run))
+            if given:
+                flat[place:end].add_(1)
+            place = end
 
 
 def _taken(parameter: torch.Tensor) -> _Taken:

@@ -1,7 +1,7 @@
-"""How the gradients of one optimizer are summed over all replicas; within one process, always in replica order.
+"""How the gradients of one optimizer are summed over all replicas; within one process, in the order of ``tree``.
 
-    within a storage group, slice by slice      between groups, once
-    replica 0 .grad += replica 1 .grad          leader 0 .grad += leader 1's; leader 1 .grad = leader 0's
+    within a storage group, slice by slice             between groups, once
+    0 .grad += 1 .grad;  2 .grad += 3 .grad; 0 += 2    the rest of the tree; leader 1 .grad = leader 0 .grad
 
 Each replica of a storage group sums a slice of the parameters. The sum is the leader's ``.grad``; the other members'
 gradients become None. ``PartExchange`` is for workers that hold parts of a model: losses are summed over all workers,
@@ -12,7 +12,7 @@ gradients over those that hold the same part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
 from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.tree import Node, add_nodes, one_each, tree_sum
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
 
@@ -46,8 +47,8 @@ class GradientExchange(ABC):
     sharing: ShardingGroup | None = None
 
     @abstractmethod
-    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        """The total and the count over all replicas, given the local replicas' sums. Called once, while these wait.
+    def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
+        """The total and the count over all replicas, given each local replica's. Called once, while these wait.
 
         ``settings`` returns the optimizer's settings, which must be equal on all workers.
         """
@@ -67,7 +68,7 @@ class GradientExchange(ABC):
 
 
 class LocalExchange(GradientExchange):
-    """Sums gradients between the replicas of one process; each sum is made on the first replica of its group."""
+    """Sums gradients between the replicas of one process, with the same bits however they are laid on devices."""
 
     stays_on_device = True
 
@@ -75,22 +76,29 @@ class LocalExchange(GradientExchange):
         self._parameters = parameters
         self._groups = {member: tuple(group) for group in groups for member in group}
         self._leaders = tuple(group[0] for group in groups)
+        left = (add_nodes(one_each(group), len(self._groups), lambda one, _: one) for group in groups)
+        self._left = sorted(node for nodes in left for node in nodes)  # what the groups leave to be added
 
-    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        return total, count
+    def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
+        return tree_sum(totals, lambda one, other: (one[0] + other[0], one[1] + other[1]))
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
-        own = [self._parameters[index] for index in mine]
-        leader, *others = self._groups[context.local_replica]
-        for other in others:
-            add_gradients(own, leader, other)
+        self._add_up(one_each(self._groups[context.local_replica]), [self._parameters[index] for index in mine])
         if len(self._leaders) > 1:
             context.meet("gradient exchange", None, lambda _: self._sum_between_groups())
 
     def _sum_between_groups(self) -> None:
-        for leader in self._leaders[1:]:
-            add_gradients(self._parameters, self._leaders[0], leader, keep=True)
+        self._add_up(self._left, self._parameters)
         spread(self._parameters, self._leaders)
+
+    def _add_up(self, parts: Iterable[tuple[Node, int]], parameters: Sequence[Copies]) -> None:
+        """Adds neighbours in the tree; the value of a node is the replica whose gradients are its sum."""
+
+        def add(into: int, other: int) -> int:
+            add_gradients(parameters, into, other, keep=other in self._leaders)
+            return into
+
+        add_nodes(parts, len(self._groups), add)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,11 +126,11 @@ class PartExchange(GradientExchange):
     def __post_init__(self) -> None:
         self.keeps_sums = self.workers.is_chief
 
-    def open(self, total: float, count: float, settings: Settings) -> tuple[float, float]:
-        gathered = self.workers.all_gather_numbers("optimizer update", [total, count])
-        self.between_replicas.open(0.0, 0.0, settings)
+    def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
+        total, count = self.workers.sum_numbers("optimizer update", totals)
+        self.between_replicas.open([(0.0, 0.0)] * len(totals), settings)
         self._sum_tied()
-        return sum(each for each, _ in gathered), sum(each for _, each in gathered)
+        return total, count
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         self.between_replicas.run(context, mine)
@@ -140,7 +148,7 @@ class PartExchange(GradientExchange):
         if self.tied_group is None or not self.tied:
             return
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.tied]
-        summed = self.tied_group.all_reduce("gradients of tied weights", gradients)
+        summed = self.tied_group.all_reduce("gradients of tied weights", [gradients])
         for parameter, gradient in zip(self.tied, summed, strict=True):
             parameter.grad = gradient
 

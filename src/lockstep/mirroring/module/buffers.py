@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.collectives.reduce import sum_tensors
+from lockstep.collectives.reduce import sum_tensors, sums_across
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm
 
@@ -58,19 +59,28 @@ class BufferAverages:
         floating = [copies for copies in buffers if copies[0].is_floating_point()]
         if self._workers.is_single or not floating:
             return [_mean(copies) for copies in buffers]
-        # NaN equals nothing: local replicas that differ are averaged.
-        checksum = float(_checksum([each[:1] for each in floating])) if all(map(_are_equal, floating)) else float("nan")
-        if len(set(self._workers.all_gather_numbers("buffers", [checksum]))) == 1:
+        # -1: local replicas that differ.
+        own = [_checksum([copies[:1]]) if _are_equal(copies) else -1 for copies in floating]
+        gathered = [
+            array("q", payload) for payload in self._workers.all_gather_bytes("buffers", array("q", own).tobytes())
+        ]
+        differing = [
+            copies for copies, *found in zip(floating, *gathered, strict=True) if -1 in found or len({*found}) > 1
+        ]
+        if not differing:
             self._note([])
             return [copies[0].detach() for copies in buffers]
-        sums = self._workers.all_reduce("averages of buffers", [sum_tensors(_at_home(copies)) for copies in floating])
+        sums = sums_across(self._workers, "averages of buffers", list(map(_at_home, differing)))
+        means = {id(copies): total / self._workers.num_replicas for copies, total in zip(differing, sums, strict=True)}
         others = [copies[0].detach().clone() for copies in buffers if not copies[0].is_floating_point()]
         self._workers.broadcast("the chief's other buffers", others)
-        means, firsts = iter([total / self._workers.num_replicas for total in sums]), iter(others)
-        found = [next(means if copies[0].is_floating_point() else firsts) for copies in buffers]
+        firsts = iter(others)
+        found = [
+            means.get(id(copies), copies[0]) if copies[0].is_floating_point() else next(firsts) for copies in buffers
+        ]
         pairs = zip(buffers, found, strict=True)
-        self._note([(copies[0], mean) for copies, mean in pairs if mean.is_floating_point()])
-        return found
+        self._note([(copies[0], value) for copies, value in pairs if value is not copies[0]])
+        return [value.detach() for value in found]
 
     def read(self) -> list[torch.Tensor]:
         """The averages without other workers; raises UsageError if buffers may have changed since the last exchange."""

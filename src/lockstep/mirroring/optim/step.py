@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep._torch_compat import DisableTorchFunction
+from lockstep.collectives.tree import tree_sum
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of, spread
 from lockstep.mirroring.optim.clipping import gradient_norms, scale_to_norm
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
@@ -77,15 +79,10 @@ class StepResult:
     skipped: bool | Tensor = False
 
 
-def _summed(values: list[Number], home: torch.device | None) -> Number:
-    """The sum in double precision, in replica order: on the device ``home``, or None to read tensors."""
-    if home is None:
-        return sum(float(value) for value in values)
-    total: Number = 0.0
-    for value in values:
-        moved = value.to(home, torch.float64, non_blocking=True) if isinstance(value, Tensor) else value
-        total = moved if isinstance(total, float) and not total else total + moved
-    return total
+def _summed_on(home: torch.device, values: list[Number]) -> Number:
+    """The sum in double precision and the order of ``tree``, on a device, without reading tensors."""
+    moved = [each.to(home, torch.float64, non_blocking=True) if isinstance(each, Tensor) else each for each in values]
+    return tree_sum(moved, operator.add)
 
 
 def _divisor(count: Number) -> Number:
@@ -165,7 +162,7 @@ class LockstepUpdate:
             if observer is not None:
                 own = [copies[replica] for copies in self._parameters]
                 observer.update_begins(context, own, Totals(0.0, float(context.replica_id_in_sync_group == 0)))
-            context.meet("sum of gradients", None, lambda _: self._exchange.open(0.0, 1.0, self._settings))
+            context.meet("sum of gradients", (0.0, 0.0), lambda each: self._exchange.open(each, self._settings))
             self._exchange.run(context, self._slices[replica])
             context.meet("end of the sum of gradients", None, lambda _: self._clear(self._leaders[1:]))
 
@@ -229,11 +226,14 @@ class LockstepUpdate:
 
     def _open(self, totals: list[Totals]) -> StepResult:
         """The sums of all replicas, and whether the update is skipped: on the device, if that may decide it."""
-        home = self._home if self._decides_on_device() else None
-        total = _summed([each.total for each in totals], home)
-        count = _summed([each.count for each in totals], home)
-        if home is None:
-            total, count = self._exchange.open(float(total), float(count), self._settings)
+        total: Number
+        count: Number
+        if self._decides_on_device():
+            total = _summed_on(self._home, [each.total for each in totals])
+            count = _summed_on(self._home, [each.count for each in totals])
+        else:
+            rows = [(float(each.total), float(each.count)) for each in totals]
+            total, count = self._exchange.open(rows, self._settings)
         if not isinstance(total, Tensor):
             check_finite(total)
         self.optimizers.align()
