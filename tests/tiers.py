@@ -16,6 +16,10 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_first_failure_is_named_with_its_traceback_not_its_victims",
         "test_the_exit_code_is_that_of_the_worker",
     ),
+    "cli/test_run_elastic.py": (
+        "test_those_that_are_left_go_on_and_lost_ones_come_back",
+        "test_a_failure_of_the_program_is_no_loss",
+    ),
     "cli/test_run_hosts.py": (),
     "cli/test_run_unchanged.py": (),
     "cli/test_train_images.py": ("test_a_run_prints_devices_epochs_and_result_and_leaves_its_files",),
@@ -39,6 +43,11 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named",
         "test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores",
     ),
+    "membership/test_many_members.py": (
+        "test_only_the_chief_reads_every_heartbeat",
+        "test_what_is_equal_for_all_takes_no_room",
+        "test_of_many_names_the_first_are_shown",
+    ),
     "membership/test_rendezvous.py": (
         "test_all_come_in_any_order_and_know_of_each_other",
         "test_a_process_of_another_job_is_refused_and_disturbs_nobody",
@@ -57,6 +66,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "recipes/mlm/test_run.py": ("test_two_replicas_learn_and_are_tested",),
     "recipes/reviews/test_run.py": ("test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads",),
     "recipes/text/test_python_text.py": (),
+    "same_bits/test_same_bits_more.py": (),
     "strategies/test_cores.py": (),
     "strategies/test_multi_worker_choices.py": (),
     "strategies/test_multi_worker_disagreements.py": (),
@@ -117,6 +127,8 @@ NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
 BEGUN_FIRST = (
     "cli/test_backup.py",
     "launch/test_launch.py",
+    "same_bits/test_same_bits.py",
+    "same_bits/test_same_bits_more.py",
     "strategies/test_parallel.py",
     "strategies/test_parallel_checkpoints.py",
     "strategies/test_parallel_schedules.py",

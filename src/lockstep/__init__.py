@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         ProgressBar,
         TensorBoard,
     )
+    from lockstep.train.fingerprint import fingerprint
 
 __version__ = "0.1.0"
 
@@ -46,8 +47,8 @@ __all__ = [
     "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MirroredStrategy", "Model",
     "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
     "ReplicaContext", "Strategy", "TensorBoard", "callbacks", "compute_average_loss", "config", "errors",
-    "export_weights", "get_replica_context", "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context",
-    "latest_checkpoint", "launch", "scale_regularization_loss",
+    "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -69,6 +70,7 @@ _WHERE = {
         "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",
         "ProgressBar", "TensorBoard",
     ),
+    "lockstep.train.fingerprint": ("fingerprint",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
 _HOMES = {name: module for module, names in _WHERE.items() for name in names}

@@ -74,7 +74,7 @@ class Checkpoint:
                 f"Checkpoint got {', '.join(things) or 'nothing'}; give things by name: Checkpoint(model=model), "
                 f"and none called {_RANDOM!r}: the random numbers are always saved"
             )
-        self._strategy = _strategy_of(things)
+        self._strategy = strategy_of(things)
         modules = {name: thing for name, thing in things.items() if isinstance(thing, MirroredModule)}
         self._adapters: dict[str, StateAdapter] = {
             name: adapter_for(name, thing, modules, self._strategy.workers) for name, thing in things.items()
@@ -268,11 +268,12 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _strategy_of(things: dict[str, Any]) -> Strategy:
+def strategy_of(things: Mapping[str, Any]) -> Strategy:
+    """The strategy of mirrored things; else the one in scope. Raises UsageError for things of two."""
     mirrored = (MirroredModule, MirroredOptimizer, MirroredVariable)
     owners = {id(thing._owner): thing._owner for thing in things.values() if isinstance(thing, mirrored)}
     if len(owners) > 1:
-        raise UsageError("Checkpoint got things of two strategies; make one Checkpoint for each strategy")
+        raise UsageError("got things of two strategies; give those of one strategy at a time")
     for owner in owners.values():
         if isinstance(owner, Strategy):
             return owner

@@ -40,7 +40,8 @@ RECORD = "checkpoint.json"
 STATE = "state"
 SHARED = "shared"
 """The part of a thing's state that is equal on all workers; its tensors' keys begin with the thing's name and this."""
-_TAG = "#"
+TAG = "#"
+"""The key of an object in the record that stands for what JSON has no type for."""
 
 
 class DamagedStateError(CheckpointError):
@@ -245,24 +246,24 @@ def _encoded(state: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             )
         key = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" of one dict have one path
         tensors[key] = state.detach()
-        return {_TAG: "tensor", "key": key}
+        return {TAG: "tensor", "key": key}
     if isinstance(state, TensorRef):
-        return {_TAG: "tensor", "key": state.key}
+        return {TAG: "tensor", "key": state.key}
     if isinstance(state, numbers.Integral):
         return int(state)
     if isinstance(state, numbers.Real):
         number = float(state)
-        return number if math.isfinite(number) else {_TAG: "float", "value": str(number)}
+        return number if math.isfinite(number) else {TAG: "float", "value": str(number)}
     below = f"{path}." if path else ""
     if isinstance(state, Mapping):
         values = {key: _encoded(value, f"{below}{key}", tensors) for key, value in state.items()}
-        if not isinstance(state, Counter) and _TAG not in values and all(isinstance(key, str) for key in values):
+        if not isinstance(state, Counter) and TAG not in values and all(isinstance(key, str) for key in values):
             return values
         items = [[_encoded(key, f"{path}: a key", {}), value] for key, value in values.items()]
-        return {_TAG: "counter" if isinstance(state, Counter) else "dict", "items": items}
+        return {TAG: "counter" if isinstance(state, Counter) else "dict", "items": items}
     if isinstance(state, (list, tuple)):
         items = [_encoded(item, f"{below}{place}", tensors) for place, item in enumerate(state)]
-        return items if isinstance(state, list) else {_TAG: "tuple", "items": items}
+        return items if isinstance(state, list) else {TAG: "tuple", "items": items}
     raise CheckpointError(
         f"{path} is a {type(state).__name__}; a checkpoint holds numbers, texts and tensors, in lists, tuples and "
         "dicts: turn it into one of these in state_dict()"
@@ -275,7 +276,7 @@ def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    kind = tree.get(_TAG)
+    kind = tree.get(TAG)
     if kind is None:
         return {key: unflatten(value, tensors) for key, value in tree.items()}
     if kind == "tensor":

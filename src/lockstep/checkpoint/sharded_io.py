@@ -42,18 +42,27 @@ class TensorShard:
     ) -> None:
         self._tensor = tensor.detach()
         self._flat = self._tensor.contiguous().view(-1)
-        region = whole_region(tensor.shape) if region is None else region
-        self.boxes = region.boxes(start, start + tensor.numel()) if boxes is None else boxes
+        self._region = whole_region(tensor.shape) if region is None else region
+        self.boxes = self._region.boxes(start, start + tensor.numel()) if boxes is None else boxes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def whole(self) -> Sizes:
+        """The shape of the whole tensor."""
+        return self._region.whole
 
     def view(self, box: Box) -> Tensor:
         return box.of(self._flat)
 
     def only(self, boxes: list[Box]) -> TensorShard:
-        return TensorShard(self._tensor, boxes=boxes)
+        return TensorShard(self._tensor, self._region, boxes=boxes)
 
     def copied(self) -> TensorShard:
         """Returns the same with a copy of the elements in host memory."""
-        return TensorShard(self._tensor.to("cpu", copy=True), boxes=self.boxes)
+        return TensorShard(self._tensor.to("cpu", copy=True), self._region, boxes=self.boxes)
 
     def finish_read(self) -> None:
         """Copies what was read into the boxes to a tensor whose elements are not in row-major order."""

@@ -49,7 +49,7 @@ class ShardedModuleAdapter(StateAdapter):
         tensors = {name: averages.get(name, tensor) for name, tensor in self._part.own_tensors().items()}
         return AdapterState(
             shared={},
-            worker={name: buffer for name, buffer in self._part.named_buffers() if buffer.is_floating_point()},
+            worker=dict(self._part.named_buffers()),
             weight_shards=self._shards(tensors),
         )
 

@@ -226,6 +226,7 @@ class TrainingCommand(ABC):
             f"logs    tensorboard --logdir {folders.output / 'logs'}",
             f"curves  {curves}",
             *trained.last,
+            f"fingerprint {trained.result.fingerprint}",
         ]
         print("\n".join(lines))
 

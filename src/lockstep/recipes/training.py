@@ -59,9 +59,14 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run; ``parameters`` is the number of parameters of the whole model, tied ones counted once."""
+    """The result of a run.
+
+    ``parameters`` is the number of parameters of the whole model, tied ones counted once, and ``fingerprint`` that of
+    the end of the training.
+    """
 
     history: History
+    fingerprint: str
     test_metrics: Mapping[str, float]
     parameters: int
 
@@ -85,10 +90,10 @@ def compile_task(task: Task, strategy: Strategy) -> Model:
 
 def fit_and_test(
     task: Task, model: Model, *, callbacks: Sequence[Callback], log_dir: Path | None, verbose: Verbose
-) -> tuple[History, dict[str, float]]:
-    """Trains and validates epoch by epoch, then tests; returns history and test metrics. Every worker must call it.
+) -> tuple[History, str, dict[str, float]]:
+    """Trains and validates epoch by epoch, then tests; returns history, fingerprint after training, and test metrics.
 
-    Raises a CheckpointError if the backup is of a run with other settings.
+    Every worker must call it. Raises a CheckpointError if the backup is of a run with other settings.
     """
     config = task.config
     all_callbacks = [*callbacks, ResumeCheck(task.settings)]
@@ -97,7 +102,8 @@ def fit_and_test(
     if log_dir is not None:
         all_callbacks.append(TensorBoard(log_dir))
     history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
-    return history, model.evaluate(task.test, verbose=0)
+    fingerprint = model.fingerprint()  # before the test, which averages the buffers
+    return history, fingerprint, model.evaluate(task.test, verbose=0)
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.checkpoint.sharded_state import sharded_module_of
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
@@ -164,6 +165,23 @@ def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoi
     """A checkpoint of all state of a training. Without an optimizer it raises a UsageError."""
     if setup is None or setup.optimizer is None:
         raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-    parts = {"model": setup.module, "optimizer": setup.optimizer, "scheduler": setup.scheduler}
-    parts["precision"] = setup.precision if setup.precision.name == "fp16" else None
-    return Checkpoint(**{name: part for name, part in parts.items() if part is not None}, training=training)
+    return Checkpoint(**_parts_of(setup), training=training)
+
+
+def training_fingerprint(module: MirroredModule, setup: TrainSetup | None, position: Position) -> str:
+    """The fingerprint of a training; before compile, of the module alone. Every worker must call it."""
+    parts = {"model": module} if setup is None else _parts_of(setup)
+    if setup is not None and isinstance(setup.config.loss, MirroredModule):
+        parts["loss"] = setup.config.loss
+    return fingerprint_of({**parts, "position": asdict(position)})
+
+
+def _parts_of(setup: TrainSetup) -> dict[str, Any]:
+    precision = setup.precision if setup.precision.name == "fp16" else None
+    parts = {
+        "model": setup.module,
+        "optimizer": setup.optimizer,
+        "scheduler": setup.scheduler,
+        "precision": precision,
+    }
+    return {name: part for name, part in parts.items() if part is not None}

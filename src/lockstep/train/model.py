@@ -17,7 +17,15 @@ from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.checkpointing import Position, TrainingState, checkpoint_of, load_weights, save_weights
+from lockstep.train.callbacks.progress import write_fingerprint
+from lockstep.train.checkpointing import (
+    Position,
+    TrainingState,
+    checkpoint_of,
+    load_weights,
+    save_weights,
+    training_fingerprint,
+)
 from lockstep.train.compile import (
     CompileConfig,
     Loss,
@@ -187,7 +195,7 @@ class Model:
             validation_data: evaluated at the end of epochs; its results get the prefix "val_".
             epochs: the last epoch, counted from 1.
             callbacks: called at Keras's hooks, in order, before the progress bar.
-            verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+            verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch; after the last epoch, the fingerprint.
             initial_epoch: the first epoch, counted from 0.
             steps_per_epoch: global batches per epoch; by default all there are.
             validation_freq: validate after every this many epochs.
@@ -211,6 +219,7 @@ class Model:
         params = {"epochs": epochs, "validated": validation is not None}
         with self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
+        write_fingerprint(self.strategy.workers, self.fingerprint, verbose=verbose)
         return self.history
 
     def evaluate(
@@ -282,6 +291,10 @@ class Model:
         """
         self.checkpoint().restore(path)
         return self.training_state.position
+
+    def fingerprint(self) -> str:
+        """16 hex digits of all state of the training; see ``ls.fingerprint``. Every worker must call it."""
+        return training_fingerprint(self._module, self._setup, self.training_state.position)
 
     def _compiled(self, caller: str) -> TrainSetup:
         if self._setup is None:

@@ -19,8 +19,10 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lockstep._torch_compat import tree_map
+from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
@@ -33,6 +35,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng, replica_of_step
+from lockstep.train.callbacks.progress import write_fingerprint
 
 
 class Trainer(transformers.Trainer):
@@ -93,7 +96,17 @@ class Trainer(transformers.Trainer):
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
+        prints = any(isinstance(each, (PrinterCallback, ProgressCallback)) for each in self.callback_handler.callbacks)
+        write_fingerprint(self._workers, self.fingerprint, verbose=int(prints))
         return output
+
+    def fingerprint(self) -> str:
+        """16 hex digits of all state of the training; see ``ls.fingerprint``. Every worker must call it.
+
+        A training writes them as its last line, if one of its callbacks prints transformers' logs.
+        """
+        things = {"model": self._mirrored_module, "optimizer": self._mirrored_optimizer, "scheduler": self.lr_scheduler}
+        return fingerprint_of({**things, "position": {"step": self.state.global_step}})
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it; all get the chief's metrics."""

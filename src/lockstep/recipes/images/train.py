@@ -135,11 +135,14 @@ def train_images(
     """
     task = build_images(config, show_progress=verbose == 1)
     dataset, model = task.dataset, training.compile_task(task, strategy)
-    history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
+    history, fingerprint, test_metrics = training.fit_and_test(
+        task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose
+    )
     if output_dir is not None:
         save_mobilenet(model, task.module, output_dir)
     return ImagesResult(
         history=history,
+        fingerprint=fingerprint,
         test_metrics=test_metrics,
         parameters=training.num_parameters(task.module),
         source=dataset.source,

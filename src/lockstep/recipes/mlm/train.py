@@ -178,11 +178,14 @@ def train_mlm(
     task = build_mlm(config, text, static_shapes=static_shapes)
     parameters = training.num_parameters(task.module)  # before a strategy divides them
     model = training.compile_task(task, strategy)
-    history, test_metrics = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
+    history, fingerprint, test_metrics = training.fit_and_test(
+        task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose
+    )
     if output_dir is not None:
         save_mlm(model, task, output_dir)
     return MlmResult(
         history=history,
+        fingerprint=fingerprint,
         test_metrics=test_metrics,
         parameters=parameters,
         source=text.source,

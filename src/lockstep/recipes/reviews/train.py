@@ -110,6 +110,7 @@ def train_reviews(
         recorder = HistoryCallback(rows=len(task.train), batch_size=rows, bar=bar if is_chief else None)
         trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if paths.resume is None else str(paths.resume))
+        fingerprint = trainer.fingerprint()
         tested: Any = trainer.predict(task.test.sorted_by_length(), metric_key_prefix="test").metrics
         trained = trained_parameters(task.model)
         model: Any = trainer.model
@@ -119,6 +120,7 @@ def train_reviews(
         history, f1 = recorder.history, recorder.history.history["val_f1"]
         return ReviewsResult(
             history=history,
+            fingerprint=fingerprint,
             best_epoch=history.epoch[f1.index(max(f1))] + 1,
             test_metrics={name: float(tested[f"test_{name}"]) for name in ("loss", "accuracy", "f1")},
             parameters=num_parameters(model),

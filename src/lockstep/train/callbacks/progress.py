@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
-from lockstep.errors import MissingExtraError
+from lockstep.collectives.communicator import Communicator
+from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.logs import LazyLogs
@@ -24,6 +26,22 @@ def write_line(text: str) -> None:
     else:
         tqdm.tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
+
+
+def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose: int) -> None:
+    """Writes the last line of a training: what ``find`` returns, or why there is none. Every worker must call it.
+
+    The chief writes it, if its ``verbose`` is not 0.
+    """
+    processes = workers.processes
+    if not processes.all_gather_numbers("whether to write the fingerprint", [verbose])[0][0]:
+        return
+    try:
+        line = f"fingerprint {find()}"
+    except CheckpointError as error:
+        line = f"no fingerprint: {error}"
+    if processes.is_chief:
+        write_line(line)
 
 
 class ProgressBar(Callback):
