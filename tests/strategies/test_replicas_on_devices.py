@@ -188,7 +188,7 @@ def test_threads_that_the_system_does_not_start_are_one_error_and_none_is_left(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_the_fourth)
-    with pytest.raises(ConfigError, match="5 replicas.* 3 "):
+    with pytest.raises(ConfigError, match=r"5 replicas.* 3 "):
         make(2, replicas=5)
 
     assert not any(thread.is_alive() for thread in started)
@@ -217,7 +217,7 @@ def test_blocks_of_workers_follow_their_devices_and_none_is_empty(
 
 
 def test_fewer_replicas_than_workers_and_workers_that_disagree_are_refused():
-    with pytest.raises(ConfigError, match="replicas=2.*3 workers"):
+    with pytest.raises(ConfigError, match=r"replicas=2.*3 workers"):
         replicas_of_workers([1, 1, 1], [2, 2, 2])
     with pytest.raises(ClusterError, match="replicas"):
         replicas_of_workers([1, 1], [4, 0])
