@@ -214,6 +214,7 @@ class Checkpoint:
             **payload["states"][name],
             weights=payload["weights"].get(name, {}),
             weights_in=payload["weight_paths"].get(name),
+            same_replicas=(sum(record.replicas), record.layout) == (workers.num_replicas, workers.layout),
             same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
