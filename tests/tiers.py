@@ -16,6 +16,10 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_first_failure_is_named_with_its_traceback_not_its_victims",
         "test_the_exit_code_is_that_of_the_worker",
     ),
+    "cli/test_run_elastic.py": (
+        "test_those_that_are_left_go_on_and_lost_ones_come_back",
+        "test_a_failure_of_the_program_is_no_loss",
+    ),
     "cli/test_run_hosts.py": (),
     "cli/test_run_unchanged.py": (),
     "cli/test_train_images.py": ("test_a_run_prints_devices_epochs_and_result_and_leaves_its_files",),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
+from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
 
 
 def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
@@ -29,14 +29,15 @@ def record(at_ns: int, error: str = "ValueError: x") -> FailureRecord:
     ],
 )
 def test_the_first_in_time_is_the_cause(codes, ended, records, first: int):
-    failure = first_failure(codes, ended, records, first_worker=4, attempt=0)
+    failure = first_failure(worker_failures(codes, ended, records, first_worker=4, attempt=0))
 
     assert failure is not None
     assert failure.worker == first
 
 
 def test_workers_that_the_launcher_ended_did_not_fail():
-    assert first_failure({0: -15, 1: -15}, {}, {}, first_worker=0, attempt=0) is None
+    assert worker_failures({0: -15, 1: -15}, {}, {}, first_worker=0, attempt=0) == []
+    assert first_failure([]) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,6 +17,7 @@ from lockstep.launch.output import complain
 if TYPE_CHECKING:
     from lockstep.launch.jobs import Outcome
     from lockstep.launch.rendezvous import Hosts
+    from lockstep.launch.rounds import Elastic
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,7 +35,8 @@ class Run:
     Args:
         program: a Python file; after -m, a module; or lockstep, for its own commands.
         arguments: the program's own arguments.
-        workers: processes on this host. Default: one per GPU, or else 1.
+        workers: processes on this host. Default: one per GPU, or else 1. MIN:MAX starts MAX, and goes on with those
+            that are left as long as all hosts together have MIN.
         module: PROGRAM is a module, as in python -m.
         hosts: all hosts, or the first with --nodes. Each runs this command.
         index: index of this host, from 0.
@@ -44,6 +46,7 @@ class Run:
         output: whose output to show; every worker has a log.
         log_dir: each run makes a folder of its own in it.
         job: distinguishes jobs on several hosts. Default: the program and its arguments.
+        rejoin_s: with MIN:MAX, seconds until lost workers start again and hosts that wait join. Default: 30.
         stop_s: seconds that workers have to save after SIGTERM.
         timeout_s: seconds to wait for the other hosts.
         quiet: print only the workers' output, and errors.
@@ -51,7 +54,7 @@ class Run:
 
     program: Annotated[str, typer.Argument(metavar="PROGRAM")]
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS")] = None
-    workers: Annotated[int | None, typer.Option("--workers", "-n", metavar="N")] = None
+    workers: Annotated[str | None, typer.Option("--workers", "-n", metavar="N|MIN:MAX")] = None
     module: Annotated[bool, typer.Option("--module", "-m")] = False
     hosts: Annotated[str | None, typer.Option(metavar="A:PORT,B:PORT")] = None
     index: Annotated[int | None, typer.Option(metavar="I")] = None
@@ -61,6 +64,7 @@ class Run:
     output: Literal["chief", "all"] = "chief"
     log_dir: Annotated[Path, typer.Option(metavar="DIR")] = Path("lockstep-logs")
     job: Annotated[str | None, typer.Option(metavar="NAME")] = None
+    rejoin_s: Annotated[float | None, typer.Option(metavar="S")] = None
     stop_s: float = 30.0
     timeout_s: float = 600.0
     quiet: bool = False
@@ -71,17 +75,21 @@ class Run:
         from lockstep.launch.jobs import Program, ProgramJob
 
         given = tuple(self.arguments or ())
+        minimum, workers = _read_workers(self.workers)
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
-            exit_code = _check_command(given, self.workers if self.hosts is None else None)
+            possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
+            exit_code = _check_command(given, possible)
             if exit_code is not None:
                 return exit_code
         target = "lockstep.cli" if is_lockstep else self.program
         program = Program(target=target, is_module=self.module or is_lockstep, arguments=given)
+        hosts = self._hosts(self.job or program.job)
         launch = ProgramJob(
             program=program,
-            hosts=self._hosts(self.job or program.job),
-            workers=self.workers,
+            hosts=hosts,
+            elastic=self._elastic(minimum, workers, max(1, len(hosts.hosts))),
+            workers=workers,
             gpus_per_worker=self.gpus_per_worker,
             max_restarts=self.max_restarts,
             limits=Limits(stop_s=self.stop_s),
@@ -92,6 +100,22 @@ class Run:
             return _report(launch.run((lambda line: None) if self.quiet else complain))
         finally:
             discard_broken_streams()
+
+    def _elastic(self, minimum: int | None, maximum: int | None, hosts: int) -> Elastic | None:
+        """How far the number of workers may change; None if one number was given, or none."""
+        from lockstep.launch.rounds import Elastic
+
+        if minimum is None or maximum is None:
+            if self.rejoin_s is not None:
+                raise ConfigError(f"--rejoin-s {self.rejoin_s:g} was given without --workers MIN:MAX; give both")
+            return None
+        if minimum > maximum * hosts:
+            where = "this host" if hosts == 1 else f"the {hosts} hosts"
+            raise ConfigError(
+                f"--workers {minimum}:{maximum} was given, but MAX starts {maximum * hosts} on {where}; "
+                "MIN must not be more"
+            )
+        return Elastic(minimum=minimum, maximum=maximum, rejoin_s=30.0 if self.rejoin_s is None else self.rejoin_s)
 
     def _hosts(self, job: str) -> Hosts:
         """The hosts, and this one's place among them."""
@@ -108,14 +132,29 @@ class Run:
         return Hosts(hosts=(*named, *others), index=self.index, job=job, timeout_s=self.timeout_s)
 
 
-def _check_command(arguments: Sequence[str], workers: int | None) -> int | None:
-    """Parses a command of ours before any worker does, so that an error in it is printed once; None means: run it."""
+def _read_workers(text: str | None) -> tuple[int | None, int | None]:
+    """MIN and MAX; MIN is None if one number was given, and so is MAX if none was."""
+    if text is None:
+        return None, None
+    minimum, _, maximum = text.rpartition(":")
+    try:
+        return int(minimum) if ":" in text else None, int(maximum)
+    except ValueError:
+        raise ConfigError(f"--workers {text!r} was given, expected a number, or MIN:MAX as in 1:4") from None
+
+
+def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | None:
+    """Parses a command of ours before any worker does, so that an error in it is printed once; None means: run it.
+
+    ``possible`` are the numbers of workers that it may have to train with, as far as they are known.
+    """
     from lockstep.cli.app import parse  # imports this module
     from lockstep.cli.train import TrainingCommand
 
     job = parse(arguments or ["--help"])
-    if workers is not None and isinstance(job, TrainingCommand):
-        job.check(workers)
+    if isinstance(job, TrainingCommand):
+        for workers in possible:
+            job.check(workers)
     return job if isinstance(job, int) else None
 
 

@@ -22,10 +22,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
 from lockstep.errors import ClusterError, ConfigError
-from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure
+from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
 from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
 from lockstep.launch.rendezvous import Rendezvous
+from lockstep.launch.rounds import Rounds
 from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
@@ -60,6 +61,9 @@ class WorkerSetup(LogsSpecs):
     where it lets a caller add environment variables for one worker; torch's own class does that here too.
     ``resources`` are those variables for cores and GPUs; ``opened_by_agent``: torch's agent opens the pipes, not the
     workers themselves.
+
+    Attributes:
+        places: whose resources each worker gets, by local rank.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class WorkerSetup(LogsSpecs):
         super().__init__()
         self.folder = folder
         self._forwarder, self._resources, self._opened_by_agent = forwarder, resources, opened_by_agent
+        self.places: Sequence[int] = range(len(resources))
         self._guard: ParentDeathGuard | None = None
 
     @property
@@ -81,12 +86,13 @@ class WorkerSetup(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Opens the pipes of the workers that are about to start, and adds to their variables, by local rank."""
         self._guard = ParentDeathGuard()
+        self._forwarder.close_pipes()  # the workers of the last attempt have ended
         outs, errs = {}, {}
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt)
             outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
-            variables.update(self._resources[local])
+            variables.update(self._resources[self.places[local]])
             if not self._opened_by_agent:
                 variables[OWN_VARIABLE] = " ".join(variables)
                 variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
@@ -162,7 +168,7 @@ class Agent(LocalElasticAgent):
         self._ended_ns: dict[int, int] = {}
         self._attempt = -1  # not started yet
 
-    def run_to_end(self, rendezvous: Rendezvous) -> None:
+    def run_to_end(self, rendezvous: Rendezvous | Rounds) -> None:
         """Starts the workers and waits until all have ended; none outlives the call.
 
         Raises ClusterError if they took longer than the limits allow, or those of another host have failed for good.
@@ -200,7 +206,7 @@ class Agent(LocalElasticAgent):
     def num_workers(self) -> int:
         """The number of workers of all hosts; 0 before the launchers have met."""
         workers = self._worker_group.workers
-        return int(workers[0].world_size) if self._attempt >= 0 else 0
+        return int(workers[0].world_size) if self._attempt >= 0 and workers else 0
 
     @property
     def exit_codes(self) -> dict[int, int | None]:
@@ -214,12 +220,16 @@ class Agent(LocalElasticAgent):
 
     def first_failure(self) -> WorkerFailure | None:
         """The failure of the last attempt that came before all others on this host."""
+        return first_failure(self.failures())
+
+    def failures(self) -> list[WorkerFailure]:
+        """How the workers of the last attempt ended that this launcher has not ended."""
         codes, attempt = self.exit_codes, self._attempt
         workers = self._worker_group.workers
         first = int(workers[0].global_rank) if workers else 0
         paths = {local: WorkerPaths(self._setup.folder, first + local, attempt).failure for local in codes}
         records = {local: FailureRecord.read(path) for local, path in paths.items()}
-        return first_failure(codes, self._ended_ns, records, first_worker=first, attempt=attempt)
+        return worker_failures(codes, self._ended_ns, records, first_worker=first, attempt=attempt)
 
     def pass_exit_barrier(self) -> None:
         """Releases the launchers of other hosts whose workers have finished and who wait for this one's."""

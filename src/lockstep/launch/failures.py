@@ -11,7 +11,7 @@ import json
 import signal
 import time
 import traceback as tracebacks
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,15 +88,15 @@ class WorkerFailure:
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
-def first_failure(
+def worker_failures(
     exit_codes: Mapping[int, int | None],
     ended_ns: Mapping[int, int],
     records: Mapping[int, FailureRecord | None],
     *,
     first_worker: int,
     attempt: int,
-) -> WorkerFailure | None:
-    """The failure that came before all others on a host; the others are usually its consequences. Pure.
+) -> list[WorkerFailure]:
+    """How each worker of a host ended that the launcher has not ended. Pure.
 
     All mappings are by local rank. ``exit_codes`` has None for a worker that still runs, ``ended_ns`` only those that
     were not ended by the launcher; ``first_worker`` is the rank of this host's first worker.
@@ -108,6 +108,11 @@ def first_failure(
         if at_ns is not None:
             worker = first_worker + local
             failures.append(WorkerFailure(worker=worker, attempt=attempt, exit_code=code, at_ns=at_ns, record=record))
+    return failures
+
+
+def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:
+    """The failure that came before all others on a host; the others are usually its consequences. Pure."""
     # A function's process with exit code 0 ended before it returned; if another failed, that one is the cause.
     return min(failures, key=lambda failure: (failure.exit_code == 0, failure.at_ns), default=None)
 

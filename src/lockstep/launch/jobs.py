@@ -21,10 +21,12 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
+from lockstep.launch.elastic import ElasticAgent
 from lockstep.launch.failures import WorkerFailure, read_stacks
 from lockstep.launch.guards import remove_empty_compiler_folder
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
+from lockstep.launch.rounds import Elastic, Rounds
 from lockstep.launch.worker import (
     MODULE,
     SCRIPT,
@@ -122,17 +124,15 @@ class Job:
             gpus_per_worker=self.gpus_per_worker,
         )
 
-    def start(
+    def spec(
         self,
         entrypoint: Callable[..., Any] | str,
         args: tuple[Any, ...],
-        rendezvous: Rendezvous,
+        rendezvous: Rendezvous | Rounds,
         setup: WorkerSetup,
-        *,
-        on_restart: OnRestart,
-    ) -> Agent:
-        """Starts the workers and waits until all have ended; the agent says how they did."""
-        spec = WorkerSpec(
+    ) -> WorkerSpec:
+        """What torch's agent starts."""
+        return WorkerSpec(
             role="worker",
             local_world_size=setup.workers,
             entrypoint=entrypoint,
@@ -141,6 +141,9 @@ class Job:
             max_restarts=self.max_restarts,
             monitor_interval=_POLL_S,
         )
+
+    def start(self, spec: WorkerSpec, rendezvous: Rendezvous, setup: WorkerSetup, *, on_restart: OnRestart) -> Agent:
+        """Starts the workers and waits until all have ended; the agent says how they did."""
         agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
         agent.run_to_end(rendezvous)
         return agent
@@ -182,7 +185,8 @@ class FunctionJob(Job):
         rendezvous = Hosts().meet(lambda line: None)
         with closing(OutputForwarder(logs=self.log_dir, sink=ChiefOutput())) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
-            return self.start(run_function, (call,), rendezvous, setup, on_restart=lambda failure, restarts: None)
+            spec = self.spec(run_function, (call,), rendezvous, setup)
+            return self.start(spec, rendezvous, setup, on_restart=lambda failure, restarts: None)
 
     def _add_stacks(self, error: ClusterError, folder: Path, workers: int) -> None:
         """Notes where each worker of the last attempt stood when its time was up."""
@@ -261,19 +265,26 @@ class ProgramJob(Job):
 
     program: Program
     hosts: Hosts  # the hosts of the job, and how their launchers meet
+    elastic: Elastic | None = None  # how far the number of workers may change; None for not at all
     logs: Path  # the folder in which each run makes one of its own
     output: Literal["chief", "all"] = "chief"  # whose output is shown
 
     def run(self, on_status: StatusCallback) -> Outcome:
         """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
         resources = self.divide_this_host()
-        rendezvous = self.hosts.meet(on_status)
+        rendezvous: Rendezvous | Rounds
+        if self.elastic is None:
+            rendezvous = self.hosts.meet(on_status)
+        else:
+            rendezvous = Rounds(self.hosts, self.elastic, max_restarts=self.max_restarts, report=on_status)
         folder = self.logs / rendezvous.get_run_id()
         folder.mkdir(parents=True, exist_ok=True)
         on_status(f"{_describe(resources)}; logs in {folder}/")
         return self._outcome(self._run(rendezvous, resources, folder, on_status), folder)
 
-    def _run(self, rendezvous: Rendezvous, resources: Resources, folder: Path, on_status: StatusCallback) -> Agent:
+    def _run(
+        self, rendezvous: Rendezvous | Rounds, resources: Resources, folder: Path, on_status: StatusCallback
+    ) -> Agent:
         def on_restart(failure: WorkerFailure | None, restarts: int) -> None:
             what = "a worker failed" if failure is None else f"worker {failure.worker} {failure.what}"
             on_status(f"{what}; starting all again ({restarts} of {self.max_restarts})")
@@ -281,9 +292,13 @@ class ProgramJob(Job):
         sink = AllOutput() if self.output == "all" else ChiefOutput()
         with closing(OutputForwarder(logs=folder, sink=sink)) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
-            command = self.program.command(folder)
+            spec = self.spec(sys.executable, self.program.command(folder), rendezvous, setup)
             try:
-                return self.start(sys.executable, command, rendezvous, setup, on_restart=on_restart)
+                if not isinstance(rendezvous, Rounds):
+                    return self.start(spec, rendezvous, setup, on_restart=on_restart)
+                agent = ElasticAgent(spec, setup, limits=self.limits, rounds=rendezvous)
+                agent.run_to_end(rendezvous)
+                return agent
             finally:
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):

@@ -128,6 +128,7 @@ class OutputForwarder:
         self._writing_ends: list[int] = []  # held open, so that no pipe is at its end while it is read
         self._files: list[BinaryIO] = []
         self._wake_read, self._wake_write = os.pipe()
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
         self._thread.start()
@@ -149,17 +150,24 @@ class OutputForwarder:
         os.write(self._wake_write, b"+")
         return paths
 
-    def close(self) -> None:
-        """Forwards what has been printed and not read yet, and ends the thread.
+    def close_pipes(self) -> None:
+        """Forwards what has been printed and not read yet, and closes the pipes and logs of all workers so far.
 
         Does not wait for the pipes to close: a process that a worker left running may hold them open.
         """
+        self._closed.clear()
+        os.write(self._wake_write, b"0")
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Forwards what has been printed and not read yet, and ends the thread.
+
+        Closes the pipes as ``close_pipes`` does.
+        """
         os.write(self._wake_write, b"-")
         self._thread.join()
-        for handle in (*self._sources, *self._writing_ends, self._wake_read, self._wake_write):
-            os.close(handle)
-        for file in self._files:
-            file.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _forward(self) -> None:
         poll = select.poll()
@@ -167,20 +175,36 @@ class OutputForwarder:
         while True:
             ready = {handle for handle, _ in poll.poll()}
             if self._wake_read in ready:
-                closing = b"-" in os.read(self._wake_read, _CHUNK)
+                asked = os.read(self._wake_read, _CHUNK)
                 with self._lock:
                     known = list(self._sources)
-                if closing:
-                    break
                 for handle in known:
                     poll.register(handle, select.POLLIN)
+                if b"0" in asked or b"-" in asked:
+                    for handle in known:
+                        poll.unregister(handle)
+                    self._close_sources(known)
+                    ready = {self._wake_read}
+                if b"-" in asked:
+                    break
             # In the order out, err: what a worker printed before it raised comes before its traceback.
             for handle in sorted(ready - {self._wake_read}):
                 self._read(handle)
+        self._sink.finish()
+
+    def _close_sources(self, known: list[int]) -> None:
+        """Forwards what can be read now, and closes all pipes and logs."""
         for handle in known:
             while self._read(handle):
                 pass
-        self._sink.finish()
+        for handle in (*known, *self._writing_ends):
+            os.close(handle)
+        for file in self._files:
+            file.close()
+        self._sources.clear()
+        self._writing_ends.clear()
+        self._files.clear()
+        self._closed.set()
 
     def _read(self, handle: int) -> bool:
         """Forwards one chunk; whether there was anything."""

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.membership.membership import Membership, join
 from lockstep.membership.store import listen, serve_store
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _READ_TIMEOUT = timedelta(seconds=300)  # how long a launcher waits for what another one writes into the store
 
 
@@ -44,6 +44,10 @@ class Hosts:
                 " this host's place in the list"
             )
 
+    def name(self, index: int) -> str:
+        """What messages call a host: "host 1 (hostb:29500)"."""
+        return f"host {index} ({self.hosts[index]})" if self.hosts[index] else f"host {index}"
+
     def meet(self, on_status: Callable[[str], None]) -> Rendezvous:
         """Waits for the launchers of all hosts; raises ClusterError with the names of those that are late."""
         new_id = {"date": int(f"{datetime.now():%Y%m%d%H%M%S}"), "number": secrets.randbits(48)}
@@ -57,7 +61,7 @@ class Hosts:
 class Rendezvous(RendezvousHandler):
     """Tells torch's agent where the workers' store is, which the first host serves, and whether other hosts failed."""
 
-    def __init__(self, run_id: Mapping[str, int], members: Membership | None = None, host: str = _LOOPBACK) -> None:
+    def __init__(self, run_id: Mapping[str, int], members: Membership | None = None, host: str = LOOPBACK) -> None:
         self._run_id = f"{run_id['date']}-{run_id['number']:012x}"  # the date, to find a job's logs by
         self._members, self._host = members, host
         self._attempts = 0

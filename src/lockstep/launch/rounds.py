@@ -1,0 +1,581 @@
+"""How the launchers of an elastic job meet, one on each host, again and again.
+
+Each time they meet a round begins, with workers of its own: torch's dynamic rendezvous says which launchers are in it
+and numbers it. It does not know of workers, so the launchers then tell each other theirs, and the first one decides.
+
+launcher: HostState --.                    .--> Plan: how many workers each host starts, and where their store is
+                       `-> first: decide() -'
+launcher: HostState --'                     `-> or why the job ends
+
+The first host of the list serves the launchers' store and lasts as long as the job; all others may come and go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import TypeVar
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvous_round, share_no_rendezvous_store
+from lockstep.cluster.environment import JOB_ID_VARIABLE, parse_torchrun
+from lockstep.cluster.spec import ClusterSpec, parse_address
+from lockstep.errors import ClusterError, ConfigError
+from lockstep.launch.rendezvous import LOOPBACK, Hosts
+from lockstep.membership.failure_report import FailureReport
+from lockstep.membership.store import (
+    OWNER_KEY,
+    StoreAddress,
+    StoreBrokenError,
+    StoreClient,
+    StoreKeys,
+    StoreSilentError,
+    find_store,
+    listen,
+    read,
+    run_key,
+    serve_store,
+)
+
+T = TypeVar("T")
+
+_RUN_KEY = "lockstep/launch/run"
+_CALL_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_REPORT_EVERY_S = 5.0
+_COLLECT_TIMEOUT_S = 10.0
+_GOODBYE_TIMEOUT_S = 3.0
+# A launcher without a sign of life for so many seconds is out of the round: sooner than workers are lost.
+_KEEP_ALIVE_S, _KEEP_ALIVES = 1, 8
+# After a loss the others wait so long for one that has not come; torch looks once a second.
+_LAST_CALL = timedelta(seconds=3)
+_AGAIN = "again"
+
+
+class RoundEnd(StrEnum):
+    """Why all workers of a round are ended."""
+
+    LOSS = "loss"  # a worker was lost or has failed
+    REJOIN = "rejoin"  # others are to join: workers may save first
+    STOP = "stop"  # the first host was told to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How far the number of workers of a job may change."""
+
+    minimum: int  # workers on all hosts together, below which the job does not go on
+    maximum: int  # workers on this host
+    rejoin_s: float = 30.0  # seconds after which lost workers are started again, and hosts that wait are taken in
+
+    def __post_init__(self) -> None:
+        if self.minimum < 1 or self.maximum < 1:
+            raise ConfigError(
+                f"workers={self.minimum}:{self.maximum} was given, expected at least 1 each: MIN workers are enough to "
+                "go on, and MAX are started on this host"
+            )
+        if not 0 < self.rejoin_s < float("inf"):
+            raise ConfigError(f"rejoin_s={self.rejoin_s} was given, expected seconds above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """What a launcher tells the others at the beginning of a round."""
+
+    index: int  # the host's place in the list
+    name: str  # the host in messages
+    places: int  # workers that it can run
+    left: int  # how many of them were not lost
+    lost: tuple[str, ...] = ()  # who was lost since the last round, and how
+    back: int = 0  # how many workers are started again that were lost earlier
+    failure: str = ""  # how the program failed here
+    finished: bool = False  # its workers have ended, and none with an error
+    restarts: int = 0  # how often all workers were restarted after a failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the first launcher of a round decides."""
+
+    sizes: tuple[int, ...] = ()  # how many workers each host starts, in the order of the launchers
+    line: str = ""  # what has changed, for people; empty at the start of the job
+    restarts: int = 0  # how often all workers were restarted after a failure
+    end: str = ""  # why the job ends instead
+    finished: bool = False  # the job ends because all is done
+    address: str = ""  # where the workers' store is
+    port: int = 0
+
+
+def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: int, max_restarts: int) -> Plan | None:
+    """What the hosts of a round do, ``before`` being those of the last one. None: wait for more hosts. Pure.
+
+    A loss comes before a failure: programs that do not use Lockstep fail when they lose each other.
+    """
+    if before and all(host.finished for host in hosts):
+        return Plan(finished=True)
+    left, places = sum(host.left for host in hosts), sum(host.places for host in hosts)
+    if places < minimum:
+        return None
+    changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
+    lost = any(host.lost for host in hosts) or any(host.index not in {each.index for each in hosts} for host in before)
+    failure = "" if lost else next((host.failure for host in hosts if host.failure), "")
+    if not failure and left >= minimum:
+        line = f"{'; '.join(changes)}; {_workers(left)} on" if changes else ""
+        return Plan(sizes=tuple(host.left for host in hosts), line=line, restarts=restarts)
+    cause = failure or f"{'; '.join(changes)}; {left} left of at least {minimum}"
+    if restarts == max_restarts:
+        return Plan(end=cause)
+    line = f"{cause}; starting all again ({restarts + 1} of {max_restarts})"
+    return Plan(sizes=tuple(host.places for host in hosts), line=line, restarts=restarts + 1)
+
+
+def _changes(hosts: Sequence[HostState], before: Sequence[HostState]) -> list[str]:
+    """One phrase for each that was lost or came."""
+    indices, indices_before = [{host.index for host in each} for each in (hosts, before)]
+    changes = [phrase for host in hosts for phrase in host.lost]
+    changes += [f"{host.name} is gone" for host in before if host.index not in indices]
+    if back := sum(host.back for host in hosts):
+        changes.append(f"{back} lost worker{'s are' if back > 1 else ' is'} back")
+    if before:
+        changes += [f"{host.name} has joined" for host in hosts if host.index not in indices_before]
+    return changes
+
+
+def _workers(number: int) -> str:
+    return "1 worker goes" if number == 1 else f"{number} workers go"
+
+
+class JobEndedError(ClusterError):
+    """The launchers have agreed that the job ends."""
+
+
+class StoreLostError(RuntimeError):
+    """The launchers' store cannot be reached now; torch takes a RuntimeError for a failed connection."""
+
+
+class StoreLink:
+    """A connection to the launchers' store. No call takes longer than a few seconds, and a broken one is renewed.
+
+    It is the store of torch's ``C10dRendezvousBackend``, which takes its errors for a failed connection.
+    """
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self._connect, self._lock = connect, threading.Lock()
+        self._client: StoreClient | None = None
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, which must be there."""
+        return self.compare_set(key, "", "")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets a key that has the expected value; the value that it has then."""
+        return self.call(lambda store: bytes(store.compare_set(key, expected, desired)))
+
+    def read(self, key: str) -> str:
+        """The value of a key; empty if it is not there."""
+        return self.get(key).decode()
+
+    def set(self, key: str, value: str) -> None:
+        self.call(lambda store: store.set(key, value))
+
+    def call(self, call: Callable[[Store], T]) -> T:
+        """Makes a call. Raises StoreLostError if the connection is broken or the store is silent."""
+        with self._lock:
+            client = self._client = self._client or StoreClient(self._connect)
+        try:
+            return client.call(call, _CALL_TIMEOUT_S)
+        except (StoreBrokenError, StoreSilentError) as error:
+            with self._lock:
+                if self._client is client:
+                    self._client = None
+            client.close()
+            raise StoreLostError(str(error)) from None
+
+    def close(self) -> None:
+        """Ends the connection. Idempotent."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class Rounds(RendezvousHandler):
+    """One launcher among those of an elastic job. Its maker calls ``shutdown``.
+
+    Attributes:
+        elastic: how far the number of workers may change.
+        own: what this launcher tells the others at the beginning of the next round.
+        plan: what was decided for the round.
+        rank: this launcher's place among those of the round.
+        number: of the round; it grows, also for launchers that come later.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        elastic: Elastic,
+        *,
+        max_restarts: int,
+        report: Callable[[str], None],
+    ) -> None:
+        self._hosts, self.elastic, self._max_restarts, self._report = hosts, elastic, max_restarts, report
+        self._name = hosts.name(hosts.index) if hosts.hosts else "this host"
+        places = elastic.maximum
+        self.own = HostState(index=hosts.index, name=self._name, places=places, left=places)
+        self.plan, self.rank, self.number = Plan(), 0, 0
+        self._before: Sequence[HostState] = ()
+        self._workers_store: Store | None = None
+        self._workers_link = StoreLink(lambda: find_store(self.plan.address, self.plan.port).connect())
+        self._server: Store | None = None
+        where = self._serve() if hosts.index == 0 else self._find()
+        self._address, self._run_id = where.own_host, ""
+        self._link = StoreLink(lambda: self._connect(where.host, where.port))
+        try:
+            self._run_id = self._claim()
+        except BaseException:
+            self._link.close()
+            raise
+        self._handler = self._new_handler()
+        self._first_until = time.monotonic() + elastic.rejoin_s
+
+    # ---- the launchers' store
+
+    def _serve(self) -> StoreAddress:
+        host, port = parse_address(self._hosts.hosts[0]) if self._hosts.hosts else (LOOPBACK, 0)
+        with listen(host, port, self._name) as listener:
+            host, port = listener.getsockname()[:2]
+            self._server = serve_store(listener)
+        return StoreAddress(host=host, port=port, own_host=host)
+
+    def _find(self) -> StoreAddress:
+        """Waits for the store of the first host."""
+        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        while True:
+            try:
+                found = find_store(*parse_address(self._hosts.hosts[0]))
+            except StoreBrokenError as error:
+                wait.check(f"{self._hosts.name(0)}, where the job's store is ({error})", "start it, or correct --hosts")
+            else:
+                own = self._hosts.hosts[self._hosts.index]
+                return StoreAddress(
+                    host=found.host, port=found.port, own_host=parse_address(own)[0] if own else found.own_host
+                )
+
+    def _connect(self, host: str, port: int) -> Store:
+        store = find_store(host, port).connect()
+        if self._run_id and read(store, _RUN_KEY) != self._run_id:
+            raise ClusterError(f"{self._hosts.name(0)} was started anew meanwhile; start this host again too")
+        return store
+
+    def _claim(self) -> str:
+        """Makes sure that the store is this job's; returns the id of the run, which its first host has chosen."""
+        job = f"{self._hosts.job} with at least {self.elastic.minimum} workers"
+        owner = json.dumps({"job_id": job, "workers": self._hosts.hosts})
+        if self._hosts.index == 0:
+            run_id = f"{datetime.now():%Y%m%d%H%M%S}-{secrets.randbits(48):012x}"
+            self._link.set(_RUN_KEY, run_id)
+            self._link.set(OWNER_KEY, owner)
+            return run_id
+        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        while not (found := self._link.read(OWNER_KEY)):
+            wait.check(f"{self._hosts.name(0)} to begin", "look at its output")
+        if (theirs := json.loads(found)["job_id"]) != job:
+            raise ClusterError(
+                f"{self._name} belongs to the job {job!r}, but the store at {self._hosts.hosts[0]} belongs to "
+                f"{theirs!r}; start all hosts with the same program, arguments and MIN, and give each job its port"
+            )
+        return self._link.read(_RUN_KEY)
+
+    def _new_handler(self) -> DynamicRendezvousHandler:
+        handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+            self._run_id,
+            HashStore(),  # in whose place our own is used
+            C10dRendezvousBackend(self._link, self._run_id),  # type: ignore[arg-type]  # it has what is called
+            min_nodes=1,
+            max_nodes=max(1, len(self._hosts.hosts)),
+            local_addr=f"{self._hosts.index:06d}",  # torch sorts the launchers of a round by it
+            timeout=RendezvousTimeout(join=timedelta(seconds=self._hosts.timeout_s), last_call=_LAST_CALL),
+            keep_alive_interval=_KEEP_ALIVE_S,
+            keep_alive_max_attempt=_KEEP_ALIVES,
+        )
+        share_no_rendezvous_store(handler)
+        return handler
+
+    # ---- the beginning of a round
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meets the other launchers. Raises JobEndedError if they agree that the job ends, ClusterError if they don't.
+
+        Sets ``plan``, ``rank`` and ``number``.
+        """
+        self._end_workers_store()
+        while True:
+            info = self._join()
+            self.rank, (self.number, _) = info.rank, rendezvous_round(self._handler)
+            try:
+                found = self._lead(info.world_size) if info.rank == 0 else self._follow(info.world_size)
+            except (StoreLostError, RendezvousError):
+                continue  # the next attempt says what is wrong
+            if found is not None:
+                break
+        self.plan = found
+        if self.plan.end and self.own.lost:
+            self._report(self.plan.end)
+        if self.plan.end or self.plan.finished:
+            raise JobEndedError(self.plan.end)
+        if self.plan.line:
+            self._report(self.plan.line)
+        where = RendezvousStoreInfo(self.plan.address, self.plan.port)
+        return RendezvousInfo(HashStore(), info.rank, info.world_size, where)
+
+    def _join(self) -> RendezvousInfo:
+        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        while True:
+            try:
+                return self._handler.next_rendezvous()
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                self.plan = Plan(finished=True)
+                self._report("the job has ended while this host waited for its turn")
+                raise JobEndedError from None
+            except RendezvousConnectionError:
+                first = self._hosts.name(0)
+                if self._is_refused():
+                    raise ClusterError(
+                        f"{first}, which serves the job's store, is lost: it has ended, and with it the job; start it "
+                        "again on all hosts"
+                    ) from None
+                wait.check(f"{first}, which serves the job's store and does not answer", "look at the network")
+
+    def _is_refused(self) -> bool:
+        """Whether nobody listens any more where the store was, though the host answers."""
+        try:
+            with socket.create_connection(parse_address(self._hosts.hosts[0]), timeout=_CALL_TIMEOUT_S):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+
+    def _lead(self, size: int) -> Plan | None:
+        """Decides for all. None: the launchers have to meet again."""
+        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        collect = time.monotonic() + _COLLECT_TIMEOUT_S
+        self._link.set(self._key("host/0"), json.dumps(asdict(self.own)))
+        while True:
+            texts = [self._link.read(self._key(f"host/{rank}")) for rank in range(size)]
+            states = [_read_state(text) for text in texts if text]
+            if len(states) == size:
+                plan = decide(states, self._before, minimum=self.elastic.minimum, max_restarts=self._max_restarts)
+                if plan is not None and not self._awaits_first(states):
+                    return self._publish(plan, states)
+                there = sum(state.places for state in states)
+                missing = f"other hosts: {there} of at least {self.elastic.minimum} workers are there"
+                try:
+                    wait.check(missing, "start more hosts")
+                except ClusterError as error:
+                    return self._publish(Plan(end=str(error)), states)
+            elif time.monotonic() > collect:
+                return self._meet_again()
+            if self._must_meet_again(size):
+                return self._meet_again()
+            threading.Event().wait(_POLL_S)
+
+    def _awaits_first(self, states: Sequence[HostState]) -> bool:
+        """Whether the job has not begun and hosts of the list are still to come."""
+        return not self._before and len(states) < len(self._hosts.hosts) and time.monotonic() < self._first_until
+
+    def _publish(self, plan: Plan, states: Sequence[HostState]) -> Plan | None:
+        with listen(self._address, 0, "the launcher") as listener:
+            port = listener.getsockname()[1]
+            self._workers_store = serve_store(listener)
+        plan = replace(plan, address=self._address, port=port)
+        text = json.dumps(asdict(plan))
+        if self._link.compare_set(self._key("plan"), "", text).decode() != text:
+            return None
+        self._before = states
+        return plan
+
+    def _follow(self, size: int) -> Plan | None:
+        """Tells the first launcher of this host, and waits for what it decides. None: they have to meet again."""
+        self._link.set(self._key(f"host/{self.rank}"), json.dumps(asdict(self.own)))
+        while True:
+            if text := self._link.read(self._key("plan")):
+                return _read_plan(text)
+            if self._must_meet_again(size):
+                return self._meet_again()
+            threading.Event().wait(_POLL_S)
+
+    def _meet_again(self) -> Plan | None:
+        """Has all launchers of the round meet again, unless the plan is there already."""
+        return _read_plan(self._link.compare_set(self._key("plan"), "", _AGAIN).decode())
+
+    def _must_meet_again(self, size: int) -> bool:
+        """Whether other launchers have come or gone."""
+        return self._handler.num_nodes_waiting() > 0 or rendezvous_round(self._handler) != (self.number, size)
+
+    # ---- during a round
+
+    def end_round(self, why: RoundEnd) -> None:
+        """Tells the other launchers that all workers are to be ended; the first reason is kept."""
+        with suppress(StoreLostError):
+            self._link.compare_set(self._key("end"), "", why)
+
+    def round_end(self) -> RoundEnd | None:
+        """Why all workers are to be ended; None while they go on, or as long as the store does not answer."""
+        try:
+            text = self._link.read(self._key("end"))
+        except StoreLostError:
+            return None
+        return RoundEnd(text) if text else None
+
+    def report_done(self) -> None:
+        """Tells the other launchers that all workers of this one have ended normally."""
+        with suppress(StoreLostError):
+            self._link.set(self._key(f"done/{self.rank}"), "done")
+
+    def all_done(self) -> bool:
+        """Whether the workers of all hosts have ended normally. A host that is gone since does not count."""
+        others = [rank for rank in range(len(self.plan.sizes)) if rank != self.rank]
+        try:
+            missing = sum(not self._link.read(self._key(f"done/{rank}")) for rank in others)
+            if not missing:
+                return True
+            self._handler.num_nodes_waiting()
+        except (StoreLostError, RendezvousError):
+            return self._hosts.index != 0 and self._is_refused()  # the first host has seen that all are done
+        number, present = rendezvous_round(self._handler)
+        return (
+            number == self.number and missing <= len(self.plan.sizes) - present
+        )  # whoever is done stays until all are
+
+    def failure_report(self) -> FailureReport | None:
+        """Why the round's workers end, as they have told each other; None if they have not."""
+        try:
+            spec = self._workers_spec()
+            run = self._workers_link.read(run_key(spec))
+            text = self._workers_link.read(StoreKeys(spec, run).failure) if run else ""
+        except StoreLostError:
+            return None
+        return FailureReport.from_json(text) if text else None
+
+    def _workers_spec(self) -> ClusterSpec:
+        """The cluster that the round's workers find in their environment."""
+        spec = parse_torchrun(
+            {
+                "RANK": "0",
+                "WORLD_SIZE": str(max(1, sum(self.plan.sizes))),
+                "MASTER_ADDR": self.plan.address,
+                "MASTER_PORT": str(self.plan.port),
+                "TORCHELASTIC_RUN_ID": self._run_id,
+                "TORCHELASTIC_RESTART_COUNT": str(self.number),
+                JOB_ID_VARIABLE: os.environ.get(JOB_ID_VARIABLE, ""),
+            }
+        )
+        assert spec is not None  # as RANK is set
+        return spec
+
+    def num_nodes_waiting(self) -> int:
+        """How many launchers wait to be taken in."""
+        try:
+            return int(self._handler.num_nodes_waiting())
+        except RendezvousError:
+            return 0
+
+    # ---- the rest of what torch's agent asks for
+
+    def get_backend(self) -> str:
+        return "lockstep"  # for torch's event records
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # none of the workers serves one
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def get_run_id(self) -> str:
+        """The job's id, which the workers find in TORCHELASTIC_RUN_ID."""
+        return self._run_id
+
+    def finish(self) -> None:
+        """Does nothing: all launchers know already that all is done."""
+
+    def give_up(self, cause: str, release: Callable[[], None]) -> None:
+        """Does nothing: the launchers have agreed on the end."""
+
+    def shutdown(self) -> bool:
+        """Leaves the job. The first launcher, with which the store ends, lets the others leave before."""
+        until = time.monotonic() + _GOODBYE_TIMEOUT_S
+        with suppress(RendezvousError):
+            leave_rendezvous(self._handler, _GOODBYE_TIMEOUT_S)
+            if self._server is not None:
+                self._handler.set_closed()
+            while self._server is not None and time.monotonic() < until:
+                if not self._handler.num_nodes_waiting() and not rendezvous_round(self._handler)[1]:
+                    break
+                threading.Event().wait(_POLL_S)
+        self._end_workers_store()
+        self._link.close()
+        self._server = None
+        return True
+
+    def _end_workers_store(self) -> None:
+        self._workers_link.close()
+        self._workers_store = None
+
+    def _key(self, name: str) -> str:
+        return f"lockstep/launch/round/{self.number}/{name}"
+
+
+class _Wait:
+    """The end of a wait, which reports every few seconds what is missing."""
+
+    def __init__(self, who: str, timeout_s: float, report: Callable[[str], None]) -> None:
+        self._who, self._timeout_s, self._report = who, timeout_s, report
+        self._end = time.monotonic() + timeout_s
+        self._next_report = time.monotonic() + _REPORT_EVERY_S
+
+    def check(self, missing: str, advice: str) -> None:
+        """Pauses a moment. Raises ClusterError with the advice if the time is over."""
+        now = time.monotonic()
+        if now >= self._end:
+            raise ClusterError(f"{self._who} waited {self._timeout_s:g} s for {missing}; {advice}")
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_EVERY_S
+            self._report(f"{self._who} waits for {missing}; {self._end - now:.0f} s left")
+        threading.Event().wait(_POLL_S)
+
+
+def _read_state(text: str) -> HostState:
+    values = json.loads(text)
+    return HostState(**{**values, "lost": tuple(values["lost"])})
+
+
+def _read_plan(text: str) -> Plan | None:
+    if text == _AGAIN:
+        return None
+    values = json.loads(text)
+    return Plan(**{**values, "sizes": tuple(values["sizes"])})

@@ -1,0 +1,135 @@
+"""What the launchers of an elastic job decide together, and who counts as lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.elastic import find_casualties
+from lockstep.launch.failures import FailureRecord, WorkerFailure
+from lockstep.launch.rounds import Elastic, HostState, Plan, decide
+from lockstep.membership.failure_report import FailureReport
+
+
+def host(index: int = 0, **changes: Any) -> HostState:
+    return HostState(**{"index": index, "name": f"host {index}", "places": 4, "left": 4, **changes})
+
+
+def plan(*hosts: HostState, before: tuple[HostState, ...] = (), minimum: int = 2, max_restarts: int = 0) -> Plan | None:
+    return decide(hosts, before, minimum=minimum, max_restarts=max_restarts)
+
+
+def sizes(decided: Plan | None) -> tuple[int, ...]:
+    assert decided is not None
+    assert not decided.end
+    return decided.sizes
+
+
+def test_a_job_begins_without_a_word_once_there_are_enough_workers():
+    assert plan(host(), minimum=5) is None
+    assert plan(host(), host(1), minimum=5) == Plan(sizes=(4, 4))
+
+
+def test_those_that_are_left_go_on():
+    lost = host(left=2, lost=("worker 1 was killed by SIGKILL", "worker 3 was stopped"))
+
+    decided = plan(lost, before=(host(),))
+
+    assert sizes(decided) == (2,)
+    assert decided.line == "worker 1 was killed by SIGKILL; worker 3 was stopped; 2 workers go on"
+
+
+def test_a_host_may_go_and_come():
+    both = (host(), host(1))
+
+    alone = plan(both[0], before=both)
+    again = plan(*both, before=both[:1])
+
+    assert (sizes(alone), sizes(again)) == ((4,), (4, 4))
+    assert alone.line == "host 1 is gone; 4 workers go on"
+    assert again.line == "host 1 has joined; 8 workers go on"
+
+
+def test_a_host_without_workers_starts_none_until_its_places_are_filled_again():
+    before = (host(), host(1))
+
+    assert sizes(plan(host(), host(1, left=0, lost=("worker 4 was killed by SIGKILL",)), before=before)) == (4, 0)
+    assert plan(host(), host(1, back=4), before=before).line == "4 lost workers are back; 8 workers go on"
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_fewer_than_the_minimum_start_anew_as_often_as_allowed(left: int):
+    lost = host(left=left, lost=("worker 1 was killed by SIGKILL",))
+
+    again = plan(lost, before=(host(),), max_restarts=1)
+    over = plan(host(left=left, lost=lost.lost, restarts=1), before=(host(),), max_restarts=1)
+
+    assert (sizes(again), again.restarts) == ((4,), 1)
+    assert over.end == f"worker 1 was killed by SIGKILL; {left} left of at least 2"
+
+
+def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
+    failed = host(failure="worker 1 of 8 failed: ValueError: no data")
+    before = (host(), host(1))
+
+    assert plan(failed, host(1), before=before).end == "worker 1 of 8 failed: ValueError: no data"
+    assert sizes(plan(failed, host(1), before=before, max_restarts=1)) == (4, 4)
+    # A program without Lockstep fails with whatever its connection raises.
+    assert sizes(plan(failed, host(1, left=3, lost=("worker 5 was killed by SIGKILL",)), before=before)) == (4, 3)
+    assert sizes(plan(failed, before=before)) == (4,)
+
+
+def test_the_job_is_done_when_all_hosts_are():
+    before = (host(), host(1))
+
+    assert plan(host(finished=True), host(1, finished=True), before=before).finished
+    assert sizes(plan(host(finished=True), host(1), before=before)) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"minimum": 0, "maximum": 4}, "workers=0:4 was given, expected at least 1 each"),
+        ({"minimum": 1, "maximum": 0}, "workers=1:0 was given, expected at least 1 each"),
+        ({"minimum": 1, "maximum": 4, "rejoin_s": 0}, "rejoin_s=0 was given, expected seconds above 0"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        Elastic(**settings)
+
+
+def ended(worker: int, exit_code: int, error: str = "") -> WorkerFailure:
+    record = FailureRecord(at_ns=1, error=error, traceback="") if error else None
+    return WorkerFailure(worker=worker, attempt=0, exit_code=exit_code, at_ns=1, record=record)
+
+
+KILLED, LOST = "worker 4 was killed by SIGKILL", "worker 5 is lost: no heartbeat for 12.0 s"
+SILENT = FailureReport(worker=5, reporter=4, reason=f"{LOST} (last status: a step). Look at its machine")
+RAISED = FailureReport(worker=5, reporter=5, reason="worker 5 failed with ValueError: no data", traceback="line 1")
+
+
+@pytest.mark.parametrize(
+    ("failures", "running", "report", "lost", "failed"),
+    [
+        ({0: ended(4, -9)}, {1: False}, None, {0: KILLED}, False),
+        ({0: ended(4, -11)}, {1: False}, None, {}, True),
+        ({0: ended(4, 3)}, {1: False}, None, {}, True),
+        ({0: ended(4, 1, "ValueError: no data")}, {1: False}, None, {}, True),
+        # One that is killed, and one that fails because of it:
+        ({0: ended(4, -9), 1: ended(5, 1, "RuntimeError: closed")}, {}, None, {0: KILLED}, True),
+        # What the workers have told each other:
+        ({0: ended(4, 1, "ClusterError: lost")}, {1: True}, SILENT, {1: LOST}, False),
+        ({0: ended(4, 1, "ClusterError: lost")}, {1: False}, SILENT, {1: LOST}, False),
+        ({1: ended(5, 1, "ClusterError: cut")}, {0: False}, SILENT, {1: LOST}, False),
+        ({0: ended(4, 1, "ClusterError: failed")}, {1: False}, RAISED, {}, False),
+        ({0: ended(4, 1, "ClusterError"), 1: ended(5, 1, "ValueError")}, {}, RAISED, {}, True),
+        ({}, {0: True, 1: False}, None, {0: "worker 4 was stopped"}, False),
+    ],
+)  # fmt: skip
+def test_lost_workers_are_told_from_failures_and_from_their_victims(failures, running, report, lost, failed):
+    found = find_casualties(failures, running, report, first_worker=4)
+
+    assert (found.lost, found.failed) == (lost, failed)
