@@ -61,6 +61,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "recipes/mlm/test_run.py": ("test_two_replicas_learn_and_are_tested",),
     "recipes/reviews/test_run.py": ("test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads",),
     "recipes/text/test_python_text.py": (),
+    "same_bits/test_same_bits_more.py": (),
     "strategies/test_cores.py": (),
     "strategies/test_multi_worker_choices.py": (),
     "strategies/test_multi_worker_disagreements.py": (),
@@ -121,6 +122,8 @@ NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
 BEGUN_FIRST = (
     "cli/test_backup.py",
     "launch/test_launch.py",
+    "same_bits/test_same_bits.py",
+    "same_bits/test_same_bits_more.py",
     "strategies/test_parallel.py",
     "strategies/test_parallel_checkpoints.py",
     "strategies/test_parallel_schedules.py",

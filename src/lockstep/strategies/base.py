@@ -233,7 +233,8 @@ class Strategy(ABC):
         value = read_for_reduction(value)
         bare = not any(isinstance(leaf, PerReplica) for leaf in tree_leaves(value))
         # A bare value is that of all local replicas, and each worker may have another.
-        if op is ReduceOp.MEAN and axis is None and (mirrored or (bare and self.workers.is_single)):
+        same = mirrored or (bare and self.workers.is_single and not self.workers.any_layout)
+        if op is ReduceOp.MEAN and axis is None and same:
             return value  # equal in every replica; adding and dividing would only round it
         return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
