@@ -40,8 +40,8 @@ class Group:
 class ThreadWorkers(Communicator):
     """One thread's view of the group; what it does not need for data is not there."""
 
-    def __init__(self, group: Group, index: int) -> None:
-        super().__init__(index, group.replicas, group.names)
+    def __init__(self, group: Group, index: int, *, any_layout: bool = False) -> None:
+        super().__init__(index, group.replicas, group.names, any_layout=any_layout)
         self.group = group
         self.sequence = self.digest = 0
 

@@ -25,6 +25,7 @@ from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
 from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
+from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.resume import (
     DEFAULT,
     STARTED,
@@ -204,9 +205,9 @@ class DistributedDataset(DistributedIterable):
         layout = BatchLayout.of(source, lists, items=items)
         reader: Reader
         sync: WorkerSync
-        if shard == "batch" and not workers.is_single:
+        if shard == "batch":
             reader = _global_reader(source, workers, layout)
-            sync = SameDataSync(workers, source, lambda: reader.generators)
+            sync = WorkerSync() if workers.is_single else SameDataSync(workers, source, lambda: reader.generators)
         else:
             replicas = workers.replicas[workers.index]
             reader = BatchReader(
@@ -244,20 +245,23 @@ class PerReplicaDataset(DistributedIterable):
             num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
         )
         source = _checked(fn(context))
-        reader = PerReplicaReader(source, len(devices), BatchLayout.of(source, lists))
+        layout = BatchLayout.of(source, lists)
+        reader = PerReplicaReader(source, len(devices), layout, any_layout=workers.any_layout)
         super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
 
 
 def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
-    if isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
+    several = not workers.is_single
+    if several and isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
         raise DataError(
             "received a DataLoader with a DistributedSampler, which takes one worker's part of the data already; give "
             'one without it, which Lockstep divides, or distribute it with shard="off"'
         )
-    if loads_by_index(dataset):
-        return IndexShardedReader(dataset, workers, layout)
+    if loads_by_index(dataset) and (several or workers.any_layout):
+        kind = ReplicaRowsReader if workers.any_layout else IndexShardedReader
+        return kind(dataset, workers, layout)
     rows = partial(local_rows, workers=workers)
-    return BatchReader(dataset, layout, rows, with_digest=True, any_layout=workers.any_layout)
+    return BatchReader(dataset, layout, rows, with_digest=several, any_layout=workers.any_layout)
 
 
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:

@@ -3,6 +3,7 @@
     BatchReader          reads whole batches and takes this worker's rows of each
     IndexShardedReader   the same rows, but loads only them: a DataLoader over a map-style dataset on several workers
     PerReplicaReader     batches that are per-replica already, one for each local replica
+    ReplicaRowsReader    a replica's rows by themselves: such a DataLoader with ``replicas=`` (see ``replica_rows``)
 
 ``begin`` is called in the consumer's thread; the iterator that it returns runs in the thread that reads ahead.
 """
@@ -24,7 +25,7 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
 from lockstep.data.resume import all_generators, borrowed_default, sampling_generators
 from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, shard_sizes
-from lockstep.data.sources import batches_in, persists, rebuilt_loader, started
+from lockstep.data.sources import batches_in, drawn_seed, persists, rebuilt_loader, started
 from lockstep.data.structure import is_plain, named_leaves
 from lockstep.replicas.rng.state import replica_generator
 
@@ -111,9 +112,10 @@ class BatchReader(Reader):
 class PerReplicaReader(Reader):
     """Reads batches that are per-replica already, in rounds of one batch for each of ``replicas`` local replicas."""
 
-    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout) -> None:
+    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout, *, any_layout: bool = False) -> None:
         super().__init__(dataset, layout)
         self._replicas = replicas
+        self._any_layout = any_layout
 
     @property
     def length(self) -> int | None:
@@ -121,11 +123,14 @@ class PerReplicaReader(Reader):
         return None if batches is None else math.ceil(batches / self._replicas)
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        replicas, layout, batches = self._replicas, self._layout, iter(self.dataset)
-        last = _leave_out(batches, skip * replicas)
-        self.left_out = None if last is None else to_devices(join_batches([last], replicas, layout))
-        rounds = iter(lambda: list(islice(batches, replicas)), [])
-        return (to_devices(join_batches(each, replicas, layout)) for each in rounds)
+        batches = iter(self.dataset)
+        last = _leave_out(batches, skip * self._replicas)
+        self.left_out = None if last is None else to_devices(self._joined([last]))
+        rounds = iter(lambda: list(islice(batches, self._replicas)), [])
+        return (to_devices(self._joined(each)) for each in rounds)
+
+    def _joined(self, batches: Sequence[Any]) -> Any:
+        return join_batches(batches, self._replicas, self._layout, any_layout=self._any_layout)
 
 
 def _leave_out(batches: Iterator[Any], number: int) -> Any:
@@ -173,7 +178,7 @@ class IndexShardedReader(Reader):
         sampler: Any = self._loader.batch_sampler
         batches = iter(sampler)
         if self._seed_due:  # as a DataLoader does as it begins, and with processes a second time
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
+            seed = drawn_seed(self._loader.generator)
             self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
             self._seed_due = False
         return (self._own_rows(list(batch)) for batch in batches)

@@ -108,23 +108,23 @@ def borrowed_default(generator: torch.Generator) -> Iterator[None]:
 def sampling_generators(dataset: Any) -> list[torch.Generator]:
     """Returns the generators that decide the order: those of a DataLoader and of its samplers, each once."""
     if isinstance(dataset, DataLoader):
-        return _held_by(dataset, dataset.sampler, dataset.batch_sampler)
-    return _held_by(dataset) if isinstance(dataset, Sampler) else []
+        return generators_of(dataset, dataset.sampler, dataset.batch_sampler)
+    return generators_of(dataset) if isinstance(dataset, Sampler) else []
 
 
 def all_generators(dataset: Any) -> list[torch.Generator]:
     """Returns the generators that decide the order, and those that the dataset itself holds."""
     if isinstance(dataset, DataLoader):
-        return _held_by(dataset, dataset.sampler, dataset.batch_sampler, dataset.dataset)
-    return _held_by(dataset)
+        return generators_of(dataset, dataset.sampler, dataset.batch_sampler, dataset.dataset)
+    return generators_of(dataset)
 
 
-def _held_by(*holders: Any) -> list[torch.Generator]:
-    """The generators among the attributes of some objects and of the samplers that they wrap, each once."""
+def generators_of(*holders: Any) -> list[torch.Generator]:
+    """Returns the generators among the attributes of some objects and of the samplers that they wrap, each once."""
     found: dict[int, torch.Generator] = {}
     for holder in holders:
         for value in getattr(holder, "__dict__", {}).values():
-            held = _held_by(value) if isinstance(value, Sampler) else [value]
+            held = generators_of(value) if isinstance(value, Sampler) else [value]
             found |= {id(each): each for each in held if isinstance(each, torch.Generator)}
     return list(found.values())
 

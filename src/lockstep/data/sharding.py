@@ -107,16 +107,45 @@ def with_no_rows(batch: Any) -> Any:
     return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
-def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout) -> Any:
+def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout, *, any_layout: bool = False) -> Any:
     """Joins batches that are per-replica already, in replica order, to one structure with ``PerReplica`` leaves.
 
     If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
+    ``any_layout``: tensors are copied, for the reason that ``local_shards`` gives.
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
     given = [map_leaves(_as_tensor, layout.marked(batch)) for batch in batches]
     empty = with_no_rows(given[0])
-    flat = [named_leaves(batch) for batch in (*given, *[empty] * (num_replicas - len(given)))]
+    joined = _joined([*given, *[empty] * (num_replicas - len(given))])
+    return _copied(joined) if any_layout else joined
+
+
+def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout) -> Any:
+    """Joins shards that were loaded one by one, in replica order, to one structure with ``PerReplica`` leaves.
+
+    ``empty`` says of each shard whether all its rows are left out. Tensors are copied, as by ``local_shards``.
+
+    Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
+    to a replica.
+    """
+    given = [map_leaves(_as_tensor, layout.marked(shard)) for shard in shards]
+    for shard in given:
+        _rows(shard)
+    return _copied(_joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)]))
+
+
+def _copied(joined: Any) -> Any:
+    """The structure with copies of all tensors that have rows."""
+
+    def copy(value: Any) -> Any:
+        return take_rows(value, 0, len(value), copies=True) if leaf_has_rows(value) else value
+
+    return map_leaves(lambda _, leaf: PerReplica([copy(value) for value in leaf]), joined)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    flat = [named_leaves(batch) for batch in batches]
     names = [[name for name, _ in leaves] for leaves in flat]
     for replica, other in enumerate(names):
         if other != names[0]:
@@ -125,7 +154,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout)
                 "give every replica the same structure"
             )
     columns = iter([PerReplica([leaf for _, leaf in column]) for column in zip(*flat, strict=True)])
-    return map_leaves(lambda *_: next(columns), given[0])
+    return map_leaves(lambda *_: next(columns), batches[0])
 
 
 def _rows(tensors: Any) -> int:

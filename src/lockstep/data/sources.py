@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Any, TypeGuard
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -92,7 +93,27 @@ def started(dataset: Any) -> bool:
     return persists(dataset) and dataset._iterator is not None
 
 
-def rebuilt_loader(loader: DataLoader[Any], batch_sampler: Iterable[Any], seeds: torch.Generator) -> DataLoader[Any]:
-    """Returns ``loader`` with another batch sampler and another generator for the seeds of its processes."""
+def drawn_seed(generator: torch.Generator | None) -> int:
+    """Returns a seed for what loading draws. Every iteration over a DataLoader draws one, be it used or not."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def rebuilt_loader(
+    loader: DataLoader[Any],
+    batch_sampler: Iterable[Any],
+    seeds: torch.Generator,
+    *,
+    dataset: Dataset[Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+) -> DataLoader[Any]:
+    """Returns ``loader`` with another batch sampler and another generator for the seeds of its processes.
+
+    ``dataset``, ``collate_fn`` and ``worker_init_fn`` are those of ``loader`` where none are given.
+    """
     loading = {name: getattr(loader, name) for name in _LOADING}
-    return DataLoader(loader.dataset, batch_sampler=batch_sampler, generator=seeds, **loading)
+    loading["collate_fn"] = collate_fn or loader.collate_fn
+    loading["worker_init_fn"] = worker_init_fn or loader.worker_init_fn
+    return DataLoader(
+        loader.dataset if dataset is None else dataset, batch_sampler=batch_sampler, generator=seeds, **loading
+    )

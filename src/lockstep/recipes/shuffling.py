@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
+
+from lockstep.replicas.rng.state import derived_seed
 
 
 def seeded_generator(*numbers: int) -> torch.Generator:
     """Returns a generator that depends only on a sequence of numbers, such as (seed, epoch, batch)."""
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.Generator().manual_seed(derived_seed(*numbers))
 
 
 def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Tensor:

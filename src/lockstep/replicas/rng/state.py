@@ -18,10 +18,15 @@ import torch
 from lockstep.replicas.device.streams import GpuReplica
 
 
+def derived_seed(*numbers: int) -> int:
+    """A seed that depends on a sequence of numbers, such as (seed, replica), and on nothing else."""
+    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
 def replica_generator(seed: int, replica: int) -> torch.Generator:
     """A CPU generator whose numbers depend on the seed and the replica's number, and on nothing else."""
-    digest = hashlib.sha256(f"{seed}/{replica}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.Generator().manual_seed(derived_seed(seed, replica))
 
 
 class ReplicaGenerators:

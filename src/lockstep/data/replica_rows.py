@@ -1,0 +1,201 @@
+"""Loads and collates the rows of each replica by themselves, so that nothing depends on where the replicas are.
+
+    batch sampler -> [7 2 9 4 1] -> replica 0: [7 2], seed -> dataset, collate_fn -> shard, padded by itself
+                                    replica 1: [9 4], seed -> dataset, collate_fn -> shard
+                                    replica 2: [1],   seed -> dataset, collate_fn -> shard
+
+A strategy with ``replicas=`` reads a DataLoader over a map-style dataset so, in one process as on several workers, with
+``num_workers=0`` as with processes. What loading draws follows from the seed of the iteration, the number of the global
+batch and that of the replica. Batches that are passed over are therefore not loaded.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, islice, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from lockstep.collectives.communicator import Communicator
+from lockstep.data.layout import BatchLayout
+from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
+from lockstep.data.resume import generators_of, numpy_state
+from lockstep.data.sharding import join_shards, shard_sizes
+from lockstep.data.sources import drawn_seed, rebuilt_loader
+from lockstep.replicas.rng.state import derived_seed, own_generator
+
+
+class _ReplicaRows(NamedTuple):
+    """The rows of one replica's shard, as indices in the dataset, and the seed of what loading them draws.
+
+    ``empty``: the shard has no row, and one is loaded to show its structure.
+    """
+
+    indices: list[Any]
+    seed: int
+    empty: bool
+
+
+class _Part(NamedTuple):
+    """One worker's part of a global batch: the rows of its replicas, and the digest of all indices of the batch."""
+
+    replicas: tuple[_ReplicaRows, ...]
+    digest: int
+
+
+class _LoadedPart(NamedTuple):
+    """A part that was loaded: one collated batch for each local replica, and whether its shard is empty."""
+
+    batches: list[Any]
+    empty: list[bool]
+    digest: int
+
+
+class ReplicaRowsReader(Reader):
+    """Loads, from a DataLoader over a map-style dataset, the rows of this worker's replicas, replica by replica.
+
+    With one worker it gives batches, with several ``CheckedBatch``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
+        super().__init__(loader, layout)
+        self._loader, self._workers = loader, workers
+        self._rows = _SeededRows(loader.dataset, loader.collate_fn)
+        self._sampler = _PartSampler()
+        self._process_seeds = torch.Generator()  # not the caller's: what processes draw is seeded with each part
+        self._own: DataLoader[Any] | None = None  # with processes
+
+    @property
+    def started(self) -> bool:
+        return False  # every iteration draws a seed, with persistent processes too
+
+    def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
+        parts = self._begin_parts(skip)
+        loaded = self._load_in_processes(parts) if self._loader.num_workers else map(self._rows.load, parts)
+        return self._shards(loaded, to_devices)
+
+    def _begin_parts(self, skip: int) -> Iterator[_Part]:
+        sampler: Any = self._loader.batch_sampler
+        batches = iter(sampler)
+        seed = drawn_seed(self._loader.generator)
+        self._process_seeds.manual_seed(seed)
+        for _ in islice(batches, skip):
+            pass
+        return (self._part(list(indices), seed, number) for number, indices in enumerate(batches, skip))
+
+    def _part(self, indices: list[Any], seed: int, batch: int) -> _Part:
+        workers = self._workers
+        blocks = list(pairwise(accumulate(shard_sizes(len(indices), workers.num_replicas), initial=0)))
+        first, number = workers.first_replica, workers.replicas[workers.index]
+        replicas = tuple(
+            _ReplicaRows(indices[start:stop] or indices[:1], derived_seed(seed, batch, replica), start == stop)
+            for replica, (start, stop) in enumerate(blocks[first : first + number], first)
+        )
+        return _Part(replicas, 0 if workers.is_single else index_digest(indices))
+
+    def _load_in_processes(self, parts: Iterator[_Part]) -> Iterator[_LoadedPart]:
+        if self._own is None:
+            self._own = rebuilt_loader(
+                self._loader,
+                self._sampler,
+                self._process_seeds,
+                dataset=self._rows,
+                collate_fn=_unchanged,
+                worker_init_fn=partial(_begin_process, self._loader.worker_init_fn),
+            )
+        self._sampler.parts = parts
+        return iter(self._own)
+
+    def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
+        for part in loaded:
+            shards, digest = join_shards(part.batches, part.empty, self._layout), part.digest
+            del part
+            yield to_devices(shards) if self._workers.is_single else CheckedBatch(to_devices(shards), digest)
+            del shards  # while the next one is made
+
+
+class _PartSampler:
+    """The batch sampler of the DataLoader with processes, which begins it twice: the newest iteration."""
+
+    def __init__(self) -> None:
+        self.parts: Iterator[_Part] = iter(())
+
+    def __iter__(self) -> Iterator[_Part]:
+        return self.parts
+
+
+class _SeededRows(Dataset[_LoadedPart]):
+    """A dataset of the parts of global batches; in a loading process, that process's copy."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self._collate_fn = dataset, collate_fn
+
+    def load(self, part: _Part) -> _LoadedPart:
+        """Loads and collates the rows of each replica, and leaves all generators as they were."""
+        with _seeding((self.dataset, self._collate_fn)) as seed_all:
+            batches = [self._load(rows, seed_all) for rows in part.replicas]
+        return _LoadedPart(batches, [rows.empty for rows in part.replicas], part.digest)
+
+    __getitems__ = load  # what a DataLoader calls with an item of its batch sampler
+
+    def _load(self, rows: _ReplicaRows, seed_all: Callable[[int], None]) -> Any:
+        seed_all(rows.seed)
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return self._collate_fn(at_once(rows.indices) if at_once else [self.dataset[index] for index in rows.indices])
+
+
+def _unchanged(part: _LoadedPart) -> _LoadedPart:
+    """The collate_fn of the DataLoader with processes: the replicas' rows were collated as they were loaded."""
+    return part
+
+
+def _begin_process(user_init: Callable[[int], None] | None, process: int) -> None:
+    """The worker_init_fn of the DataLoader with processes: shows the user's one the dataset that was given."""
+    info = get_worker_info()
+    if info is not None:
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # it is frozen
+    if user_init is not None:
+        user_init(process)
+
+
+@contextmanager
+def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
+    """A block that borrows the generators that loading may draw from; what it gives seeds them.
+
+    These are torch's default generator, the ``torch.Generator`` attributes of ``holders``, and Python's and NumPy's,
+    which are the whole process's: in a thread that reads ahead these are left to the loop, and torch's default is the
+    thread's own. No lock is held, since a process may be forked from another thread at any time.
+    """
+    here = own_generator.get()
+    of_thread = None if here is None else here()
+    default, held = of_thread or torch.default_generator, generators_of(*holders)
+    states = [(generator, generator.get_state()) for generator in (default, *held)]
+    seeds = [generator.initial_seed() for generator in held]
+    pythons = random.getstate() if of_thread is None else None
+    numpys = numpy_state() if of_thread is None else {}
+    can_seed_numpy = numpys.get("bit_generator") == "MT19937"
+
+    def seed_all(seed: int) -> None:
+        default.manual_seed(seed)
+        for place, (generator, own) in enumerate(zip(held, seeds, strict=True)):
+            generator.manual_seed(derived_seed(seed, place, own))
+        if pythons is not None:
+            random.seed(seed)
+        if can_seed_numpy:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+
+    try:
+        yield seed_all
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        if pythons is not None:
+            random.setstate(pythons)
+        if can_seed_numpy:
+            sys.modules["numpy"].random.set_state(numpys)
