@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +32,11 @@ from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
+from lockstep.replicas.conditions import Conditions, conditions_of, joined
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices, laid_out
 
+_LOG = logging.getLogger("lockstep")
 START_TIMEOUT_S = 600.0
 
 
@@ -96,6 +100,33 @@ def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[i
     for worker, end in enumerate(ends):
         bounds.append(min(max(end, bounds[-1] + 1), replicas - (workers - 1 - worker)))
     return tuple(end - begin for begin, end in pairwise(bounds))
+
+
+def compare_machines(names: Sequence[str], kinds: Sequence[str], conditions: Sequence[Conditions]) -> str:
+    """One line about the first worker whose machine may compute other bits than the chief's; empty if none. Pure.
+
+    Args:
+        names: the workers' names.
+        kinds: the kind of each worker's devices, "CPU" or "GPU".
+        conditions: those of each worker.
+
+    Raises:
+        ClusterError: a worker has another kind of devices than the chief.
+    """
+    for name, kind, theirs in zip(names, kinds, conditions, strict=True):
+        if kind != kinds[0]:
+            raise ClusterError(
+                f"replicas= promises the same bits on every layout, but {names[0]} computes on a {kinds[0]} and {name} "
+                f"on a {kind}; choose devices of one kind on all workers, or leave replicas= out"
+            )
+        if found := [
+            f"{each} ({own}, {theirs.get(each)})" for each, own in conditions[0].items() if theirs.get(each) != own
+        ]:
+            return (
+                f"{names[0]} and {name} differ in {', '.join(found)}: the last bits of the training may depend on "
+                "which replicas each of them computes"
+            )
+    return ""
 
 
 class WorkerJob:
@@ -165,6 +196,20 @@ class WorkerJob:
         if self.workers.size > 1:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
+
+    def compare_machines(self) -> None:
+        """Compares what the bits depend on among workers. Every worker must call it; the chief warns.
+
+        Raises a ClusterError if they have different kinds of devices.
+        """
+        kind = joined(device.kind for device in self.devices)
+        own = [kind, conditions_of(self.devices, [self._threads or 1])]
+        with self._leaving_on_error():
+            gathered = self.workers.all_gather_bytes("what the bits depend on", json.dumps(own).encode())
+            kinds, conditions = zip(*map(json.loads, gathered), strict=True)
+            warning = compare_machines(self.workers.names, kinds, conditions)
+        if warning and self.workers.is_chief:
+            _LOG.warning(warning)
 
     def group(self, name: str, members: Sequence[int]) -> Communicator:
         """A communicator of ``members``, this worker among them, in ascending order. Each of them must ask for it."""
@@ -302,6 +347,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
             threads=threads,
         )
         seed = job.agree(seed, [f"threads_per_replica={threads}"])
+        if replicas is not None:
+            job.compare_machines()
         runner = job.make_runner(seed, first_replica=job.workers.first_replica)
         super().__init__(job.devices, job.workers, runner, job.make_exchange)
 
