@@ -300,6 +300,6 @@ def _check_memory(devices: Sequence[LogicalDevice], parameters: Sequence[Sequenc
     each_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
     if replicas > 1 and replicas * each_mb > (free_mb := available_mb()):
         raise ConfigError(
-            f"{replicas} replicas of this process hold gradients of {each_mb:.0f} MB each, {replicas * each_mb:.0f} MB, "
-            f"and {free_mb:.0f} MB of memory are free; give fewer replicas, or more hosts"
+            f"{replicas} replicas of this process hold gradients of {each_mb:.0f} MB each, {replicas * each_mb:.0f} MB "
+            f"in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or more hosts"
         )
