@@ -208,13 +208,16 @@ class Checkpoint:
                 "saved under"
             )
         workers = self.workers
+        same_layout = (record.replicas, record.layout) == (workers.replicas, workers.layout)
         return SavedState(
             name=name,
             source=payload["path"],
             **payload["states"][name],
             weights=payload["weights"].get(name, {}),
             weights_in=payload["weight_paths"].get(name),
-            same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
+            same_layout=same_layout,
+            same_replicas=same_layout
+            or (record.layout == workers.layout == "" and sum(record.replicas) == workers.num_replicas),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],
             worker_index=workers.processes.index,

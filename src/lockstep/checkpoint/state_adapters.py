@@ -55,6 +55,7 @@ class SavedState:
     weights: Mapping[str, torch.Tensor]  # the tensors of a module's state_dict, if it is one
     weights_in: str | None  # the file or folder that has them, if they were not read
     same_layout: bool  # as many workers and replicas save and restore, and they divide the model alike
+    same_replicas: bool  # as many replicas save and restore, on any number of workers, and each is whole on one
     first_replica: int  # the index of this worker's first replica among those of all workers
     local_replicas: int  # the number of this worker's replicas
     worker_index: int  # the index of this process among those that save and restore
@@ -62,9 +63,13 @@ class SavedState:
 
     @property
     def own(self) -> Sequence[Any] | None:
-        """The local replicas' items, in order; None on another layout."""
-        local = slice(self.first_replica, self.first_replica + self.local_replicas)
-        return self.replicas[local] if self.same_layout else None
+        """The local replicas' items, in order; None with another number of replicas."""
+        return self.replicas[self.local] if self.same_replicas else None
+
+    @property
+    def local(self) -> slice:
+        """Which of the replicas of all workers are this worker's."""
+        return slice(self.first_replica, self.first_replica + self.local_replicas)
 
     @property
     def worker(self) -> Any:
@@ -85,7 +90,7 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def load(self, saved: SavedState) -> None:
-        """Loads ``saved``. On another layout, all replicas or workers get what fits all of them."""
+        """Loads ``saved``. With other replicas or workers than it is from, all of them get what fits all."""
 
 
 @runtime_checkable
@@ -156,7 +161,7 @@ class ModuleAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        """Loads the weights. Each replica gets its own buffers back; on another layout all get the averages."""
+        """Loads the weights. Each replica gets its own buffers back; of another number all get the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         averages = _averages(saved.replicas) if saved.replicas else {}  # a sharded module has them in its weights
         buffers = saved.own or [averages] * len(self._module.copies)
@@ -213,7 +218,7 @@ class VariableAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        """Each replica gets its own value back. On another layout a read outside of replicas gives the same."""
+        """Each replica gets its own value back. With other replicas, a read outside of them gives the same."""
         if saved.own is not None:
             for value, before in zip(self._variable.values, saved.own, strict=True):
                 value.copy_(before)
@@ -274,17 +279,26 @@ class RngAdapter(StateAdapter):
         ours, theirs = len(self._generators.states()), len(saved.worker["replicas"])
         if saved.same_layout and ours != theirs:
             raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
+        if saved.same_replicas and ours != len(self._own(saved)):
+            raise DamagedStateError(f"random numbers of {len(self._own(saved))} of this worker's {ours} replicas")
 
     def load(self, saved: SavedState) -> None:
-        """Restores all of them. On another layout the replicas' are derived anew, and each process gets the chief's."""
+        """Restores all of them. With other replicas theirs are derived anew; another process gets the chief's."""
         set_random_state(None, saved.worker["process"])
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        if saved.same_layout:
-            self._generators.set_states(saved.worker["replicas"])
+        if saved.same_replicas:
+            self._generators.set_states(self._own(saved))
         else:
             self._generators.derive(saved.step)
+
+    def _own(self, saved: SavedState) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The states of the local replicas."""
+        if saved.same_layout:
+            own: Sequence[Mapping[str, torch.Tensor]] = saved.worker["replicas"]
+            return own
+        return [state for worker in saved.workers for state in worker["replicas"]][saved.local]
 
 
 # ---- optimizers' states by the names of parameters. Their numbers follow the order in which an optimizer got them: one
