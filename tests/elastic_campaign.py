@@ -8,6 +8,7 @@ Workers are killed wherever they are: while they start, train, save or end.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,7 @@ PROGRAM = Path(__file__).parent / "programs" / "elastic_training.py"
 STEP = re.compile(r"step (\d+) ([\d.]+)")
 LONGEST_PAUSE_S = 6.0  # between a step after a kill and the next kill
 LIMIT_S = 600.0
+_log = logging.getLogger("campaign")
 
 
 @dataclass(kw_only=True)
@@ -52,62 +55,98 @@ def workers_of(launcher: int) -> list[int]:
     return found
 
 
+class Killer:
+    """Kills some of a launcher's workers, a while after the training has gone on."""
+
+    def __init__(self, launcher: int, run: Run, *, kills: int, seed: int) -> None:
+        self._launcher, self._run, self._kills = launcher, run, kills
+        self._random = random.Random(seed)
+        self._killed_at: float | None = None  # by ``time.time``
+        self._due_s: float | None = None  # by ``time.monotonic``
+
+    @property
+    def wait_s(self) -> float:
+        """How long there is nothing to do."""
+        return 1.0 if self._due_s is None else max(0.0, self._due_s - time.monotonic())
+
+    def hear(self, ended_at: float) -> None:
+        """A step has ended at that time."""
+        if self._killed_at is not None:
+            if ended_at < self._killed_at + 0.5:
+                return  # it is the step that was cut short
+            self._run.to_next_step_s.append(ended_at - self._killed_at)
+            self._killed_at = None
+        if self._due_s is None and len(self._run.killed) < self._kills:
+            self._due_s = time.monotonic() + self._random.uniform(0, LONGEST_PAUSE_S)
+
+    def strike(self) -> None:
+        """Kills, if it is time, one to three workers, but never all."""
+        if self._due_s is None or time.monotonic() < self._due_s:
+            return
+        present, number = workers_of(self._launcher), self._random.randint(1, 3)
+        if len(present) <= number:
+            return
+        for pid in self._random.sample(present, number):
+            os.kill(pid, signal.SIGKILL)
+        self._run.killed.append(number)
+        self._killed_at, self._due_s = time.time(), None
+
+
 def train(folder: Path, *, steps: int, workers: str, kills: int, seed: int) -> Run:
     """Trains to the end, and kills workers at most so often on the way."""
-    chosen, run = random.Random(seed), Run()
-    words = ["run", "--workers", workers, str(PROGRAM), str(steps), f"backup-{seed}"]
-    if ":" in workers:
-        words[1:1] = ["--rejoin-s", "3"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=(folder / f"errors-{seed}.txt").open("w"),
-    )
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    selector = selectors.DefaultSelector()
-    selector.register(process.stdout, selectors.EVENT_READ)
-    end_s = time.monotonic() + LIMIT_S
-    killed_at = due_s = None
-    partial = ""
+    run = Run()
+    words = ["--workers", workers, *(["--rejoin-s", "3"] if ":" in workers else []), str(PROGRAM), str(steps)]
+    errors = folder / f"errors-{seed}.txt"
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.cli", "run", *words, f"backup-{seed}"],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=file,
+        )
+    killer = Killer(process.pid, run, kills=kills, seed=seed)
     try:
-        while time.monotonic() < end_s:
-            wait_s = 1.0 if due_s is None else max(0.0, due_s - time.monotonic())
-            ready = selector.select(wait_s)
-            if ready and not (read := process.stdout.read(1 << 16) or b""):
-                break
-            *lines, partial = (partial + (read.decode() if ready else "")).split("\n")
-            for line in lines:
-                if step := STEP.match(line):
-                    if killed_at is not None and float(step[2]) > killed_at + 0.5:  # not of the step that was cut short
-                        run.to_next_step_s.append(float(step[2]) - killed_at)
-                        killed_at = None
-                    if killed_at is None and due_s is None and len(run.killed) < kills:
-                        due_s = time.monotonic() + chosen.uniform(0, LONGEST_PAUSE_S)
-                elif line.startswith("fingerprint "):
-                    run.fingerprint = line.split()[1]
-            if due_s is not None and time.monotonic() >= due_s:
-                present = workers_of(process.pid)
-                number = chosen.randint(1, 3)
-                if len(present) > number:
-                    for pid in chosen.sample(present, number):
-                        os.kill(pid, signal.SIGKILL)
-                    run.killed.append(number)
-                    killed_at, due_s = time.time(), None
-        run.exit_code = process.wait(60)
+        for line in lines_of(process, killer):
+            if step := STEP.match(line):
+                killer.hear(float(step[2]))
+            elif line.startswith("fingerprint "):
+                run.fingerprint = line.split()[1]
+        run.exit_code = process.wait(LIMIT_S)
     finally:
         process.kill()
         process.wait()
-        selector.close()
-        process.stdout.close()
-    said = (folder / f"errors-{seed}.txt").read_text().splitlines()
-    run.said = [line for line in said if line.startswith("lockstep: ")]
+    run.said = [line for line in errors.read_text().splitlines() if line.startswith("lockstep: ")]
     return run
 
 
+def lines_of(process: subprocess.Popen[bytes], killer: Killer) -> Iterator[str]:
+    """What the process prints, to its end; meanwhile the killer strikes when it is time."""
+    assert process.stdout is not None
+    end_s, partial = time.monotonic() + LIMIT_S, ""
+    with process.stdout, selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < end_s:
+            if selector.select(killer.wait_s):
+                if not (read := os.read(process.stdout.fileno(), 1 << 16)):
+                    return
+                *lines, partial = (partial + read.decode()).split("\n")
+                yield from lines
+            killer.strike()
+
+
+def summary(runs: Sequence[Run], expected: str) -> str:
+    """The figures of a campaign."""
+    times = sorted(each for run in runs for each in run.to_next_step_s)
+    kills, workers = sum(len(run.killed) for run in runs), sum(sum(run.killed) for run in runs)
+    equal = sum(run.fingerprint == expected for run in runs)
+    return (
+        f"{kills} kills of {workers} workers in {len(runs)} trainings, {equal} of them bit-equal; from a kill to the "
+        f"next step: median {median(times):.1f} s, longest {times[-1]:.1f} s; load {os.getloadavg()[0]:.0f}"
+    )
+
+
 def main() -> int:
-    """Prints a line for each training, and the figures."""
+    """Logs a line for each training, and the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=400, help="global batches of each training")
@@ -116,25 +155,20 @@ def main() -> int:
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
         undisturbed = train(Path(name), steps=asked.steps, workers="1", kills=0, seed=-1)
-        print(f"undisturbed, one worker: {undisturbed.fingerprint}", flush=True)
+        _log.info("undisturbed, one worker: %s", undisturbed.fingerprint)
         while (kills := sum(len(run.killed) for run in runs)) < asked.kills:
             seed = asked.seed + len(runs)
             run = train(Path(name), steps=asked.steps, workers="1:4", kills=asked.kills - kills, seed=seed)
             runs.append(run)
-            load = os.getloadavg()[0]
-            print(
-                f"seed {seed}: {run.fingerprint} exit {run.exit_code}, killed {run.killed}, to the next step "
-                f"{[round(each, 1) for each in run.to_next_step_s]} s, {len(run.said) - 1} restarts, load {load:.0f}",
-                flush=True,
-            )
+            times = ", ".join(f"{each:.1f}" for each in run.to_next_step_s)
+            _log.info("seed %d: %s, killed %s, to the next step %s s", seed, run.fingerprint, run.killed, times)
             if run.fingerprint != undisturbed.fingerprint:
-                print(*run.said, sep="\n")
-    times = sorted(each for run in runs for each in run.to_next_step_s)
-    equal = sum(run.fingerprint == undisturbed.fingerprint for run in runs)
-    print(f"{sum(len(run.killed) for run in runs)} kills of {sum(sum(run.killed) for run in runs)} workers in {len(runs)}")
-    print(f"trainings; {equal} ended bit-equal; to the next step: median {median(times):.1f} s, longest {times[-1]:.1f} s")
-    return 0 if equal == len(runs) else 1
+                _log.error("%s", "\n".join(run.said))
+    _log.info("%s", summary(runs, undisturbed.fingerprint))
+    equal = all(run.fingerprint == undisturbed.fingerprint for run in runs)
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.exit(main())

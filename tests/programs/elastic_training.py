@@ -1,6 +1,7 @@
 """A training of four replicas with dropout and Adam, on as many workers as there are, that says when each step ends.
 
-python elastic_training.py STEPS BACKUP: the global batches to train, and the folder of the backups, one in ten batches.
+python elastic_training.py STEPS BACKUP [alone]: the global batches to train, the folder of the backups, of which there
+is one every ten batches, and whether to train with a ``MirroredStrategy`` in one process.
 """
 
 import sys
@@ -26,7 +27,8 @@ class Say(ls.Callback):
 
 
 torch.manual_seed(0)
-strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], replicas=4, threads_per_replica=1, seed=0)
+kind = ls.MirroredStrategy if "alone" in sys.argv else ls.MultiWorkerMirroredStrategy
+strategy = kind(["cpu:0"], replicas=4, threads_per_replica=1, seed=0)
 with strategy.scope():
     network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4))
     model = ls.Model(network)

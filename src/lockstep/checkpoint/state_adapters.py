@@ -1,7 +1,7 @@
 """State adapters: how each kind of thing in a Checkpoint gives its state, checks a saved state, and loads it.
 
 State that is equal on all workers is saved once. What each replica has of its own (buffers, values of variables) goes
-back to it if the layout is the same. On another layout it is combined as the kind of thing requires.
+back to it if there are as many. With another number of replicas it is combined as the kind of thing requires.
 """
 
 from __future__ import annotations
