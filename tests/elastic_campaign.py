@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,13 +45,10 @@ class Run:
 def workers_of(launcher: int) -> list[int]:
     """The processes of the workers that a launcher has at the moment."""
     found = []
-    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in children.read_text().split():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except FileNotFoundError:  # it has ended meanwhile
-                continue
-            if b"lockstep.launch.worker" in command:
+    # torch's agent starts all of them in its main thread.
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if b"lockstep.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
 
