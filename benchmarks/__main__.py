@@ -24,6 +24,7 @@ SUITES: Mapping[str, tuple[str, str]] = {
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),
     "layouts": ("benchmarks.suites.layouts", "each worker's memory by layout of a sharded model, beside the estimate"),
+    "control": ("benchmarks.suites.control", "how jobs of up to 1,024 members start, beat and notice a loss"),
     "gpu": ("benchmarks.gpu.suite", "one CUDA GPU: its tests, its rates, and our step beside others, in ten minutes"),
 }
 NOTHING_TO_RUN = 77  # Automake and Meson take this exit code for a skipped test.

@@ -43,6 +43,11 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named",
         "test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores",
     ),
+    "membership/test_many_members.py": (
+        "test_only_the_chief_reads_every_heartbeat",
+        "test_what_is_equal_for_all_takes_no_room",
+        "test_of_many_names_the_first_are_shown",
+    ),
     "membership/test_rendezvous.py": (
         "test_all_come_in_any_order_and_know_of_each_other",
         "test_a_process_of_another_job_is_refused_and_disturbs_nobody",

@@ -6,12 +6,15 @@ import atexit
 import logging
 import multiprocessing
 import os
+import queue
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -122,12 +125,34 @@ class Requests:
         self._warnings = warnings
         self._member: Membership | None = None
         self._called: list[tuple[str, str]] = []
+        self._many: list[Membership] = []
+        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def join(self) -> dict[str, Any]:
         settings = {"timeout_s": 30.0, "lost_after_s": LOST_AFTER_S} | self._settings
         self._member = join(ClusterSpec(**self._spec), **settings)
         self._member.subscribe(lambda error: self._called.append((threading.current_thread().name, str(error))))
         return {"names": self._member.names, "infos": self._member.infos, "address": self._member.address}
+
+    def join_as(self, ranks: Sequence[int]) -> None:
+        """Joins as several workers, each with threads and connections of its own."""
+        specs = [ClusterSpec(**self._spec, index=rank) for rank in ranks]
+        with ThreadPoolExecutor(len(specs)) as pool:
+            self._many = list(pool.map(lambda spec: join(spec, **self._settings), specs))
+        for member in self._many:
+            member.subscribe(lambda error: self._told.put(str(error)))
+
+    def told(self) -> list[str]:
+        """What all of these workers were told when one was lost."""
+        return [self._told.get(timeout=LIMIT_S) for _ in self._many]
+
+    def close_all(self) -> None:
+        with ThreadPoolExecutor(len(self._many)) as pool:
+            list(pool.map(Membership.close, self._many))
+
+    def limit_files(self, files: int) -> None:
+        """Lowers this process's limit of open files, which it may raise again."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     def wait(self, limit_s: float) -> str:
         """Waits as one does in a collective: looks again and again, and raises what it finds."""
@@ -168,6 +193,9 @@ class Requests:
 
     def doing(self, text: str) -> None:
         self.member.set_status(text)
+
+    def other_statuses(self) -> str:
+        return self.member.describe_other_statuses()
 
     def close(self) -> float:
         began = time.monotonic()

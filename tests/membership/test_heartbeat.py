@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.cluster.conftest import MakeMembers, Member
+    from tests.membership.conftest import MakeMembers, Member
 
 pytestmark = pytest.mark.workers
 
@@ -116,14 +117,15 @@ def test_the_first_cause_stays(members: MakeMembers):
     assert "the first" in errors.pop()
 
 
-def test_a_broken_connection_is_explained_sooner_than_silence_is(members: MakeMembers):
+@pytest.mark.parametrize("waiting_for_it", [(0, 2), (2,)])
+def test_a_broken_connection_is_explained_sooner_than_silence_is(members: MakeMembers, waiting_for_it: tuple[int, ...]):
     job = members(3, lost_after_s=10.0)
     assert job[0].do("wait", QUIET_S) == "nothing happened"
     at_s = job[1].send(signal.SIGKILL)
-    for member in (job[0], job[2]):
-        member.begin("explain", "Connection closed by peer [127.0.0.2]:4")
+    for index in waiting_for_it:
+        job[index].begin("explain", "Connection closed by peer [127.0.0.2]:4")
 
-    for index in (0, 2):
+    for index in waiting_for_it:
         said = job[index].answer()
         assert "worker 1 (127.0.0.2:" in said.error
         assert "is lost" in said.error
@@ -188,6 +190,17 @@ def test_one_who_fails_over_another_that_left_says_who_left(members: MakeMembers
     # It may have found so much itself by then.
     assert job[2].error("wait", 10.0).partition(" while ")[0] == error.partition(" while ")[0]
     assert all(text == error for _, text in job[2].do("called"))
+
+
+def test_what_others_are_doing_is_read_when_it_is_asked_for(members: MakeMembers):
+    job = members(3)
+    for member, text in zip(job, ("step 3", "step 4", "step 3"), strict=True):
+        member.do("doing", text)
+    assert job[0].do("wait", QUIET_S) == "nothing happened"
+
+    assert re.fullmatch(r"worker 1 \(127.0.0.2:\d+\) was last in step 4", job[0].do("other_statuses"))
+    assert re.fullmatch(r"worker 1 \(127.0.0.2:\d+\) was last in step 4", job[2].do("other_statuses"))
+    assert len(re.findall("was last in step 3", job[1].do("other_statuses"))) == 2
 
 
 def test_a_fork_of_a_member_is_none(members: MakeMembers):

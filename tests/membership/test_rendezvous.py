@@ -22,7 +22,7 @@ from lockstep.membership.membership import join
 from lockstep.membership.rendezvous import job_terms
 
 if TYPE_CHECKING:
-    from tests.cluster.conftest import MakeMembers, Member
+    from tests.membership.conftest import MakeMembers, Member
 
     Start = Callable[..., Member]
 

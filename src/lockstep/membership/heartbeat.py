@@ -1,4 +1,11 @@
-"""Who is still there: every worker writes a heartbeat to the store and reads the others'; silence is a loss.
+"""Who is still there: every worker writes a heartbeat to the store; silence is a loss.
+
+    chief          reads all heartbeats, and reports the worker that is silent
+    other workers  read the chief's, and report the chief
+    all            read the first failure report, and who ended first, beside them
+
+So a beat of N workers costs the store some 3 N short requests and one for N heartbeats, and no worker's cost but the
+chief's grows with N.
 
 Two threads: the thread of the ``StoreClient`` talks to the store and may hang with it. The monitor's own thread never
 does. It measures how long nothing was heard, so it also finds a chief that was stopped together with its store.
@@ -10,7 +17,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -18,9 +25,9 @@ from typing import NamedTuple
 from lockstep._torch_compat import Store
 from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import MESSAGE_LENGTH, FailureReport, JobStatus, describe_loss
-from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read
+from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read_all
 
-_BEATS_TO_LOSS, _BEATS_TO_SPREAD, _SHORTEST_BEAT_S = 15, 3, 0.1
+_BEATS_TO_LOSS, _BEATS_TO_SPREAD, _BEATS_TO_EXPLAIN, _SHORTEST_BEAT_S = 15, 3, 5, 0.1
 _QUICK_BEATS, _QUICK_LEAST_S = 4, 1.0
 _CLOSE_TIMEOUT_S = 10.0
 _LINGER_BEATS, _LINGER_LEAST_S, _LINGER_POLL_S = 3, 1.0, 0.02
@@ -37,6 +44,7 @@ class Heartbeat:
     status: str = ""  # what the worker is doing
     ended: bool = False  # it has left the job, or has reported why it ends
     acknowledged: bool = False  # it has read that the chief or the job has ended, so the store may go away
+    alarmed: bool = False  # its connection to another worker broke, so the chief is to find a silent one sooner
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -54,37 +62,33 @@ class Heartbeat:
 class _Peer:
     last: Heartbeat
     heard_s: float
-    ended_s: float | None = None
 
 
 class Peers:
-    """The last heartbeat of every worker, ``own`` among them, and when it came, in seconds on the caller's clock."""
+    """The last heartbeats of the workers ``ranks``, and when each came, in seconds on the caller's clock."""
 
-    def __init__(self, count: int, own: int, now_s: float) -> None:
-        self._peers = [_Peer(Heartbeat(), heard_s=now_s) for _ in range(count)]
-        self._others = {rank: peer for rank, peer in enumerate(self._peers) if rank != own}
+    def __init__(self, ranks: Iterable[int], now_s: float) -> None:
+        self._peers = {rank: _Peer(Heartbeat(), heard_s=now_s) for rank in ranks}
 
     def update(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
-        """Takes every worker's heartbeat as read now. Only a changed count is a sign of life."""
-        for peer, heartbeat in zip(self._peers, heartbeats, strict=True):
+        """Takes the heartbeats of all of them, as read now. Only a changed count is a sign of life."""
+        for peer, heartbeat in zip(self._peers.values(), heartbeats, strict=True):
             if heartbeat.count != peer.last.count:
                 peer.heard_s = now_s
-            if heartbeat.ended and peer.ended_s is None:
-                peer.ended_s = now_s
             peer.last = heartbeat
 
     def excuse(self, seconds: float) -> None:
         """Does not count a time in which nobody could be heard as silence."""
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.heard_s += max(0.0, seconds)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a worker has said that it ends."""
-        return self._peers[rank].ended_s is not None
+        """Whether a worker has said that it ends; False for one that is not watched."""
+        return rank in self._peers and self._peers[rank].last.ended
 
     def longest_silent(self, now_s: float, patience_s: float) -> tuple[int, float] | None:
         """The worker that was silent longest, of those that go on, and for how long, if longer than ``patience_s``."""
-        silences = [(now_s - peer.heard_s, rank) for rank, peer in self._others.items() if peer.ended_s is None]
+        silences = [(now_s - peer.heard_s, rank) for rank, peer in self._peers.items() if not peer.last.ended]
         silence_s, rank = max(silences, default=(0.0, -1))
         return (rank, silence_s) if silence_s > patience_s else None
 
@@ -92,18 +96,13 @@ class Peers:
         """What a worker was doing at its last heartbeat."""
         return self._peers[rank].last.status
 
-    def other_statuses(self, than: str) -> dict[int, str]:
-        """The last status of every other worker that is another than this one."""
-        return {rank: peer.last.status for rank, peer in self._others.items() if peer.last.status != than}
-
-    def first_ended(self, now_s: float, grace_s: float) -> int | None:
-        """The worker that ended first, at least ``grace_s`` ago."""
-        ended = [(peer.ended_s, rank) for rank, peer in self._others.items() if peer.ended_s is not None]
-        return min((each for each in ended if now_s - each[0] >= grace_s), default=(0.0, None))[1]
+    def any_alarmed(self) -> bool:
+        """Whether a connection of one of them broke."""
+        return any(peer.last.alarmed for peer in self._peers.values())
 
     def all_acknowledged(self, but: Collection[int]) -> bool:
-        """Whether all others, without the ranks in ``but``, have ended or know that this worker or the job has."""
-        lasts = [peer.last for rank, peer in self._others.items() if rank not in but]
+        """Whether all, without the ranks in ``but``, have ended or know that this worker or the job has."""
+        lasts = [peer.last for rank, peer in self._peers.items() if rank not in but]
         return all(last.ended or last.acknowledged for last in lasts)
 
 
@@ -133,12 +132,15 @@ class _Exchange(NamedTuple):
     """What one exchange with the store read."""
 
     failure: str
-    heartbeats: tuple[Heartbeat, ...]
+    ended: str  # the first worker that ended normally, as in the store
+    heartbeats: tuple[Heartbeat, ...]  # of the watched workers
     acknowledged: bool  # whether it wrote that this worker knows of an end
 
 
 class HeartbeatMonitor:
-    """Sends this worker's heartbeat and watches all others'. It closes the client of the store in the end.
+    """Sends this worker's heartbeat, and watches all others' as the chief, else the chief's.
+
+    It closes the client of the store in the end.
 
     ``names`` are the workers' names in messages, in rank order; ``launcher`` is that of the launcher that serves the
     store, None if worker 0 serves it. ``status``, what this worker is doing, goes out with the next heartbeat.
@@ -158,18 +160,22 @@ class HeartbeatMonitor:
         self._lost_after_s = lost_after_s
         self._launcher = launcher
         self._beat_s = max(_SHORTEST_BEAT_S, lost_after_s / _BEATS_TO_LOSS)
-        # The finder takes a beat to notice and the others one to read of it: all have ended within lost_after_s.
+        # The finder takes a beat to hear nothing and one to notice, and the others one to read of it: all have ended
+        # within lost_after_s.
         self._patience_s = lost_after_s - _BEATS_TO_SPREAD * self._beat_s
         self._quick_s = min(self._patience_s, max(_QUICK_LEAST_S, _QUICK_BEATS * self._beat_s))
         self.job = JobStatus()
         self.status = "the start of the job"
         self._count = 0
         self._ended = self._acknowledged = False
+        self._first_ended = ""  # the first worker that ended normally, as in the store
+        self._first_ended_s = 0.0  # when this worker read so
         self._chief_ended = False  # and all that matters of it has been read and acknowledged
         self._store_lost = False
-        self._alarmed = False  # a connection broke: silence counts sooner
+        self._alarmed = False  # a connection broke, here or seen from the chief anywhere: silence counts sooner
         self._clock = ActiveClock(2 * self._beat_s)
-        self.peers = Peers(len(names), rank, 0.0)
+        self._watched = range(1, len(names)) if rank == 0 else (0,)
+        self._peers = Peers(self._watched, 0.0)
         self._exchange: Future[_Exchange] | None = None
         self._exchanges = 0
         self._last_exchange_s = 0.0
@@ -189,8 +195,8 @@ class HeartbeatMonitor:
         """Why a connection between workers broke. Waits until it is known: a few beats for a worker that was killed."""
         name = self._names[self._rank]
         self._alarmed = True
-        # From now on a silent worker is found after ``quick_s``.
-        until = time.monotonic() + self._quick_s + _BEATS_TO_SPREAD * self._beat_s
+        # The chief reads of the alarm, and from then on finds a silent worker after ``quick_s``.
+        until = time.monotonic() + self._quick_s + _BEATS_TO_EXPLAIN * self._beat_s
         seen = self._exchanges
         while time.monotonic() < until:
             # A worker that ended wrote so before its connections broke: the next exchange reads it. There is no next
@@ -205,6 +211,16 @@ class HeartbeatMonitor:
             f"{_GLOO_NOISE.sub('', ' '.join(str(broken).split()))[:MESSAGE_LENGTH]}"
         )
         return self.fail(FailureReport(worker=self._rank, reporter=self._rank, reason=reason)).error()
+
+    def read_statuses(self) -> dict[int, str]:
+        """What every other worker was doing at its last heartbeat; empty if the store does not answer."""
+        others = [rank for rank in range(len(self._names)) if rank != self._rank]
+        keys = [self._keys.heartbeat(rank) for rank in others]
+        try:
+            texts = self._client.call(lambda store: read_all(store, keys), self._quick_s)
+        except (StoreBrokenError, StoreSilentError):
+            return {}
+        return {rank: Heartbeat.from_json(text).status for rank, text in zip(others, texts, strict=True)}
 
     def fail(self, report: FailureReport) -> FailureReport:
         """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
@@ -243,13 +259,20 @@ class HeartbeatMonitor:
         self._find_lost()
 
     def _exchange_with(self, store: Store) -> _Exchange:
-        """Writes this worker's heartbeat and reads all. Runs in the client's thread."""
+        """Writes this worker's heartbeat and reads what concerns it. Runs in the client's thread."""
         self._count += 1
-        own = Heartbeat(count=self._count, status=self.status, ended=self._ended, acknowledged=self._acknowledged)
+        own = Heartbeat(
+            count=self._count,
+            status=self.status,
+            ended=self._ended,
+            acknowledged=self._acknowledged,
+            alarmed=self._alarmed,
+        )
         store.set(self._keys.heartbeat(self._rank), own.to_json())
-        failure = read(store, self._keys.failure)
-        texts = store.multi_get([self._keys.heartbeat(rank) for rank in range(len(self._names))])
-        return _Exchange(failure, tuple(Heartbeat.from_json(text.decode()) for text in texts), own.acknowledged)
+        failure, ended, *heartbeats = read_all(
+            store, [self._keys.failure, self._keys.ended, *map(self._keys.heartbeat, self._watched)]
+        )
+        return _Exchange(failure, ended, tuple(map(Heartbeat.from_json, heartbeats)), own.acknowledged)
 
     def _take(self, done: Future[_Exchange]) -> None:
         try:
@@ -259,13 +282,16 @@ class HeartbeatMonitor:
             return
         now_s = self._clock.now_s
         # Nobody could be heard while the store itself did not answer.
-        self.peers.excuse(now_s - self._last_exchange_s - 2 * self._beat_s)
-        self.peers.update(result.heartbeats, now_s)
+        self._peers.excuse(now_s - self._last_exchange_s - 2 * self._beat_s)
+        self._peers.update(result.heartbeats, now_s)
         self._last_exchange_s = now_s
         self._exchanges += 1
+        self._alarmed |= self._rank == 0 and self._peers.any_alarmed()
+        if result.ended and not self._first_ended:
+            self._first_ended, self._first_ended_s = result.ended, now_s
         if result.failure:
             self.job.fail(FailureReport.from_json(result.failure))
-        chief_ended = self._launcher is None and self._rank != 0 and self.peers.has_ended(0)
+        chief_ended = self._launcher is None and self._peers.has_ended(0)
         self._chief_ended = chief_ended and result.acknowledged
         self._acknowledged = chief_ended or self.job.failure is not None
 
@@ -276,10 +302,10 @@ class HeartbeatMonitor:
         patience_s = self._quick_s if self._alarmed else self._patience_s
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
-        elif (lost := self.peers.longest_silent(now_s, patience_s)) is not None:
+        elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
             rank, silence_s = lost
             how = f"no heartbeat for {silence_s:.1f} s"
-            reason = describe_loss(self._names[rank], how, self.peers.status(rank))
+            reason = describe_loss(self._names[rank], how, self._peers.status(rank))
             report = FailureReport(worker=rank, reporter=self._rank, reason=reason)
             self.job.fail(self._publish(report, self._beat_s))
 
@@ -291,12 +317,12 @@ class HeartbeatMonitor:
                 f"{self._launcher}, which serves the job's store, is lost: {how}. "
                 "It has ended, or the network to it failed; look at its output"
             )
-        elif self.peers.has_ended(0):
+        elif self._peers.has_ended(0):
             self._chief_ended = True
             return
         else:
             name = f"{self._names[0]}, which serves the job's store,"
-            reason = describe_loss(name, how, self.peers.status(0))
+            reason = describe_loss(name, how, self._peers.status(0) if self._rank else self.status)
         self.job.fail(FailureReport(worker=0, reporter=self._rank, reason=reason))
 
     def _publish(self, report: FailureReport, timeout_s: float) -> FailureReport:
@@ -313,13 +339,12 @@ class HeartbeatMonitor:
             return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
             return ClusterError(f"{name} has left the job{addition}")
-        ended = None if grace_s is None else self.peers.first_ended(self._clock.now_s, grace_s)
-        if ended is None:
+        if not self._first_ended or grace_s is None or self._clock.now_s - self._first_ended_s < grace_s:
             return None
-        status = self.peers.status(ended)
+        ended, _, status = self._first_ended.partition(" ")
         last = f" (last status: {status})" if status else ""
         return WorkerEndedError(
-            f"{self._names[ended]} has ended while {name} still waits for it{last}{addition}; "
+            f"{self._names[int(ended)]} has ended while {name} still waits for it{last}{addition}; "
             "every worker must run the same number of steps and make the same calls"
         )
 
@@ -329,13 +354,15 @@ class HeartbeatMonitor:
         until = time.monotonic() + (_LINGER_BEATS * self._beat_s + _LINGER_LEAST_S if lingers else self._beat_s)
         pause = threading.Event()
         try:
+            ended = f"{self._rank} {self.status}"
+            self._client.submit(lambda store: store.compare_set(self._keys.ended, "", ended))
             while True:
                 result = self._client.call(self._exchange_with, until - time.monotonic())
-                self.peers.update(result.heartbeats, self._clock.now_s)
+                self._peers.update(result.heartbeats, self._clock.now_s)
                 if result.failure:
                     self.job.fail(FailureReport.from_json(result.failure), notify=False)
                 lost = self.job.failure.worker if self.job.failure is not None else self._rank
-                if not lingers or self.peers.all_acknowledged({lost}) or time.monotonic() > until:
+                if not lingers or self._peers.all_acknowledged({lost}) or time.monotonic() > until:
                     return
                 pause.wait(_LINGER_POLL_S)
         except (StoreBrokenError, StoreSilentError):

@@ -20,7 +20,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines
 from lockstep.membership.heartbeat import HeartbeatMonitor, WorkerEndedError
-from lockstep.membership.rendezvous import JoinResult, join_job
+from lockstep.membership.rendezvous import JoinResult, join_job, join_names
 
 T = TypeVar("T")
 
@@ -165,8 +165,9 @@ class Membership:
 
     def describe_other_statuses(self) -> str:
         """What other workers were last doing if it differs from this worker: "worker 1 was last in step 3"."""
-        found = self._monitor.peers.other_statuses(self._monitor.status)
-        return ", ".join(f"{self.names[rank]} was last in {status}" for rank, status in found.items())
+        found = self._monitor.read_statuses().items()
+        other = [f"{self.names[rank]} was last in {status}" for rank, status in found if status != self._monitor.status]
+        return join_names(other)
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. All workers keep the first cause of a job's end."""

@@ -3,12 +3,17 @@
     chief          opens a run, and waits until all ranks are registered; again, to see who still lives; completes it
     other workers  register their ``WorkerInfo`` in the newest run, until it is complete
 
+A registration appends the rank to a list, so the chief reads each info once. Another worker makes one request a look,
+and reads all infos once, compressed: what is equal for all of them takes no room.
+
 A process that registers replaces an earlier one of its rank. A store that goes away is looked for again until the
 deadline: the chief may have been started anew.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import ipaddress
 import json
 import os
@@ -16,8 +21,9 @@ import secrets
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, TypeVar
 
@@ -40,6 +46,7 @@ from lockstep.membership.store import (
     find_store,
     listen,
     read,
+    read_all,
     run_key,
     serve_store,
 )
@@ -49,10 +56,12 @@ T = TypeVar("T")
 _FIRST_REPORT_S = 2.0
 _REPORT_EVERY_S = 5.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
+_POLLING_WORKERS = 128  # more of them look less often, so that the store has no more to do
 _ANSWER_TIMEOUT_S = 1.0
 _LINGER_S = 1.0  # for the others to read why the rendezvous ended, before the store goes away
 _PORT_FREED_S = 5.0
 _JOB_LENGTH = 300
+_SHOWN_NAMES = 8
 _NOT_OPENED = "its store is there, but it has not opened the job yet"
 
 
@@ -74,7 +83,7 @@ class Deadline:
             self._report(f"{self._who} waits for {missing}; {self._end - now:.0f} s left")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
     """What a worker tells the others at the rendezvous."""
 
@@ -115,7 +124,7 @@ def job_terms(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
         "lockstep": own_version,
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "number of workers": str(spec.num_workers),
-        "workers": ", ".join(spec.workers),
+        "workers": _describe_workers(spec.workers),
         "lost_after_s": f"{lost_after_s:g}",
     }
 
@@ -135,6 +144,23 @@ def find_disagreement(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, st
                 f"are on {mine.host} and {theirs.host}; give its address in the network, or correct its /etc/hosts"
             )
     return ""
+
+
+def infos_to_text(infos: Sequence[WorkerInfo]) -> str:
+    """All infos in rank order, compressed, without what only the rendezvous itself needs."""
+    plain = json.dumps([asdict(replace(info, token="", terms={})) for info in infos])
+    return base64.b85encode(zlib.compress(plain.encode())).decode()
+
+
+def infos_from_text(text: str) -> tuple[WorkerInfo, ...]:
+    """The infos that ``infos_to_text`` wrote."""
+    return tuple(WorkerInfo(**info) for info in json.loads(zlib.decompress(base64.b85decode(text))))
+
+
+def join_names(names: Sequence[str]) -> str:
+    """A list for a message, which names the first few of many."""
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_SHOWN_NAMES])} and {more} more"
 
 
 class JoinResult(NamedTuple):
@@ -207,9 +233,13 @@ class _Rendezvous:
             info=dict(info),
             terms=job_terms(spec, lost_after_s),
         )
+        self._info_text = self._info.to_json()
         self._client = StoreClient(address.connect)
         self._run = ""  # in which this process has registered
-        self._told = "", ""  # the run and the missing workers that the chief has written down
+        # What the chief knows of the run:
+        self._arrived: dict[int, WorkerInfo] = {}
+        self._arrivals_read = 0  # entries of the list of arrivals
+        self._told = ""  # the missing workers that it has written down
 
     def join(self) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
         """Returns what a ``JoinResult`` has of this attempt.
@@ -237,14 +267,14 @@ class _Rendezvous:
 
     def _claim_store(self, store: Store) -> None:
         """Makes sure that the store belongs to this job, and changes nothing in another job's."""
-        mine = json.dumps({"job_id": self._spec.job_id, "workers": self._spec.workers})
+        mine = json.dumps({"job_id": self._spec.job_id, "workers": _describe_workers(self._spec.workers)})
         found = store.compare_set(OWNER_KEY, "", mine if self._own == 0 else "").decode()
         if not found:
             raise StoreBrokenError(_NOT_OPENED)
         owner = json.loads(found)
         if owner["job_id"] != self._spec.job_id:
             raise ClusterError(
-                f"{self._spec.name(self._own)} belongs to {_describe_job(self._spec.job_id, self._spec.workers)}, but "
+                f"{self._spec.name(self._own)} belongs to {_describe_job(**json.loads(mine))}, but "
                 f"the store at {self._spec.workers[0]} belongs to {_describe_job(**owner)}. Give all workers of a job "
                 "the same cluster and job id, and each job its port"
             )
@@ -255,9 +285,8 @@ class _Rendezvous:
         try:
             for _ in range(2):  # who registers a second time is still there
                 self._run = self._call(self._open_run)
-                infos = self._repeat(self._poll_ranks, "start them all, or look at why they ended")
-            complete = json.dumps([asdict(info) for info in infos])
-            self._call(lambda store: store.set(StoreKeys(self._spec, self._run).complete, complete))
+                infos = self._repeat(self._poll_arrivals, "start them all, or look at why they ended")
+            self._call(lambda store: store.set(StoreKeys(self._spec, self._run).complete, infos_to_text(infos)))
         except (StoreBrokenError, StoreSilentError):
             raise
         except BaseException as error:
@@ -269,28 +298,30 @@ class _Rendezvous:
         """Opens a run, which has keys of its own: a launcher's store may have seen others."""
         before = read(store, run_key(self._spec))
         run = str(int(before or "0") + 1)
-        keys = StoreKeys(self._spec, run)
-        store.set(keys.rank(0), self._info.to_json())
+        StoreKeys(self._spec, run).open(store, self._info_text)
+        self._arrived, self._arrivals_read, self._told = {}, 0, ""
         if store.compare_set(run_key(self._spec), before, run).decode() != run:
             raise StoreBrokenError("another process opens the job at the same moment")
         return run
 
-    def _poll_ranks(self, store: Store) -> tuple[WorkerInfo, ...] | str:
-        if read(store, run_key(self._spec)) != self._run:
-            raise ClusterError(f"another process is {self._spec.name(0)} too; give every process its own index")
+    def _poll_arrivals(self, store: Store) -> tuple[WorkerInfo, ...] | str:
         keys = StoreKeys(self._spec, self._run)
-        missing = [rank for rank in range(self._spec.num_workers) if not store.check([keys.rank(rank)])]
-        present = [keys.rank(rank) for rank in range(self._spec.num_workers) if rank not in missing]
-        infos = tuple(map(WorkerInfo.from_json, store.multi_get(present)))
-        for info in infos:
+        run, arrivals = read_all(store, [run_key(self._spec), keys.arrivals])
+        if run != self._run:
+            raise ClusterError(f"another process is {self._spec.name(0)} too; give every process its own index")
+        new = arrivals.split()[self._arrivals_read :]
+        self._arrivals_read += len(new)
+        for info in map(WorkerInfo.from_json, read_all(store, [keys.rank(rank) for rank in sorted(map(int, new))])):
             names = (self._spec.name(0), f"{self._spec.noun} {info.rank} ({info.process})")
             if reason := find_disagreement(self._info, info, names):
                 raise ClusterError(reason)
-        names_missing = ", ".join(map(self._spec.name, missing))
-        if self._told != (self._run, names_missing):
-            store.set(keys.missing, names_missing)
-            self._told = self._run, names_missing
-        return names_missing or infos
+            self._arrived[info.rank] = info
+        ranks = range(self._spec.num_workers)
+        missing = join_names([self._spec.name(rank) for rank in ranks if rank not in self._arrived])
+        if self._told != missing:
+            store.set(keys.missing, missing)
+            self._told = missing
+        return missing or tuple(self._arrived[rank] for rank in ranks)
 
     def _give_up(self, error: BaseException) -> None:
         """Ends the rendezvous for all workers that are there."""
@@ -308,29 +339,41 @@ class _Rendezvous:
     # ---- the other workers
 
     def _poll(self, store: Store) -> tuple[WorkerInfo, ...] | str:
-        own, run = self._own, read(store, run_key(self._spec))
+        if not self._run:
+            return self._register(store, read(store, run_key(self._spec)))
+        own, keys = self._own, StoreKeys(self._spec, self._run)
+        run, holder, missing, complete, failure = read_all(
+            store, [run_key(self._spec), keys.rank(own), keys.missing, keys.complete, keys.failure]
+        )
+        if run != self._run:
+            return self._register(store, run)
+        if failure:
+            raise FailureReport.from_json(failure).error()
+        if holder != self._info_text:
+            raise self._rank_taken(holder)
+        if complete:
+            chief = WorkerInfo.from_json(read(store, keys.rank(0)))
+            if reason := find_disagreement(chief, self._info, (self._spec.name(0), self._spec.name(own))):
+                raise ClusterError(reason)
+            return infos_from_text(complete)
+        return missing or f"{self._spec.name(0)} to begin"
+
+    def _register(self, store: Store, run: str) -> str:
+        """Registers this process in the run, the newest one, if that has not ended. Returns what it waits for."""
         if not run:
             raise StoreBrokenError(_NOT_OPENED)
-        keys = StoreKeys(self._spec, run)
-        complete, failure = read(store, keys.complete), read(store, keys.failure)
-        if not self._run and (complete or failure):
+        own, keys = self._own, StoreKeys(self._spec, run)
+        complete, failure = read_all(store, [keys.complete, keys.failure])
+        if failure and self._run:
+            raise FailureReport.from_json(failure).error()
+        if complete or failure:
             goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(own))).ended
             if goes_on and not self._spec.store_is_served:  # such a store lasts for one run
                 raise self._rank_taken(read(store, keys.rank(own)))
             return "the end of an earlier run of this job"
-        if failure:
-            raise FailureReport.from_json(failure).error()
-        if run != self._run and not complete:
-            store.set(keys.rank(own), self._info.to_json())
-            self._run = run
-        elif (holder := read(store, keys.rank(own))) != self._info.to_json():
-            raise self._rank_taken(holder)
-        elif complete:
-            infos = tuple(WorkerInfo(**info) for info in json.loads(complete))
-            if reason := find_disagreement(infos[0], self._info, (self._spec.name(0), self._spec.name(own))):
-                raise ClusterError(reason)
-            return infos
-        return read(store, keys.missing) or f"{self._spec.name(0)} to begin"
+        keys.register(store, own, self._info_text)
+        self._run = run
+        return f"{self._spec.name(0)} to begin"
 
     def _rank_taken(self, holder: str) -> ClusterError:
         process = WorkerInfo.from_json(holder).process
@@ -343,11 +386,15 @@ class _Rendezvous:
 
     def _repeat(self, poll: Callable[[Store], tuple[T, ...] | str], advice: str) -> tuple[T, ...]:
         """Polls until there is a result, before the deadline; a text says what is missing."""
-        pause, poll_s = threading.Event(), _SHORTEST_POLL_S
+        pause, run = threading.Event(), self._run
+        shortest_s, longest_s = poll_limits_s(1 if self._own == 0 else self._spec.num_workers)
+        poll_s = shortest_s
         while isinstance(found := self._call(poll), str):
             self._deadline.check(found, advice)
+            if run != self._run:  # everybody registers in it now: what comes next comes soon
+                run, poll_s = self._run, shortest_s
             pause.wait(poll_s)
-            poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
+            poll_s = min(1.2 * poll_s, longest_s)
         return found
 
     def _call(self, call: Callable[[Store], T]) -> T:
@@ -363,5 +410,19 @@ class _Rendezvous:
                 )
 
 
-def _describe_job(job_id: str, workers: Sequence[str]) -> str:
-    return f"job {job_id!r} with the workers {', '.join(workers)}"[:_JOB_LENGTH]
+def poll_limits_s(workers: int) -> tuple[float, float]:
+    """The shortest and the longest pause between two looks at the store, for each of so many ``workers``."""
+    share = max(1.0, workers / _POLLING_WORKERS)
+    return share * _SHORTEST_POLL_S, share * _LONGEST_POLL_S
+
+
+def _describe_workers(workers: Sequence[str]) -> str:
+    """The addresses; of a long list the beginning, and a number that another list does not have."""
+    text = ", ".join(workers)
+    if len(text) <= _JOB_LENGTH:
+        return text
+    return f"{text[:_JOB_LENGTH]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _describe_job(job_id: str, workers: str) -> str:
+    return f"job {job_id!r} with the workers {workers}"[:_JOB_LENGTH]

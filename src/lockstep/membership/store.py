@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import queue
+import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,7 @@ _PROBE_TIMEOUT_S = 2.0
 # Busy machines have taken more than 5 s to accept a second connection.
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _CLOSE_TIMEOUT_S = 1.0
+_OPEN_FILES = 65536
 
 
 class StoreBrokenError(Exception):
@@ -53,15 +55,33 @@ class StoreKeys:
 
     PREFIX/rank/0 ...        who came: the ``WorkerInfo`` of the last process that registered the rank
     PREFIX/heartbeat/0 ...   each worker's ``Heartbeat``, written again and again
+    PREFIX/arrivals          the ranks in the order in which they were registered, each followed by a space
     PREFIX/missing           the names of the workers that the chief still waits for
     PREFIX/complete          all infos, once every rank is registered and all agree
     PREFIX/failure           the ``FailureReport``, if the run ended early; the first one is kept
+    PREFIX/ended             the rank of the first worker that ended normally, a space, and its last status
+
+    A worker's own keys are there from its registration on, and the others, empty at first, before anyone learns of the
+    run. So nobody ever waits for a key, and one request reads several.
     """
 
     def __init__(self, spec: ClusterSpec, run: str) -> None:
         self.prefix = f"lockstep/{spec.job_id}/{spec.attempt}/{run}"
-        self.missing, self.complete = f"{self.prefix}/missing", f"{self.prefix}/complete"
-        self.failure = f"{self.prefix}/failure"
+        self.arrivals, self.missing = f"{self.prefix}/arrivals", f"{self.prefix}/missing"
+        self.complete, self.failure = f"{self.prefix}/complete", f"{self.prefix}/failure"
+        self.ended = f"{self.prefix}/ended"
+
+    def open(self, store: Store, info: str) -> None:
+        """Prepares the run, as its chief, who registers with this ``info``."""
+        for key in (self.arrivals, self.missing, self.complete, self.failure, self.ended):
+            store.set(key, "")
+        self.register(store, 0, info)
+
+    def register(self, store: Store, rank: int, info: str) -> None:
+        """Registers the process with this ``info`` as worker ``rank``, instead of any earlier one."""
+        store.set(self.rank(rank), info)
+        store.set(self.heartbeat(rank), "")
+        store.append(self.arrivals, f"{rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def rank(self, rank: int) -> str:
         return f"{self.prefix}/rank/{rank}"
@@ -82,6 +102,11 @@ def run_key(spec: ClusterSpec) -> str:
 def read(store: Store, key: str) -> str:
     """The value of ``key``, or an empty text. Unlike ``get`` it never waits for the key to be written."""
     return store.compare_set(key, "", "").decode()
+
+
+def read_all(store: Store, keys: Sequence[str]) -> list[str]:
+    """The values of several keys, all of which must be there, by one request."""
+    return [value.decode() for value in store.multi_get(list(keys))]
 
 
 class StoreClient:
@@ -167,9 +192,18 @@ def find_store(host: str, port: int) -> StoreAddress:
 
 def serve_store(listener: socket.socket) -> Store:
     """Serves a store on a listening socket, which it takes over, for as long as the returned object lives."""
+    _allow_many_connections()
     host, port = listener.getsockname()[:2]
     # Without the socket TCPStore would listen on all of the machine's addresses.
     return TCPStore(host, port, None, True, _CONNECT_TIMEOUT, False, master_listen_fd=listener.detach())
+
+
+def _allow_many_connections() -> None:
+    """Raises this process's limit of open files: most systems begin with 1,024, which many workers exceed."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit not in (resource.RLIM_INFINITY, wanted) and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
