@@ -10,11 +10,12 @@ import hashlib
 import os
 import random
 import runpy
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -417,6 +418,8 @@ class Fit:
         sync_batchnorm: of ``ls.Model``.
         loaded: whether a DataLoader shuffles the rows, of which each worker reads its own.
         processes: of the DataLoader.
+        backup: the folder of a ``BackupAndRestore``, if there is to be one; a copy of what it holds in the middle of
+            the first epoch is kept beside it, in "kept".
     """
 
     net: Callable[[], nn.Module]
@@ -428,6 +431,7 @@ class Fit:
     sync_batchnorm: bool = False
     loaded: bool = False
     processes: int = 0
+    backup: str = ""
 
     def __call__(self, strategy: ls.Strategy) -> Records:
         data = training = self.data()
@@ -439,8 +443,10 @@ class Fit:
             model = ls.Model(module, sync_batchnorm=self.sync_batchnorm)
             model.compile(self.optimizer(module.parameters()), self.loss, **given)
             records = Records(strategy, optimizer=model.optimizer)
-            noting = ls.LambdaCallback(on_train_batch_end=lambda batch, logs: records.note(logs=dict(logs)))
-            history = model.fit(training, validation_data=data[1:3], epochs=2, verbose=0, callbacks=[noting])
+            callbacks = [ls.LambdaCallback(on_train_batch_end=lambda batch, logs: records.note(logs=dict(logs)))]
+            if self.backup:
+                callbacks += [ls.BackupAndRestore(self.backup, save_freq=3), self._keeping(strategy)]
+            history = model.fit(training, validation_data=data[1:3], epochs=2, verbose=0, callbacks=callbacks)
             records.result = {
                 "history": history.history,
                 "evaluate": model.evaluate(data, verbose=0),
@@ -449,6 +455,14 @@ class Fit:
             }
             records.note(**records.result, fingerprint=ls.fingerprint(model))
         return records
+
+    def _keeping(self, strategy: ls.Strategy) -> ls.Callback:
+        def keep(batch: int, logs: Any) -> None:
+            kept = Path(self.backup).with_name("kept")
+            if batch == 4 and strategy.workers.is_chief and not kept.exists():
+                shutil.copytree(self.backup, kept)
+
+        return ls.LambdaCallback(on_train_batch_end=keep)
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -607,6 +621,13 @@ FITS: dict[str, Callable[[ls.Strategy], Records]] = {
         settings={"clip_norm": 0.5, "accumulate": 2},
     ),
 }
+BACKED_UP = Fit(
+    net=partial(perceptron, dropout=0.3, norm=True),
+    optimizer=adamw,
+    data=partial(rows, NORMED_SIZES),
+    settings={"clip_norm": 0.05, "accumulate": 2, "scheduler": decay},
+    loaded=True,
+)
 CONTROLS: dict[str, Callable[[ls.Strategy], Records]] = {
     "control: tree": partial(summed_by, "tree"),
     "control: all_reduce": partial(summed_by, "all_reduce"),
@@ -639,11 +660,12 @@ KINDS = {
 # One layout
 
 
-def run_layout(kind: str, replicas: int, devices: Sequence[int]) -> dict[str, Any]:
+def run_layout(kind: str, replicas: int, devices: Sequence[int], backup: str = "") -> dict[str, Any]:
     """Runs all trainings of a kind in this worker; what all workers noted, and their replicas.
 
-    ``devices`` has the number of devices of each worker.
+    ``devices`` has the number of devices of each worker, ``backup`` the folder of the training that is backed up.
     """
+    chosen = {"backed up": replace(BACKED_UP, backup=backup)} if backup else KINDS[kind]
     own = devices[int(os.environ.get("RANK", "0"))]
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * own)
@@ -662,7 +684,7 @@ def run_layout(kind: str, replicas: int, devices: Sequence[int]) -> dict[str, An
         strategy = ls.MultiWorkerMirroredStrategy(names, replicas=replicas, seed=SEED, communication=options)
     found: dict[str, Any] = {}
     results: dict[str, Any] = {}
-    for name, training in KINDS[kind].items():
+    for name, training in chosen.items():
         torch.manual_seed(3)
         strategy.generators.begin(SEED, strategy.workers.first_replica)
         records = training(strategy)
