@@ -162,8 +162,9 @@ class WorkerJob:
             infos = self._membership.infos
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
-            # Tensors on GPUs go between workers by NCCL; else through host memory.
-            self._nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            # Tensors on GPUs go between workers by NCCL, which adds in an order of its own; else through host memory.
+            nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            self._nccl = nccl and replicas is None
             with self._leaving_on_error(self._membership.close):
                 blocks = replicas_of_workers([info["devices"] for info in infos], [info["replicas"] for info in infos])
             if replicas is not None:
@@ -301,8 +302,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         devices: this worker's; None is every logical GPU, or its part of those that all workers of its host see; else
             every logical CPU device. Workers may have different numbers of them.
         replicas: the number of replicas of all workers, laid on their devices in blocks. The numbers of the training
-            then depend on it alone, to the last bit, and not on workers and devices of one kind. None is one replica
-            for each device.
+            then depend on it alone, to the last bit, and not on workers and devices of one kind; sums of GPUs go
+            through host memory for it. None is one replica for each device.
         cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
             is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
@@ -329,6 +330,11 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
     ) -> None:
         check_waiting_time("timeout_s", timeout_s)
         threads = check_replicas(replicas, threads_per_replica)
+        if replicas is not None and communication is not None and communication.compression is not None:
+            raise ConfigError(
+                f"replicas={replicas} and compression={communication.compression!r} were given, but what is rounded on "
+                "its way between workers depends on their number; leave one of them out"
+            )
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
