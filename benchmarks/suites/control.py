@@ -66,7 +66,7 @@ def be_members(trial: Trial, process: ProcessInfo, timer: StepTimer, *, size: in
     gc.disable()  # it would look through the objects of hundreds of members, where a job's process has those of one
     parts = trial.contender.processes - 1
     ranks = range(process.rank, size - 1, parts) if process.rank else range(1)
-    workers = [chief_address(trial, process)] + [""] * (size - 1)
+    workers = (chief_address(trial, process), *[""] * (size - 1))
     specs = [ClusterSpec(workers=workers, index=rank) for rank in ranks]
     lost = _fork_member(ClusterSpec(workers=workers, index=size - 1)) if process.rank == parts else None
     named: queue.SimpleQueue[float] = queue.SimpleQueue()
