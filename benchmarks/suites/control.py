@@ -177,8 +177,8 @@ def section_of(figures: Sequence[Figures], absences: Sequence[Absence] = ()) -> 
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures jobs of every size in turn."""
-    os.environ.update(_VARIABLES)
     chosen = select_contenders(contenders(), asked.only)
+    os.environ.update(_VARIABLES)
     workload = Workload(name="members", title=_TITLE)
     rounds = run_rounds(trials_of(workload, chosen, conditions), rounds=conditions.rounds)
     section = section_of(figures_of(chosen, rounds.samples, workload.name), rounds.absences)
