@@ -21,6 +21,7 @@ SUITES: Mapping[str, tuple[str, str]] = {
     "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),
     "peers": ("benchmarks.suites.cpu", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
+    "sums": ("benchmarks.suites.sums", "sums between workers in the order of the tree beside gloo's ring"),
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),
     "layouts": ("benchmarks.suites.layouts", "each worker's memory by layout of a sharded model, beside the estimate"),

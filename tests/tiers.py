@@ -20,6 +20,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_those_that_are_left_go_on_and_lost_ones_come_back",
         "test_a_failure_of_the_program_is_no_loss",
     ),
+    "cli/test_run_elastic_training.py": (),
     "cli/test_run_hosts.py": (),
     "cli/test_run_unchanged.py": (),
     "cli/test_train_images.py": ("test_a_run_prints_devices_epochs_and_result_and_leaves_its_files",),

@@ -47,6 +47,16 @@ def test_what_detectors_get_is_divided_by_rows():
     assert [[int(target["labels"][0]) for target in y] for _, y in shards] == [[0, 1], [2], [3]]
 
 
+def test_a_batch_of_one_row_decides_nothing_for_the_following():
+    def batch(boxes: int) -> Any:
+        return images(1), [{"boxes": torch.zeros(boxes, 4), "labels": torch.zeros(boxes)}]
+
+    layout = BatchLayout()
+    found = [split_batch(batch(boxes), 1, layout)[0][1] for boxes in (1, 2)]
+
+    assert [[len(target["boxes"]) for target in targets] for targets in found] == [[1], [2]]
+
+
 def test_sequences_of_many_lengths_names_and_objects_keep_to_their_rows():
     marker = [object() for _ in range(4)]
     batch = {

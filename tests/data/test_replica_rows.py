@@ -1,11 +1,11 @@
 """With ``replicas=`` every replica gets the same bits on every layout, whatever its data draws and however it is read.
 
-The workers of a layout take turns here, each in the state in which the chief begins; ``test_replica_rows_processes``
-has real ones.
+The workers of a layout take turns here, each in the state in which the chief begins; the last test has real ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -25,7 +25,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
+import lockstep as ls
+from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import select
 from lockstep.data.dataset import DistributedDataset, DistributedIterable, PerReplicaDataset
 from lockstep.data.layout import BatchLayout
@@ -359,3 +360,52 @@ def test_per_replica_batches_are_copied(split_cpu):
 
     assert (first.tolist(), second.tolist()) == ([0, 1, 2], [3, 4, 5])
     assert {first.storage_offset(), second.storage_offset()} == {0}
+
+
+PROCESSES = (0, 2)
+
+
+def digests(batches: Iterable[Any], strategy: ls.Strategy) -> list[list[str]]:
+    found = shards(batches, strategy.workers)
+    return [[hashlib.sha256(repr(shard).encode()).hexdigest() for shard in batch] for batch in found]
+
+
+def by_strategy(strategy: ls.Strategy, others: Sequence[RandomState]) -> list[dict[str, Any]]:
+    """For each number of loading processes: two iterations, and the rest of one that ``others`` began."""
+    found = []
+    for processes, begun in zip(PROCESSES, others, strict=True):
+        seeded()
+        torch.manual_seed(1 + strategy.workers.index)  # the chief's are taken
+        data = strategy.distribute_dataset(loader(shuffle=True, num_workers=processes))
+        first, state = digests(data, strategy), data.random_state()
+        second, drawn = digests(data, strategy), torch.rand(()).item()
+        rest = digests(data.iterate(skip=2, random=begun), strategy) if begun else []
+        found.append({"first": first, "second": second, "rest": rest, "drawn": drawn, "begun": state})
+    return found
+
+
+def job(others: Sequence[RandomState]) -> list[list[dict[str, Any]]]:
+    strategy = ls.MultiWorkerMirroredStrategy(["cpu:0"], replicas=3)
+    found = by_strategy(strategy, others)
+    everyones: list[list[dict[str, Any]]] = all_gather_object(strategy.workers, "found", found)
+    strategy.close()
+    return everyones
+
+
+@pytest.mark.workers
+def test_workers_and_one_process_get_the_same_bits_and_go_on_for_each_other(split_cpu):
+    nobodys: list[RandomState] = [{} for _ in PROCESSES]
+    with closing(ls.MirroredStrategy(split_cpu(1), replicas=3)) as strategy:
+        expected = by_strategy(strategy, nobodys)
+
+    workers = ls.launch(job, workers=2, args=([one["begun"] for one in expected],), timeout_s=250)
+
+    for one, found in zip(expected, zip(*workers, strict=True), strict=True):
+        assert [len(worker["first"][0]) for worker in found] == [2, 1]
+        for part in ("first", "second"):
+            assert in_one([worker[part] for worker in found]) == one[part]
+        assert in_one([worker["rest"] for worker in found]) == one["second"][2:]
+        assert {worker["drawn"] for worker in found} == {one["drawn"]}
+    with closing(ls.MirroredStrategy(["cpu:0"], replicas=3)) as strategy:
+        back = by_strategy(strategy, [found["begun"] for found in workers[0]])
+    assert [found["rest"] for found in back] == [one["second"][2:] for one in expected]

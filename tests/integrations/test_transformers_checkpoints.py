@@ -63,7 +63,7 @@ def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
 
     assert names(tmp_path / "ours") == names(tmp_path / "theirs") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     added = set(names(tmp_path / "ours" / "checkpoint-4")) ^ set(names(tmp_path / "theirs" / "checkpoint-4"))
-    assert added == {"lockstep_rng_state.pth"}
+    assert added == {"lockstep_rng_state.pth", "lockstep_conditions.json"}
     from_theirs = resumed(task, tmp_path / "theirs", 2)
     from_ours = resumed(task, tmp_path / "ours", 2)
     for going, base, more in (

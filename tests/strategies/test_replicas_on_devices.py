@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.config import LogicalDevice
-from lockstep.errors import ConfigError
+from lockstep.errors import ClusterError, ConfigError
+from lockstep.strategies.multi_worker import replicas_of_workers
 
 REPLICAS = 7
 BATCHES = [19, 21, 5]  # the last one leaves two replicas without rows
@@ -159,3 +161,68 @@ def test_more_devices_than_replicas_leave_the_last_ones_idle(make: Callable[...,
 def test_a_number_that_cannot_be_is_refused(make: Callable[..., ls.MirroredStrategy], replicas: Any):
     with pytest.raises(ConfigError, match=r"replicas=.*from 1"), closing(make(1, replicas=replicas)):
         pass
+
+
+def test_gradients_that_memory_cannot_hold_are_refused_before_the_first_step(
+    make: Callable[..., ls.MirroredStrategy], monkeypatch: pytest.MonkeyPatch
+):
+    module = nn.Linear(1024, 1024)  # 4 MB of gradients for each replica
+    strategy = make(2, replicas=6)
+    mirrored = strategy.mirror(module)
+    monkeypatch.setattr("lockstep.mirroring.registry.available_mb", lambda: 23.0)
+
+    with pytest.raises(ConfigError, match=r"6 replicas.* 23 MB"):
+        strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+
+
+def test_threads_that_the_system_does_not_start_are_one_error_and_none_is_left(
+    make: Callable[..., ls.MirroredStrategy], monkeypatch: pytest.MonkeyPatch
+):
+    started, start = [], threading.Thread.start
+
+    def refuse_the_fourth(thread: threading.Thread) -> None:
+        if thread.name.startswith("lockstep-replica"):
+            if len(started) == 3:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_fourth)
+    with pytest.raises(ConfigError, match=r"5 replicas.* 3 "):
+        make(2, replicas=5)
+
+    assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "expected"),
+    [
+        ([1, 1], 4, (2, 2)),
+        ([1, 1, 1], 8, (3, 3, 2)),
+        ([2, 1, 1], 4, (2, 1, 1)),
+        ([4], 1, (1,)),
+        ([3, 1], 8, (6, 2)),
+        ([7, 1, 1], 3, (1, 1, 1)),
+        ([1, 1, 7], 4, (1, 1, 2)),
+        ([2, 3], 0, (2, 3)),
+    ],
+)
+def test_blocks_of_workers_follow_their_devices_and_none_is_empty(
+    devices: list[int], replicas: int, expected: tuple[int, ...]
+):
+    found = replicas_of_workers(devices, [replicas] * len(devices))
+
+    assert found == expected
+    assert sum(found) == replicas or not replicas
+
+
+def test_fewer_replicas_than_workers_and_workers_that_disagree_are_refused():
+    with pytest.raises(ConfigError, match=r"replicas=2.*3 workers"):
+        replicas_of_workers([1, 1, 1], [2, 2, 2])
+    with pytest.raises(ClusterError, match="replicas"):
+        replicas_of_workers([1, 1], [4, 0])
+
+
+def test_what_is_rounded_between_workers_is_refused():
+    with pytest.raises(ConfigError, match=r"replicas=4.*compression"):
+        ls.MultiWorkerMirroredStrategy(replicas=4, communication=ls.CommunicationOptions(compression="bf16"))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lockstep._torch_compat import tree_map
+from lockstep.checkpoint.conditions import all_conditions, warn_of_changes
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.format import (
     RECORD,
@@ -57,6 +58,10 @@ class Checkpoint:
         things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
             dict of plain values such as ``{"epoch": 0}``, and any object with ``state_dict`` and ``load_state_dict``.
 
+    Attributes:
+        settings: what the bits depend on beside devices and libraries, by name, such as ``{"precision": "bf16"}``. It
+            is saved too. A warning says what of all this has changed when a checkpoint is restored.
+
     Raises:
         ConfigError: nothing was given, or a thing that cannot be restored in place, such as a plain number.
         UsageError: the things belong to two strategies.
@@ -80,6 +85,7 @@ class Checkpoint:
             name: adapter_for(name, thing, modules, self._strategy.workers) for name, thing in things.items()
         }
         self._adapters[_RANDOM] = RngAdapter(self._strategy.generators)
+        self.settings: dict[str, str] = {}
         self.is_sharded = any(module.is_part for module in modules.values())
         mirrored = (MirroredModule, MirroredOptimizer)
         self._sharded_names = {name for name, each in things.items() if self.is_sharded and isinstance(each, mirrored)}
@@ -133,6 +139,9 @@ class Checkpoint:
                 continue
             damages[path] = self._load(saved)
             if not damages[path]:
+                now = all_conditions(self._strategy, self.settings)
+                if self.workers.processes.is_chief:
+                    warn_of_changes(path, record.conditions, now)
                 return path, record
 
     def collect(
@@ -161,7 +170,12 @@ class Checkpoint:
         if copied:
             shards = {folder: {key: each.copied() for key, each in own.items()} for folder, own in shards.items()}
         record = CheckpointRecord(
-            step=step, run=run, replicas=workers.replicas, monitored=monitored, layout=workers.layout
+            step=step,
+            run=run,
+            replicas=workers.replicas,
+            monitored=monitored,
+            layout=workers.layout,
+            conditions=all_conditions(self._strategy, self.settings),
         )
         return Contents(record=record, states=joined, weights=weights, weight_paths=folders), shards
 
@@ -214,6 +228,7 @@ class Checkpoint:
             **payload["states"][name],
             weights=payload["weights"].get(name, {}),
             weights_in=payload["weight_paths"].get(name),
+            same_replicas=(sum(record.replicas), record.layout) == (workers.num_replicas, workers.layout),
             same_layout=(record.replicas, record.layout) == (workers.replicas, workers.layout),
             first_replica=workers.first_replica,
             local_replicas=workers.replicas[workers.index],

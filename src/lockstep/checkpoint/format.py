@@ -57,6 +57,7 @@ class CheckpointRecord:
     replicas: tuple[int, ...]  # the number of replicas of each worker, in worker order
     monitored: float | None = None  # the number that says which checkpoint is best, or None
     layout: str = ""  # how the workers of each replica divide the model, if they do
+    conditions: Mapping[str, str] = field(default_factory=dict)  # what the bits depend on, for people to read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +197,7 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
 def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> CheckpointRecord:
     try:
         record = CheckpointRecord(**{name: unflatten(document[name], {}) for name in names})
+        texts = all(isinstance(each, str) for each in record.conditions.values())
         for file, size in document["files"].items():
             if (found := (path / file).stat().st_size) != size:
                 raise damaged(path, f"{file} has {found} bytes instead of {size}")
@@ -203,8 +205,9 @@ def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> C
         raise damaged(path, f"{Path(str(error.filename)).relative_to(path)}: {error.strerror}") from error
     except (AttributeError, TypeError, KeyError) as error:
         raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
-    if type(record.step) is not int or not isinstance(record.monitored, float | int | None):
-        raise damaged(path, f"{RECORD}: step={record.step!r}, monitored={record.monitored!r}")
+    if type(record.step) is not int or not isinstance(record.monitored, float | int | None) or not texts:
+        values = f"step={record.step!r}, monitored={record.monitored!r}, conditions={record.conditions!r}"
+        raise damaged(path, f"{RECORD}: {values}")
     return record
 
 

@@ -1,7 +1,8 @@
 """State adapters: how each kind of thing in a Checkpoint gives its state, checks a saved state, and loads it.
 
-State that is equal on all workers is saved once. What each replica has of its own (buffers, values of variables) goes
-back to it if the layout is the same. On another layout it is combined as the kind of thing requires.
+State that is equal on all workers is saved once. What each replica has of its own (buffers, values of variables, random
+numbers) goes back to the replica of that number, on whatever worker and device it is now. On another number of replicas
+it is combined as the kind of thing requires.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class SavedState:
     workers: Sequence[Any]  # one item per worker that saved
     weights: Mapping[str, torch.Tensor]  # the tensors of a module's state_dict, if it is one
     weights_in: str | None  # the file or folder that has them, if they were not read
-    same_layout: bool  # as many workers and replicas save and restore, and they divide the model alike
+    same_replicas: bool  # as many replicas save and restore, and their workers divide the model alike
+    same_layout: bool  # also, as many workers, each with as many of the replicas
     first_replica: int  # the index of this worker's first replica among those of all workers
     local_replicas: int  # the number of this worker's replicas
     worker_index: int  # the index of this process among those that save and restore
@@ -62,14 +64,24 @@ class SavedState:
 
     @property
     def own(self) -> Sequence[Any] | None:
-        """The local replicas' items, in order; None on another layout."""
-        local = slice(self.first_replica, self.first_replica + self.local_replicas)
-        return self.replicas[local] if self.same_layout else None
+        """The local replicas' items, in order; None on another number of replicas."""
+        return self._local(self.replicas) if self.same_replicas else None
 
     @property
     def worker(self) -> Any:
         """This worker's item; on another layout the chief's."""
         return self.workers[self.worker_index if self.same_layout else 0]
+
+    def of_replicas(self, name: str) -> Sequence[Any] | None:
+        """As ``own``, of what each worker's item has under a name: a list with one item for each of its replicas."""
+        if not self.same_replicas:
+            return None
+        if self.same_layout:  # where several workers hold a replica together, each has its own
+            return list(self.worker[name])
+        return self._local([item for worker in self.workers for item in worker[name]])
+
+    def _local(self, items: Sequence[Any]) -> Sequence[Any]:
+        return items[self.first_replica : self.first_replica + self.local_replicas]
 
 
 class StateAdapter(ABC):
@@ -85,7 +97,7 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def load(self, saved: SavedState) -> None:
-        """Loads ``saved``. On another layout, all replicas or workers get what fits all of them."""
+        """Loads ``saved``. On other replicas, all get what fits all of them, and so do other workers."""
 
 
 @runtime_checkable
@@ -156,7 +168,7 @@ class ModuleAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        """Loads the weights. Each replica gets its own buffers back; on another layout all get the averages."""
+        """Loads the weights. Each replica gets its own buffers back; another number of them, all the averages."""
         self._module.load_state_dict({**saved.weights, **saved.shared})
         averages = _averages(saved.replicas) if saved.replicas else {}  # a sharded module has them in its weights
         buffers = saved.own or [averages] * len(self._module.copies)
@@ -213,7 +225,7 @@ class VariableAdapter(StateAdapter):
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
-        """Each replica gets its own value back. On another layout a read outside of replicas gives the same."""
+        """Each replica gets its own value back. Of another number, a read outside of replicas gives the same."""
         if saved.own is not None:
             for value, before in zip(self._variable.values, saved.own, strict=True):
                 value.copy_(before)
@@ -271,18 +283,22 @@ class RngAdapter(StateAdapter):
         return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedState) -> None:
-        ours, theirs = len(self._generators.states()), len(saved.worker["replicas"])
-        if saved.same_layout and ours != theirs:
-            raise DamagedStateError(f"random numbers of {theirs} replicas instead of {ours}")
+        ours, theirs = len(self._generators.states()), saved.of_replicas("replicas")
+        if theirs and ours and ours != len(theirs):  # the default strategy has none: there, torch's own are used
+            raise DamagedStateError(f"random numbers of {len(theirs)} replicas instead of {ours}")
 
     def load(self, saved: SavedState) -> None:
-        """Restores all of them. On another layout the replicas' are derived anew, and each process gets the chief's."""
+        """Restores all of them. On another layout each process gets the chief's.
+
+        On another number of replicas the replicas' are derived anew.
+        """
         set_random_state(None, saved.worker["process"])
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        if saved.same_layout:
-            self._generators.set_states(saved.worker["replicas"])
+        states = saved.of_replicas("replicas")
+        if states and self._generators.states():
+            self._generators.set_states(states)
         else:
             self._generators.derive(saved.step)
 

@@ -209,9 +209,9 @@ class DistributedCommunicator(Communicator):
         home = first.device if gpu is not None else torch.device("cpu")
         flats = [part.detach().to(home, copy=True).reshape(-1) for part in parts]
         if first.is_complex() and gpu is not None:  # of which NCCL knows nothing
-            group.wait(group.start_sum([torch.view_as_real(flat).view(-1) for flat in flats]), name)
+            group.sum([torch.view_as_real(flat).view(-1) for flat in flats], name)
         else:
-            group.wait(group.start_sum(flats), name)
+            group.sum(flats, name)
         return flats[0].view(first.shape).to(first.device)
 
     def _nccl_device(self, device: torch.device) -> torch.device | None:

@@ -97,13 +97,24 @@ class ProcessGroup:
                 an order of its own.
         """
         if not self._nccl:
-            if self._sums is None:
-                self._sums = TreeSums(self._backend, self._rank, self._nodes)
-            return self._started(self._sums.start(parts))
+            return self._started(self._tree_sums.start(parts))
         first, *others = parts
         for other in others:
             first.add_(other)
         return self._started(self._backend.allreduce([first]))
+
+    def sum(self, parts: Sequence[torch.Tensor], waiting_in: str) -> None:
+        """``start_sum`` and ``wait``, once all members are known to be in this call."""
+        if self._nccl:
+            self.wait(self.start_sum(parts), waiting_in)
+            return
+        self._in_flight += 1
+        try:
+            # Unlike ``wait`` it does not look at the membership: ``abort`` breaks the connections when one is lost.
+            self._tree_sums.sum(parts)
+        except RuntimeError as error:
+            raise self._membership.explain_broken(error, waiting_in) from error
+        self._in_flight -= 1
 
     def start_all_gather(self, tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> Work:
         """Starts to write every member's tensor into ``into``; all have one shape."""
@@ -154,6 +165,12 @@ class ProcessGroup:
             abort([self._backend])
         elif self._sums is not None and self._connections is not None:
             self._connections.shut_down()
+
+    @property
+    def _tree_sums(self) -> TreeSums:
+        if self._sums is None:
+            self._sums = TreeSums(self._backend, self._rank, self._nodes)
+        return self._sums
 
     def _started(self, work: Work) -> Work:
         self._in_flight += 1

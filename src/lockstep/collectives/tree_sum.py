@@ -4,8 +4,8 @@
     to the worker that owns a slice: that slice of all nodes -> it adds them -> its sum, to all workers
 
 This is a reduce-scatter and an all-gather: where each worker's replicas are one node, as many bytes as a ring has.
-Messages are posted at once; a thread of the group adds what has arrived and sends the sums. Small tensors are sent
-whole to all workers, each of which adds them.
+Messages are posted at once. Of a sum that is ``start``ed a thread adds what has arrived and sends the sums, while the
+caller computes. Small tensors are sent whole to all workers, each of which adds them.
 """
 
 from __future__ import annotations
@@ -56,26 +56,38 @@ class TreeSums:
         self.messages = max(map(len, nodes)) + 1
         self._number = 0
         self._jobs: queue.SimpleQueue[TreeSum | None] = queue.SimpleQueue()
-        # A daemon: a wait for a worker that is lost must not keep the interpreter from ending.
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="lockstep-sums", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
-    def start(self, parts: Sequence[Tensor]) -> TreeSum:
-        """Starts a sum over all replicas.
+    def sum(self, parts: Sequence[Tensor]) -> None:
+        """Sums over all replicas, and waits for it. Raises RuntimeError if a message does not arrive.
 
         Args:
             parts: for each node of this worker a flat, contiguous tensor on the CPU, of one length and dtype on all
                 workers. They are written to: afterwards the first one is the sum.
         """
-        self._number += 1
-        job = TreeSum(self, parts, self._number * self.messages % _TAGS)
+        job = self._post(parts)
+        job.add_up()
+        job.finish()
+
+    def start(self, parts: Sequence[Tensor]) -> TreeSum:
+        """Starts a sum over all replicas, of ``parts`` as in ``sum``."""
+        if self._thread is None:
+            # A daemon: a wait for a worker that is lost must not keep the interpreter from ending.
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="lockstep-sums", daemon=True)
+            self._thread.start()
+        job = self._post(parts)
         self._jobs.put(job)
         return job
 
     def close(self) -> None:
         """Ends the thread, once it has done what was started. Waits a few seconds at most."""
-        self._jobs.put(None)
-        self._thread.join(_END_LIMIT_S)
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_END_LIMIT_S)
+
+    def _post(self, parts: Sequence[Tensor]) -> TreeSum:
+        self._number += 1
+        return TreeSum(self, parts, self._number * self.messages % _TAGS)
 
 
 class TreeSum:

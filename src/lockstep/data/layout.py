@@ -112,8 +112,9 @@ class BatchLayout:
         if below is None:
             return node
         if is_sequence(node):
-            known = self._known.get(name)
-            mode = self._known[name] = known or self._mode(node, name, rows)
+            mode = self._known.get(name) or self._mode(node, name, rows)
+            if mode == "rows" or len(node) != 1:  # a list of one item in a batch of one row can be either
+                self._known[name] = mode
             if mode == "rows" and len(node) != rows:
                 raise DataError(
                     f"{name} had one item a row in the batches before, and has {len(node)} items in one of {rows} rows;"

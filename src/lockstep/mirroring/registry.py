@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from lockstep.collectives.communicator import check_agreement
-from lockstep.errors import UsageError
+from lockstep.config import LogicalDevice
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.parameter_hooks import refuse_hooks
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
@@ -32,6 +33,7 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
+from lockstep.replicas.cpu.memory import available_mb
 from lockstep.replicas.runner import code_of
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class MirroredObjects:
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
         groups = storage_groups(strategy.devices)
         mirrored = MirroredOptimizer(strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange)
+        _check_memory(strategy.devices, mirrored.parameters)
         own = {id(copies[0]) for copies in mirrored.parameters}
         for former in self._adopted[:]:
             if any(id(copies[0]) in own for copies in former.parameters):
@@ -286,3 +289,17 @@ class StepGradients:
                 self._optimizers |= dict.fromkeys(ids, ref(optimizer))
                 return optimizer
         return None
+
+
+def _check_memory(devices: Sequence[LogicalDevice], parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Raises a ConfigError where the gradients of the replicas on a CPU need more memory than there is.
+
+    The system would end the process with SIGKILL, and say nothing.
+    """
+    replicas = sum(device.kind == "CPU" for device in devices)
+    each_mb = sum(copies[0].nbytes for copies in parameters if copies[0].requires_grad) / 2**20
+    if replicas > 1 and replicas * each_mb > (free_mb := available_mb()):
+        raise ConfigError(
+            f"{replicas} replicas of this process hold gradients of {each_mb:.0f} MB each, {replicas * each_mb:.0f} MB "
+            f"in all, and {free_mb:.0f} MB of memory are free; give fewer replicas, or more hosts"
+        )

@@ -125,6 +125,10 @@ class ReplicaRunner:
     A replica waits up to ``timeout_s`` seconds in one collective. ``first_replica`` is the number of the first one
     among the replicas of all workers. ``failing`` is called with the error of a failed run at once, before its other
     replicas have stopped. ``threads`` is the number of intra-op threads of each; None divides the cores.
+
+    Attributes:
+        seed: of the replicas' random numbers.
+        threads: the number of intra-op threads of each replica.
     """
 
     def __init__(
@@ -164,6 +168,7 @@ class ReplicaRunner:
         self._current: ReplicaBarrier | None = None
         self._one_run = threading.Lock()
         self._threads = ReplicaThreads(shares, first=first_replica)
+        self.seed, self.threads = seed, shares
 
     def run(
         self,

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep import _torch_compat as compat
 from lockstep.collectives.replica_barrier import ReplicaStopped
-from lockstep.errors import ReplicaError, UsageError
+from lockstep.errors import ConfigError, ReplicaError, UsageError
 from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
@@ -212,7 +212,14 @@ class ReplicaThreads:
                 # Daemons, so that a program can end without closing its strategy; the finalizer joins them then.
                 thread = threading.Thread(target=_work, args=(inbox, share, ready, first + replica), daemon=True)
                 thread.name = f"lockstep-replica-{replica}"
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._finalizer()
+                    raise ConfigError(
+                        f"{len(cores)} replicas of one process need a thread each, and the system started {replica} "
+                        f"({error}); give fewer replicas, or more workers"
+                    ) from None
                 self._threads.append(thread)
                 if not ready.wait(START_LIMIT_S):
                     raise ReplicaError(f"the thread of replica {replica} did not start within {START_LIMIT_S:g} s")

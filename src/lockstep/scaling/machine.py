@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from lockstep.replicas.conditions import processor_name
+
 _UNKNOWN = "unknown"
 
 
@@ -43,7 +45,7 @@ class Machine:
 def this_machine() -> Machine:
     """The machine that this runs on, now."""
     return Machine(
-        processor=_processor(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         system=f"{platform.system()} {platform.release()}",
@@ -67,10 +69,3 @@ def commit_of(folder: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return _UNKNOWN
     return f"{commit} and local changes" if changes else commit
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine() or _UNKNOWN

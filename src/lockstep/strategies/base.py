@@ -114,6 +114,16 @@ class Strategy(ABC):
     def generators(self) -> ReplicaGenerators:
         """The random generators of the local replicas, whose states checkpoints save."""
 
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """The seed of the replicas' random numbers."""
+
+    @property
+    @abstractmethod
+    def threads_per_replica(self) -> tuple[int, ...]:
+        """The number of intra-op threads of each local replica on a CPU."""
+
     @abstractmethod
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
@@ -360,6 +370,14 @@ class ThreadedStrategy(Strategy):
     def generators(self) -> ReplicaGenerators:
         return self._runner.generators
 
+    @property
+    def seed(self) -> int:
+        return self._runner.seed
+
+    @property
+    def threads_per_replica(self) -> tuple[int, ...]:
+        return self._runner.threads
+
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         self._outside("device_memory")
         return self._runner.device_memory()
@@ -397,7 +415,15 @@ def chosen_devices(
 
 
 def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
-    """The device of each of ``replicas`` replicas, laid on ``devices`` in blocks whose sizes differ by at most one."""
+    """The device of each of ``replicas`` replicas, laid on ``devices`` in blocks whose sizes differ by at most one.
+
+    Raises ConfigError for devices of two kinds.
+    """
+    if len({device.kind for device in devices}) > 1:
+        raise ConfigError(
+            f"replicas={replicas} promises the same bits on every layout, but {devices[0].name} and {devices[-1].name} "
+            "are among the devices, and a CPU and a GPU round differently; choose devices of one kind"
+        )
     sizes = shard_sizes(replicas, len(devices))
     return tuple(device for device, size in zip(devices, sizes, strict=True) for _ in range(size))
 
@@ -430,6 +456,14 @@ class DefaultStrategy(Strategy):
     @cached_property
     def generators(self) -> ReplicaGenerators:
         return ReplicaGenerators([], [])  # torch's own
+
+    @property
+    def seed(self) -> int:
+        return torch.initial_seed()
+
+    @property
+    def threads_per_replica(self) -> tuple[int, ...]:
+        return (torch.get_num_threads(),)
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         device = self.devices[0]

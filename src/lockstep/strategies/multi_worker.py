@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +32,11 @@ from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, LocalExchange
 from lockstep.mirroring.zero1 import ShardingGroup
+from lockstep.replicas.conditions import Conditions, conditions_of, joined
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices, laid_out
 
+_LOG = logging.getLogger("lockstep")
 START_TIMEOUT_S = 600.0
 
 
@@ -98,6 +102,33 @@ def replicas_of_workers(devices: Sequence[int], asked: Sequence[int]) -> tuple[i
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
+def compare_machines(names: Sequence[str], kinds: Sequence[str], conditions: Sequence[Conditions]) -> str:
+    """One line about the first worker whose machine may compute other bits than the chief's; empty if none. Pure.
+
+    Args:
+        names: the workers' names.
+        kinds: the kind of each worker's devices, "CPU" or "GPU".
+        conditions: those of each worker.
+
+    Raises:
+        ClusterError: a worker has another kind of devices than the chief.
+    """
+    for name, kind, theirs in zip(names, kinds, conditions, strict=True):
+        if kind != kinds[0]:
+            raise ClusterError(
+                f"replicas= promises the same bits on every layout, but {names[0]} computes on a {kinds[0]} and {name} "
+                f"on a {kind}; choose devices of one kind on all workers, or leave replicas= out"
+            )
+        if found := [
+            f"{each} ({own}, {theirs.get(each)})" for each, own in conditions[0].items() if theirs.get(each) != own
+        ]:
+            return (
+                f"{names[0]} and {name} differ in {', '.join(found)}: the last bits of the training may depend on "
+                "which replicas each of them computes"
+            )
+    return ""
+
+
 class WorkerJob:
     """This worker's part in the job. Every worker must make one; it waits up to ``timeout_s`` seconds for all.
 
@@ -131,8 +162,9 @@ class WorkerJob:
             infos = self._membership.infos
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
-            # Tensors on GPUs go between workers by NCCL; else through host memory.
-            self._nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            # Tensors on GPUs go between workers by NCCL, which adds in an order of its own; else through host memory.
+            nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            self._nccl = nccl and replicas is None
             with self._leaving_on_error(self._membership.close):
                 blocks = replicas_of_workers([info["devices"] for info in infos], [info["replicas"] for info in infos])
             if replicas is not None:
@@ -164,6 +196,20 @@ class WorkerJob:
         if self.workers.size > 1:
             torch.default_generator.set_state(state)
         return int(chiefs) if seed is None else seed
+
+    def compare_machines(self) -> None:
+        """Compares what the bits depend on among workers. Every worker must call it; the chief warns.
+
+        Raises a ClusterError if they have different kinds of devices.
+        """
+        kind = joined(device.kind for device in self.devices)
+        own = [kind, conditions_of(self.devices, [self._threads or 1])]
+        with self._leaving_on_error():
+            gathered = self.workers.all_gather_bytes("what the bits depend on", json.dumps(own).encode())
+            kinds, conditions = zip(*map(json.loads, gathered), strict=True)
+            warning = compare_machines(self.workers.names, kinds, conditions)
+        if warning and self.workers.is_chief:
+            _LOG.warning(warning)
 
     def group(self, name: str, members: Sequence[int]) -> Communicator:
         """A communicator of ``members``, this worker among them, in ascending order. Each of them must ask for it."""
@@ -256,8 +302,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         devices: this worker's; None is every logical GPU, or its part of those that all workers of its host see; else
             every logical CPU device. Workers may have different numbers of them.
         replicas: the number of replicas of all workers, laid on their devices in blocks. The numbers of the training
-            then depend on it alone, to the last bit, and not on workers and devices of one kind. None is one replica
-            for each device.
+            then depend on it alone, to the last bit, and not on workers and devices of one kind; sums of GPUs go
+            through host memory for it. None is one replica for each device.
         cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
             is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
@@ -284,6 +330,11 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
     ) -> None:
         check_waiting_time("timeout_s", timeout_s)
         threads = check_replicas(replicas, threads_per_replica)
+        if replicas is not None and communication is not None and communication.compression is not None:
+            raise ConfigError(
+                f"replicas={replicas} and compression={communication.compression!r} were given, but what is rounded on "
+                "its way between workers depends on their number; leave one of them out"
+            )
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)
@@ -296,6 +347,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
             threads=threads,
         )
         seed = job.agree(seed, [f"threads_per_replica={threads}"])
+        if replicas is not None:
+            job.compare_machines()
         runner = job.make_runner(seed, first_replica=job.workers.first_replica)
         super().__init__(job.devices, job.workers, runner, job.make_exchange)
 

@@ -165,7 +165,9 @@ def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoi
     """A checkpoint of all state of a training. Without an optimizer it raises a UsageError."""
     if setup is None or setup.optimizer is None:
         raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-    return Checkpoint(**_parts_of(setup), training=training)
+    checkpoint = Checkpoint(**_parts_of(setup), training=training)
+    checkpoint.settings["precision"] = setup.config.precision
+    return checkpoint
 
 
 def training_fingerprint(module: MirroredModule, setup: TrainSetup | None, position: Position) -> str:

@@ -2,11 +2,13 @@
 
 They compare arguments and the checkpoint to resume from; in each step one worker that wants to stop, save, evaluate or
 log is enough. The replicas' random states are in ``lockstep_rng_state.pth``, beside transformers' own.
-On another number of replicas, or without the file, they are derived from seed and step.
+On another number of replicas, or without the file, they are derived from seed and step. What the bits depend on is in
+``lockstep_conditions.json``.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from lockstep.checkpoint.conditions import all_conditions, warn_of_changes
 from lockstep.collectives.communicator import Communicator, all_gather_object, check_agreement
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 FILE = "lockstep_rng_state.pth"
+CONDITIONS = "lockstep_conditions.json"
 _ENDS_OF_STEPS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end"})
 # What may differ between workers: folders and logging.
 _OWN = (
@@ -96,3 +100,21 @@ def load_random_numbers(strategy: Strategy, folder: Path, *, seed: int, step: in
     else:
         begin_random_numbers(strategy, seed)
         strategy.generators.derive(step)
+
+
+def save_conditions(strategy: Strategy, folder: Path, args: TrainingArguments) -> None:
+    """Writes what the bits of the training depend on. Every worker must call it; the chief writes."""
+    found = all_conditions(strategy, _settings(args))
+    if strategy.workers.is_chief:
+        (folder / CONDITIONS).write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+def compare_conditions(strategy: Strategy, folder: Path, args: TrainingArguments) -> None:
+    """Warns of what has changed since they were saved. Every worker must call it; the chief reads and warns."""
+    now, file = all_conditions(strategy, _settings(args)), folder / CONDITIONS
+    if strategy.workers.is_chief and file.is_file():
+        warn_of_changes(folder, json.loads(file.read_text(encoding="utf-8")), now)
+
+
+def _settings(args: TrainingArguments) -> dict[str, str]:
+    return {"precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"}

@@ -132,12 +132,14 @@ class Trainer(transformers.Trainer):
         if self._workers.is_chief:
             super()._save_rng_state(output_dir)
         sync.save_random_numbers(self.strategy, Path(output_dir))
+        sync.save_conditions(self.strategy, Path(output_dir), self.args)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             step = self.state.global_step
             sync.load_random_numbers(self.strategy, Path(checkpoint), seed=self.args.seed, step=step)
+            sync.compare_conditions(self.strategy, Path(checkpoint), self.args)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         sync.agree_on_checkpoint(self._workers, resume_from_checkpoint)
