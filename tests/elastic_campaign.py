@@ -47,7 +47,7 @@ def workers_of(launcher: int) -> list[int]:
     found = []
     # torch's agent starts all of them in its main thread.
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        with suppress(FileNotFoundError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             if b"lockstep.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
