@@ -98,6 +98,8 @@ def test_the_best_model_is_kept_and_loaded(tiny: Any, make_strategy: MakeStrateg
     assert names(tmp_path / "ours") == names(tmp_path / "theirs")
     saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "ours" / best, dtype=torch.float64)
     torch.testing.assert_close(dict(saved.state_dict()), ours.weights, rtol=0, atol=0)
+    for copy in ours.trainer.model_wrapped.copies:  # before an evaluation makes new ones
+        torch.testing.assert_close(dict(copy.state_dict()), ours.weights, rtol=0, atol=0)
     metrics = ours.trainer.evaluate()
     assert metrics["eval_spread"] == pytest.approx(ours.trainer.state.best_metric, rel=1e-9)
     assert metrics["eval_spread"] == pytest.approx(theirs.trainer.evaluate()["eval_spread"], rel=1e-9)

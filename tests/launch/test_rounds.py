@@ -79,6 +79,8 @@ def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
     # A program without Lockstep fails with whatever its connection raises.
     assert sizes(plan(failed, host(1, left=3, lost=("worker 5 was killed by SIGKILL",)), before=before)) == (4, 3)
     assert sizes(plan(failed, before=before)) == (4,)
+    # One that was cut off comes back, and its workers had failed without the others.
+    assert sizes(plan(host(), host(1, failure=failed.failure), before=(host(),))) == (4, 4)
 
 
 def test_the_job_is_done_when_all_hosts_are():

@@ -137,8 +137,9 @@ def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: 
     if places < minimum:
         return None
     changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
-    lost = any(host.lost for host in hosts) or any(host.index not in {each.index for each in hosts} for host in before)
-    failure = "" if lost else next((host.failure for host in hosts if host.failure), "")
+    stayed = [host for host in hosts if host.index in {each.index for each in before}]
+    lost = any(host.lost for host in stayed) or len(stayed) < len(before)
+    failure = "" if lost else next((host.failure for host in stayed if host.failure), "")
     if not failure and left >= minimum:
         line = f"{'; '.join(changes)}; {_workers(left)} on" if changes else ""
         return Plan(sizes=tuple(host.left for host in hosts), line=line, restarts=restarts)
@@ -469,13 +470,18 @@ class Rounds(RendezvousHandler):
         )  # whoever is done stays until all are
 
     def failure_report(self) -> FailureReport | None:
-        """Why the round's workers end, as they have told each other; None if they have not."""
+        """Why the round's workers end, as they have told each other; None if they have not.
+
+        Raises StoreLostError if this host is cut off from the first one of the round.
+        """
         try:
             spec = self._workers_spec()
             run = self._workers_link.read(run_key(spec))
             text = self._workers_link.read(StoreKeys(spec, run).failure) if run else ""
         except StoreLostError:
-            return None
+            if self.rank == 0:  # it serves that store itself
+                return None
+            raise
         return FailureReport.from_json(text) if text else None
 
     def _workers_spec(self) -> ClusterSpec:
