@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanSquaredError, Metric
+from torchmetrics import MeanSquaredError, Metric, SpearmanCorrCoef
 from torchmetrics.classification import MulticlassCalibrationError, MulticlassF1Score
 
 import lockstep as ls
@@ -361,7 +361,12 @@ def collectives(strategy: ls.Strategy) -> Records:
     averaged = strategy.variable(torch.ones(500), aggregation="mean")
     counter = strategy.variable(torch.zeros(500), aggregation="sum", synchronization="on_read")
     means = strategy.variable(torch.zeros(500), aggregation="mean", synchronization="on_read")
-    error = strategy.mirror(MeanSquaredError())
+    error, ranks = strategy.mirror(MeanSquaredError()), strategy.mirror(SpearmanCorrCoef())
+    # So many that the thread outside replicas divides their sums among its intra-op threads.
+    many = torch.randn(2, 160_001, generator=torch.Generator().manual_seed(6))
+    for pair in strategy.distribute_dataset([(many[0], many.sum(0))]):
+        strategy.run(ranks.update, pair)
+        records.note(ranks=ranks.compute(), squares=strategy.reduce("sum", strategy.run(torch.mul, pair), axis=0))
 
     def step(batch: Batch) -> dict[str, Any]:
         context = ls.get_replica_context()
