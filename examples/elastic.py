@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-size", type=int, default=64, help="images in a global batch")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--backup", type=Path, default=Path("elastic-backup"), help="folder of the backups")
     parser.add_argument("--save-freq", type=int, default=20, help="global batches between backups")
     return parser.parse_args(argv)

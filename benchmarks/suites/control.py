@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -66,12 +66,13 @@ def be_members(trial: Trial, process: ProcessInfo, timer: StepTimer, *, size: in
     gc.disable()  # it would look through the objects of hundreds of members, where a job's process has those of one
     parts = trial.contender.processes - 1
     ranks = range(process.rank, size - 1, parts) if process.rank else range(1)
-    enter = partial(_enter, [chief_address(trial, process)] + [""] * (size - 1))
-    lost = _fork_member(enter, size - 1) if process.rank == parts else None
+    workers = (chief_address(trial, process), *[""] * (size - 1))
+    specs = [ClusterSpec(workers=workers, index=rank) for rank in ranks]
+    lost = _fork_member(ClusterSpec(workers=workers, index=size - 1)) if process.rank == parts else None
     named: queue.SimpleQueue[float] = queue.SimpleQueue()
     with ThreadPoolExecutor(len(ranks)) as pool:
         arrived_s = time.monotonic()
-        members = list(pool.map(enter, ranks))
+        members = list(pool.map(_enter, specs))
         through_s = time.monotonic()
         for member in members:
             member.subscribe(lambda _: named.put(time.monotonic()))
@@ -87,16 +88,16 @@ def be_members(trial: Trial, process: ProcessInfo, timer: StepTimer, *, size: in
         list(pool.map(Membership.close, members))
 
 
-def _enter(workers: Sequence[str], rank: int) -> Membership:
-    return join(ClusterSpec(workers=tuple(workers), index=rank), timeout_s=_LIMIT_S)
+def _enter(spec: ClusterSpec) -> Membership:
+    return join(spec, timeout_s=_LIMIT_S)
 
 
-def _fork_member(enter: Callable[[int], Membership], rank: int) -> int:
+def _fork_member(spec: ClusterSpec) -> int:
     """Starts a member that does nothing until it is killed; its process id."""
     if pid := os.fork():
         return pid
     try:
-        member = enter(rank)
+        member = _enter(spec)
         while member.failure is None:
             threading.Event().wait(1.0)
     finally:
@@ -176,8 +177,8 @@ def section_of(figures: Sequence[Figures], absences: Sequence[Absence] = ()) -> 
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures jobs of every size in turn."""
-    os.environ.update(_VARIABLES)
     chosen = select_contenders(contenders(), asked.only)
+    os.environ.update(_VARIABLES)
     workload = Workload(name="members", title=_TITLE)
     rounds = run_rounds(trials_of(workload, chosen, conditions), rounds=conditions.rounds)
     section = section_of(figures_of(chosen, rounds.samples, workload.name), rounds.absences)

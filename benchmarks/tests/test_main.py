@@ -30,6 +30,7 @@ def test_one_command_measures_and_writes_the_table(tmp_path: Path, caplog: pytes
         ("trainer --only ddp-2", "--only ddp-2 is unknown; choose from 'lockstep-1', 'lockstep-2', "),
         ("memory --only less", "--only less is unknown; choose from 'full, fp32'"),
         ("layouts --only data=9", "--only data=9 is unknown; choose from 'one worker', 'data=4', "),
+        ("control --only members-9", "--only members-9 is unknown; choose from 'members-4', "),
         ("workers --only ddp-4", "--only ddp-4 is unknown; choose from 'workers-2', 'ddp-2'"),
         ("workers --link-mbit 0", "link_mbit=0.0"),
     ],

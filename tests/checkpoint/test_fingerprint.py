@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,27 @@ def test_strides_and_names_of_devices_do_not_change_it(split_cpu: Callable[[int]
 
     assert elsewhere == before
     assert training.fingerprint() == before
+
+
+def test_given_replicas_have_the_same_after_a_move_to_other_devices(
+    split_cpu: Callable[[int], Any], one_core: None, tmp_path: Path
+):
+    devices = split_cpu(3)
+    with closing(MirroredStrategy(devices, replicas=3, seed=0)) as strategy:
+        saved = begin(strategy)
+        ls.CheckpointManager(ls.Checkpoint(net=saved.net, optimizer=saved.optimizer), tmp_path).save(2)
+        expected = [saved.fingerprint()]
+        saved.step()
+        expected.append(saved.fingerprint())
+    with closing(MirroredStrategy(devices[:1], replicas=3, seed=0)) as strategy:
+        moved = begin(strategy)
+        moved.step()
+        ls.Checkpoint(net=moved.net, optimizer=moved.optimizer).restore(tmp_path)
+        found = [moved.fingerprint()]
+        moved.step()
+        found.append(moved.fingerprint())
+
+    assert found == expected
 
 
 def test_signs_of_zeros_and_kinds_of_nan_are_bits_too(training: Training):

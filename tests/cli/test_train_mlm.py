@@ -82,6 +82,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     assert done.returncode == 0
     assert "epoch 1/1" not in done.stdout
     assert HEADER in [line.split() for line in done.stdout.splitlines()]
+    assert re.fullmatch("fingerprint [0-9a-f]{16}", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     answers = [line for line in printed if line.endswith(("书不错。", "服务很差。"))]
     assert len(answers) == 2
     assert all(re.match(r"(好评！|差评！)  [01]\.\d{3}  ", line) for line in answers)
+    assert re.fullmatch("fingerprint [0-9a-f]{16}", printed[-1])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "checkpoints",
         "curves.png",

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from lockstep.data.readers import CheckedBatch
 from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.resume import RandomState
 from lockstep.data.worker_sync import WorkerSync
-from lockstep.errors import DataError
+from lockstep.errors import CallbackError, DataError
 
 numpy = pytest.importorskip("numpy")
 
@@ -44,13 +45,16 @@ ROWS = 22  # in batches of 5, the last of which leaves two of four replicas with
 
 
 class Crops(Dataset[Tensor]):
-    """Rows of different lengths, cropped at random: from torch's, Python's, NumPy's generator and one of its own."""
+    """Rows of different lengths, cropped at random: from torch's, Python's, NumPy's generators and its own of each."""
 
     def __init__(self) -> None:
         self.own = torch.Generator().manual_seed(5)
+        self.pythons = random.Random()
+        self.numpys = numpy.random.default_rng()
 
     def __getitem__(self, index: int) -> Tensor:
         drawn = [torch.rand(()), random.random(), numpy.random.normal(), torch.rand((), generator=self.own)]
+        drawn += [self.pythons.random(), self.numpys.random()]
         return torch.cat([torch.tensor([float(index), *drawn]), torch.randn(random.randrange(6))])
 
     def __len__(self) -> int:
@@ -360,6 +364,42 @@ def test_per_replica_batches_are_copied(split_cpu):
 
     assert (first.tolist(), second.tolist()) == ([0, 1, 2], [3, 4, 5])
     assert {first.storage_offset(), second.storage_offset()} == {0}
+
+
+class StopAt(ls.callbacks.Callback):
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def on_train_batch_end(self, *args: Any, **named: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("the step is reached")
+
+
+class LabelledCrops(Crops):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[:7], torch.tensor(index % 3)
+
+
+def test_a_training_that_goes_on_within_an_epoch_on_other_devices_ends_with_the_same_bits(split_cpu, tmp_path: Path):
+    devices = split_cpu(3)
+
+    def train(devices: Sequence[Any], backup: str, processes: int, *callbacks: ls.callbacks.Callback) -> str:
+        torch.manual_seed(7)
+        source = DataLoader(LabelledCrops(), 5, shuffle=True, num_workers=processes)
+        with closing(ls.MirroredStrategy(devices, replicas=REPLICAS, seed=1)) as strategy:
+            with strategy.scope():
+                module = torch.nn.Sequential(torch.nn.Linear(7, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 3))
+                model = ls.Model(module)
+                model.compile(torch.optim.Adam(module.parameters(), lr=0.01), torch.nn.CrossEntropyLoss())
+            restored = ls.callbacks.BackupAndRestore(tmp_path / backup, save_freq=1)
+            model.fit(source, epochs=2, callbacks=[restored, *callbacks], verbose=0)
+            return ls.fingerprint(model)
+
+    expected = train(devices[:1], "whole", 0)
+    with pytest.raises(CallbackError, match="the step is reached"):
+        train(devices[:1], "stopped", 0, StopAt(8))
+    assert train(devices, "stopped", 2) == expected
 
 
 PROCESSES = (0, 2)

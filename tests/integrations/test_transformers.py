@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 
 from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there
+from lockstep.strategies.mirrored import MirroredStrategy  # noqa: E402
 
 REPLICAS = 4
 
@@ -142,3 +144,30 @@ def test_it_equals_one_device(tiny: Any, make_strategy: Callable[..., Any], name
     tiny.assert_same(
         ours, theirs, far=1e-5 if name in TOKENS else 1e-9
     )  # BERT computes the losses of tokens in float32
+
+
+class Prints(transformers.PrinterCallback):
+    """As transformers prints logs without tqdm."""
+
+
+def test_the_last_line_is_the_fingerprint_which_is_the_same_on_other_devices(
+    tiny: Any, split_cpu: Callable[[int], Any], capsys: pytest.CaptureFixture[str]
+):
+    devices, lines = split_cpu(2), []
+    for on in (devices, devices[:1]):
+        with closing(MirroredStrategy(on, replicas=2, seed=0)) as strategy:
+            task = tiny.Task(model=lambda: tiny.model(dropout=0.2), more={"callbacks": [Prints()]})
+            trainer = tiny.train(task, Trainer, replicas=2, strategy=strategy).trainer
+            lines.append(capsys.readouterr().out.splitlines()[-1])
+            assert lines[-1] == f"fingerprint {trainer.fingerprint()}"
+
+    assert lines[0] == lines[1]
+
+
+def test_a_training_that_prints_no_logs_prints_no_fingerprint(
+    tiny: Any, split_cpu: Callable[[int], Any], capsys: pytest.CaptureFixture[str]
+):
+    with closing(MirroredStrategy(split_cpu(1), seed=0)) as strategy:
+        tiny.train(tiny.Task(), Trainer, strategy=strategy)
+
+    assert capsys.readouterr().out == ""

@@ -54,7 +54,7 @@ def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
 
 
 def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
-    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     task = tiny.Task(args=SAVING)
     theirs = tiny.train(task, transformers.Trainer, folder=str(tmp_path / "theirs"))
@@ -72,6 +72,9 @@ def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
         (from_ours, transformers.Trainer, {}),
     ):
         tiny.assert_same(tiny.train(going, base, folder=str(tmp_path / "on"), **more), theirs)
+    (line,) = [line for line in caplog.messages if "replicas was" in line]
+    assert "replicas was 2, is 4" in line
+    assert "rounding" in line
 
 
 def test_the_best_model_is_kept_and_loaded(tiny: Any, make_strategy: MakeStrategy, tmp_path: Path, layout: str):
@@ -95,6 +98,8 @@ def test_the_best_model_is_kept_and_loaded(tiny: Any, make_strategy: MakeStrateg
     assert names(tmp_path / "ours") == names(tmp_path / "theirs")
     saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "ours" / best, dtype=torch.float64)
     torch.testing.assert_close(dict(saved.state_dict()), ours.weights, rtol=0, atol=0)
+    for copy in ours.trainer.model_wrapped.copies:  # before an evaluation makes new ones
+        torch.testing.assert_close(dict(copy.state_dict()), ours.weights, rtol=0, atol=0)
     metrics = ours.trainer.evaluate()
     assert metrics["eval_spread"] == pytest.approx(ours.trainer.state.best_metric, rel=1e-9)
     assert metrics["eval_spread"] == pytest.approx(theirs.trainer.evaluate()["eval_spread"], rel=1e-9)

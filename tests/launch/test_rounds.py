@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep._torch_compat import HashStore
+from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.elastic import find_casualties
 from lockstep.launch.failures import FailureRecord, WorkerFailure
-from lockstep.launch.rounds import Elastic, HostState, Plan, decide
+from lockstep.launch.rounds import CheckedBackend, Elastic, HostState, Plan, decide
 from lockstep.membership.failure_report import FailureReport
 
 
@@ -79,6 +84,8 @@ def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
     # A program without Lockstep fails with whatever its connection raises.
     assert sizes(plan(failed, host(1, left=3, lost=("worker 5 was killed by SIGKILL",)), before=before)) == (4, 3)
     assert sizes(plan(failed, before=before)) == (4,)
+    # One that was cut off comes back, and its workers had failed without the others.
+    assert sizes(plan(host(), host(1, failure=failed.failure), before=(host(),))) == (4, 4)
 
 
 def test_the_job_is_done_when_all_hosts_are():
@@ -133,3 +140,21 @@ def test_lost_workers_are_told_from_failures_and_from_their_victims(failures, ru
     found = find_casualties(failures, running, report, first_worker=4)
 
     assert (found.lost, found.failed) == (lost, failed)
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("made-by-a-pickle",)
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    store = HashStore()
+    backend = CheckedBackend(store, "run")
+    store.set("torch.rendezvous.run", base64.b64encode(pickle.dumps(Malicious())).decode())
+
+    for ask in (backend.get_state, lambda: backend.set_state(b"", b"another")):
+        with pytest.raises(ClusterError, match="something else than the state of their rendezvous"):
+            ask()
+
+    assert not (tmp_path / "made-by-a-pickle").exists()

@@ -33,9 +33,12 @@ class Outcome:
     results: Mapping[str, Any]
 
     def differences(self, other: Outcome) -> dict[str, str]:
-        """For each training whose bits differ: the first step at which they do, and which parts of the state."""
+        """For each training whose bits differ: the first step at which they do, and which parts of the state.
+
+        Of the other, the last steps count, as many as this one has.
+        """
         assert self.states.keys() == other.states.keys()
-        found = {name: _first_difference(self.states[name], other.states[name]) for name in self.states}
+        found = {name: _first_difference(own, other.states[name][-len(own) :]) for name, own in self.states.items()}
         return {name: where for name, where in found.items() if where}
 
 
@@ -47,7 +50,7 @@ def _first_difference(states: list[State], others: list[State]) -> str:
     return ""
 
 
-RunLayout = Callable[[tuple[int, ...], tuple[int, ...], str], Outcome]
+RunLayout = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="session")
@@ -60,12 +63,13 @@ def trainings() -> Any:
 def run_layout() -> RunLayout:
     """``run_layout((1, 2), (2, 2), "loops")``: runs trainings once a session.
 
-    It is given the devices of each worker, the replicas that each must get, and which trainings.
+    It is given the devices of each worker, the replicas that each must get, and which trainings; or "backed up" and the
+    folder of the backup.
     """
 
     @cache
-    def run(devices: tuple[int, ...], replicas: tuple[int, ...], kind: str) -> Outcome:
-        arguments = (str(PROGRAM), kind, sum(replicas), devices)
+    def run(devices: tuple[int, ...], replicas: tuple[int, ...], kind: str, backup: str = "") -> Outcome:
+        arguments = (str(PROGRAM), kind, sum(replicas), devices, backup)
         found = ls.launch(job, workers=len(devices), args=arguments, timeout_s=LIMIT_S)
         assert found["replicas"] == replicas
         states = {name: together([each[name] for each in found["noted"]]) for name in found["results"]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +46,16 @@ def test_the_trainer_has_the_bits_of_one_device(layout: str, run_layout: Callabl
     pytest.importorskip("transformers")
 
     assert run_layout(*FOUR[layout], "trainers").differences(run_layout((1,), (4,), "trainers")) == {}
+
+
+def test_a_backup_is_resumed_on_any_layout_with_the_bits_of_a_training_that_never_stopped(
+    run_layout: Callable[..., Any], tmp_path: Path
+):
+    whole = run_layout(*FOUR["2 + 1 + 1"], "backed up", str(tmp_path / "backup"))
+
+    for layout in ("1 process with 4 devices", "2 + 2", "1 + 1 + 1 + 1"):
+        folder = tmp_path / layout / "backup"
+        shutil.copytree(tmp_path / "kept", folder)
+        resumed = run_layout(*FOUR[layout], "backed up", str(folder))
+        assert len(resumed.states["backed up"]) == len(whole.states["backed up"]) - 4
+        assert resumed.differences(whole) == {}

@@ -38,6 +38,7 @@ LOST_AFTER_S = 3.0
 # Room for a machine that has other things to do.
 FOUND_AFTER_S = LOST_AFTER_S + 3.0
 COMMAND_LIMIT_S = 20.0
+TRAINING = Path(__file__).parents[1] / "programs" / "elastic_training.py"
 
 
 class Network:
@@ -298,3 +299,46 @@ def listening(pid: int) -> set[str]:
             if state == "0A":
                 found.add(str(ipaddress.ip_address(packed)))
     return found
+
+
+def read_until(launcher: subprocess.Popen[str], sought: str) -> None:
+    """Waits for a line that has this text."""
+    assert launcher.stdout is not None
+    heard = []
+    for line in launcher.stdout:
+        heard.append(line)
+        if sought in line:
+            return
+    pytest.fail("".join(heard[-20:]))
+
+
+@pytest.mark.timeout(300)
+def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(network: Network, tmp_path: Path):
+    hosts = f"{HOSTS[0]}:29500,{HOSTS[1]}:29500"
+    words = ["-m", "lockstep.cli", "run", "--workers", "1:1", "--rejoin-s", "5", "--hosts", hosts]
+    program = [str(TRAINING), "100000", "backup"]
+    launchers = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, *words, "--index", str(index), *program],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, name in enumerate(network.names[:2])
+    ]
+    try:
+        read_until(launchers[0], "step 11 ")
+        network.drop(1)
+        read_until(launchers[0], f"host 1 ({HOSTS[1]}:29500) is gone; 1 worker goes on")
+        read_until(launchers[0], "step ")
+        network.repair()
+        read_until(launchers[0], f"host 1 ({HOSTS[1]}:29500) has joined; 2 workers go on")
+        read_until(launchers[0], "step ")
+        launchers[0].terminate()
+
+        assert [launcher.wait(COMMAND_LIMIT_S * 3) for launcher in launchers] == [75, 75]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()

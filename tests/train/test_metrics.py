@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,8 @@ def whole(metric: Metric, shards: list[tuple[Any, ...]]) -> Tensor:
 
 def on_replicas(number: int, metrics: dict[str, Any]) -> ReplicaMetrics:
     device = SimpleNamespace(torch_device=torch.device("cpu"), kind="CPU", physical=SimpleNamespace(kind="CPU"))
-    strategy: Any = SimpleNamespace(devices=[device] * number, workers=SingleWorkerCommunicator(number))
+    workers = SingleWorkerCommunicator(number)
+    strategy: Any = SimpleNamespace(devices=[device] * number, workers=workers, computing_alike=nullcontext)
     return ReplicaMetrics(strategy, metrics)
 
 

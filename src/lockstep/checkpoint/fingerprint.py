@@ -38,8 +38,8 @@ from lockstep.strategies.base import Strategy
 DIGITS = 16
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads the indices
 _FACTOR = 0xD6E8FEB86659FD93  # of the mixer of 64 bits that is known as degski64
-_AT_ONCE = {"cpu": 2**17, "cuda": 2**21}
-"""How many elements are mixed at a time. Those of a CPU stay in its caches."""
+_AT_ONCE = {"cpu": 2**15, "cuda": 2**21}
+"""How many elements are mixed at a time: on a CPU as many as stay in its caches, and as torch does in one thread."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KERNELS = frozenset({"foreach", "fused", "capturable"})
 """Settings of parameter groups that choose a kernel and are no state of the training."""
@@ -226,7 +226,7 @@ def element_sum(box: Tensor, offsets: Sizes, whole: Sizes) -> int:
             numbers[-1] *= length
         lengths[-1] *= length
     words = box.resolve_neg().contiguous().view(-1).view(_INTEGERS[box.element_size()]).view(sizes)
-    rows = max(1, _AT_ONCE.get(box.device.type, 2**17) // prod(sizes[1:]))
+    rows = max(1, _AT_ONCE.get(box.device.type, 2**15) // prod(sizes[1:]))
     places = torch.zeros((), dtype=torch.int64, device=box.device)
     for size, length in zip([min(rows, sizes[0]), *sizes[1:]], [1, *lengths[1:]], strict=True):
         places = places[..., None] * length + torch.arange(size, dtype=torch.int64, device=box.device)

@@ -164,38 +164,60 @@ def _begin_process(user_init: Callable[[int], None] | None, process: int) -> Non
         user_init(process)
 
 
+class _Lent(NamedTuple):
+    """A generator that loading may draw from: how it is put back, and how it is seeded."""
+
+    put_back: Callable[[], object]
+    seed: Callable[[int], object]
+
+
 @contextmanager
 def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     """A block that borrows the generators that loading may draw from; what it gives seeds them.
 
-    These are torch's default generator, the ``torch.Generator`` attributes of ``holders``, and Python's and NumPy's,
-    which are the whole process's: in a thread that reads ahead these are left to the loop, and torch's default is the
-    thread's own. No lock is held, since a process may be forked from another thread at any time.
+    These are torch's default generator, Python's and NumPy's, and the attributes of ``holders`` that are generators.
+    Python's and NumPy's are the whole process's: in a thread that reads ahead they are left to the loop, and torch's
+    default is the thread's own. No lock is held, since a process may be forked from another thread at any time.
     """
     here = own_generator.get()
     of_thread = None if here is None else here()
-    default, held = of_thread or torch.default_generator, generators_of(*holders)
-    states = [(generator, generator.get_state()) for generator in (default, *held)]
-    seeds = [generator.initial_seed() for generator in held]
-    pythons = random.getstate() if of_thread is None else None
-    numpys = numpy_state() if of_thread is None else {}
-    can_seed_numpy = numpys.get("bit_generator") == "MT19937"
+    default = of_thread or torch.default_generator
+    lent = [_Lent(partial(default.set_state, default.get_state()), default.manual_seed), *_lent_by(holders)]
+    if of_thread is None:
+        lent.append(_Lent(partial(random.setstate, random.getstate()), random.seed))
+        if (state := numpy_state()).get("bit_generator") == "MT19937":
+            numpys = sys.modules["numpy"].random
+            lent.append(_Lent(partial(numpys.set_state, state), lambda seed: numpys.seed(seed % 2**32)))
 
     def seed_all(seed: int) -> None:
-        default.manual_seed(seed)
-        for place, (generator, own) in enumerate(zip(held, seeds, strict=True)):
-            generator.manual_seed(derived_seed(seed, place, own))
-        if pythons is not None:
-            random.seed(seed)
-        if can_seed_numpy:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        lent[0].seed(seed)
+        for place, each in enumerate(lent[1:]):
+            each.seed(derived_seed(seed, place))
 
     try:
         yield seed_all
     finally:
-        for generator, state in states:
-            generator.set_state(state)
-        if pythons is not None:
-            random.setstate(pythons)
-        if can_seed_numpy:
-            sys.modules["numpy"].random.set_state(numpys)
+        for each in lent:
+            each.put_back()
+
+
+def _lent_by(holders: Sequence[Any]) -> Iterator[_Lent]:
+    """The attributes that are generators of torch's, which keep to their own seeds, of Python's or of NumPy's."""
+    numpy = sys.modules.get("numpy")
+    for generator in generators_of(*holders):
+        seed_own = partial(_seed_torchs, generator, generator.initial_seed())
+        yield _Lent(partial(generator.set_state, generator.get_state()), seed_own)
+    for value in (value for holder in holders for value in getattr(holder, "__dict__", {}).values()):
+        if type(value) is random.Random:
+            yield _Lent(partial(value.setstate, value.getstate()), value.seed)
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            yield _Lent(partial(setattr, bits, "state", bits.state), partial(_seed_numpys, bits))
+
+
+def _seed_torchs(generator: torch.Generator, own: int, seed: int) -> None:
+    generator.manual_seed(derived_seed(seed, own))
+
+
+def _seed_numpys(bits: Any, seed: int) -> None:
+    bits.state = type(bits)(seed % 2**64).state

@@ -25,7 +25,7 @@ from lockstep._torch_compat import Store
 from lockstep.launch.agent import Agent, Limits, WorkerSetup
 from lockstep.launch.failures import WorkerFailure
 from lockstep.launch.guards import handle_sigterm_once
-from lockstep.launch.rounds import JobEndedError, RoundEnd, Rounds
+from lockstep.launch.rounds import JobEndedError, RoundEnd, Rounds, StoreLostError
 from lockstep.membership.failure_report import FailureReport
 
 _POLL_S = 0.05
@@ -175,8 +175,9 @@ class ElasticAgent(Agent):
             look_s = time.monotonic() + _LOOK_EVERY_S
             if (end := self._rounds.round_end()) is not None:
                 return end
-            if _named_lost(self._rounds.failure_report()) is not None:
-                return RoundEnd.LOSS  # the others will end too, but that takes them a while
+            with suppress(StoreLostError):
+                if _named_lost(self._rounds.failure_report()) is not None:
+                    return RoundEnd.LOSS  # the others will end too, but that takes them a while
             running = any(code is None for code in codes)
             if (running or not codes) and self._should_rejoin():
                 return RoundEnd.REJOIN
@@ -238,7 +239,10 @@ class ElasticAgent(Agent):
             self._ended_ns = self._exits.ended_ns
         failures = {failure.worker - self._first_worker: failure for failure in self.failures() if failure.exit_code}
         running = {local: _is_stopped(self._pids()[local]) for local, code in codes.items() if code is None}
-        report = self._rounds.failure_report()
+        try:
+            report = self._rounds.failure_report()
+        except StoreLostError:
+            return Casualties()  # this host was cut off, so its workers ended because they lost others
         return find_casualties(failures, running, report, first_worker=self._first_worker)
 
     @property

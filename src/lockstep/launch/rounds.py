@@ -12,8 +12,10 @@ The first host of the list serves the launchers' store and lasts as long as the 
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -23,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -70,6 +72,13 @@ _KEEP_ALIVE_S, _KEEP_ALIVES = 1, 8
 # After a loss the others wait so long for one that has not come; torch looks once a second.
 _LAST_CALL = timedelta(seconds=3)
 _AGAIN = "again"
+_STATE_CLASSES = {
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("datetime", "timezone"),
+}
 
 
 class RoundEnd(StrEnum):
@@ -137,8 +146,9 @@ def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: 
     if places < minimum:
         return None
     changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
-    lost = any(host.lost for host in hosts) or any(host.index not in {each.index for each in hosts} for host in before)
-    failure = "" if lost else next((host.failure for host in hosts if host.failure), "")
+    stayed = [host for host in hosts if host.index in {each.index for each in before}]
+    lost = any(host.lost for host in stayed) or len(stayed) < len(before)
+    failure = "" if lost else next((host.failure for host in stayed if host.failure), "")
     if not failure and left >= minimum:
         line = f"{'; '.join(changes)}; {_workers(left)} on" if changes else ""
         return Plan(sizes=tuple(host.left for host in hosts), line=line, restarts=restarts)
@@ -217,6 +227,42 @@ class StoreLink:
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads the state of torch's rendezvous, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STATE_CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
+        return super().find_class(module, name)
+
+
+class CheckedBackend(C10dRendezvousBackend):
+    """Torch's state of the rendezvous in the launchers' store. Torch unpickles it, and anybody may write there."""
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found: tuple[bytes, Any] | None = super().get_state()
+        if found is not None:
+            _check_state(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        found: tuple[bytes, Any, bool] | None = super().set_state(state, token)
+        if found is not None:
+            _check_state(found[0])
+        return found
+
+
+def _check_state(state: bytes) -> None:
+    """Raises ClusterError if a pickle has more in it than the state of a rendezvous."""
+    try:
+        _PlainUnpickler(io.BytesIO(state)).load()
+    except Exception as error:  # noqa: BLE001 - whatever bytes make an unpickler raise
+        raise ClusterError(
+            f"the launchers' store holds something else than the state of their rendezvous ({error}); end the process "
+            "that has written it, and start the job again"
+        ) from None
 
 
 class Rounds(RendezvousHandler):
@@ -310,7 +356,7 @@ class Rounds(RendezvousHandler):
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
             self._run_id,
             HashStore(),  # in whose place our own is used
-            C10dRendezvousBackend(self._link, self._run_id),  # type: ignore[arg-type]  # it has what is called
+            CheckedBackend(self._link, self._run_id),  # type: ignore[arg-type]  # it has what is called
             min_nodes=1,
             max_nodes=max(1, len(self._hosts.hosts)),
             local_addr=f"{self._hosts.index:06d}",  # torch sorts the launchers of a round by it
@@ -469,13 +515,18 @@ class Rounds(RendezvousHandler):
         )  # whoever is done stays until all are
 
     def failure_report(self) -> FailureReport | None:
-        """Why the round's workers end, as they have told each other; None if they have not."""
+        """Why the round's workers end, as they have told each other; None if they have not.
+
+        Raises StoreLostError if this host is cut off from the first one of the round.
+        """
         try:
             spec = self._workers_spec()
             run = self._workers_link.read(run_key(spec))
             text = self._workers_link.read(StoreKeys(spec, run).failure) if run else ""
         except StoreLostError:
-            return None
+            if self.rank == 0:  # it serves that store itself
+                return None
+            raise
         return FailureReport.from_json(text) if text else None
 
     def _workers_spec(self) -> ClusterSpec:

@@ -286,9 +286,10 @@ class HeartbeatMonitor:
         self._peers.update(result.heartbeats, now_s)
         self._last_exchange_s = now_s
         self._exchanges += 1
-        self._alarmed |= self._rank == 0 and self._peers.any_alarmed()
-        if result.ended and not self._first_ended:
-            self._first_ended, self._first_ended_s = result.ended, now_s
+        if self._rank == 0 and self._peers.any_alarmed():
+            self._alarmed = True
+        if result.ended and not self._first_ended:  # the time first: another thread may read both at any moment
+            self._first_ended_s, self._first_ended = now_s, result.ended
         if result.failure:
             self.job.fail(FailureReport.from_json(result.failure))
         chief_ended = self._launcher is None and self._peers.has_ended(0)

@@ -148,7 +148,8 @@ class MirroredMetric(nn.Module):
         """The value over the rows of all replicas. In replicas all must call it; outside, every worker."""
         context = self._context()
         if context is None:
-            return self._merged().compute()
+            with self._owner.computing_alike():
+                return self._merged().compute()
         value = context.meet("compute of a metric", None, lambda _: self._merged().compute())
         return _on_device(value, context.device.torch_device, copy=True)
 

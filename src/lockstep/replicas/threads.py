@@ -193,6 +193,20 @@ END_LIMIT_S = 10.0
 Job = Callable[[], None]
 
 
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """A block in which torch computes on so many intra-op threads in this thread, which replicas do not run in."""
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class ReplicaThreads:
     """Threads that wait for jobs. They end with ``close``, with this object, or with the interpreter.
 

@@ -48,6 +48,7 @@ from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
+from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
@@ -123,6 +124,11 @@ class Strategy(ABC):
     @abstractmethod
     def threads_per_replica(self) -> tuple[int, ...]:
         """The number of intra-op threads of each local replica on a CPU."""
+
+    def computing_alike(self) -> AbstractContextManager[None]:
+        """A block outside replicas in which torch rounds alike on every layout of ``replicas=``: on their threads."""
+        alike = self.workers.any_layout and get_replica_context() is None
+        return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
     @abstractmethod
     def _execute(
@@ -236,7 +242,8 @@ class Strategy(ABC):
         same = mirrored or (bare and self.workers.is_single and not self.workers.any_layout)
         if op is ReduceOp.MEAN and axis is None and same:
             return value  # equal in every replica; adding and dividing would only round it
-        return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
+        with self.computing_alike():
+            return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica values along ``axis``, in replica order. Shapes may differ in that dimension."""

@@ -59,6 +59,7 @@ class ReplicaMetrics:
 
     def __init__(self, strategy: Strategy, metrics: Mapping[str, Any]) -> None:
         self._workers, self._home = strategy.workers, strategy.devices[0]
+        self._computing_alike = strategy.computing_alike
         if self._workers.num_replicas > 1:
             for metric in metrics.values():
                 check_kind(metric)
@@ -96,7 +97,8 @@ class ReplicaMetrics:
             states = [each for worker in gathered for each in worker]
             alone = self._workers.is_single and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
-            values.update(_single_numbers(name, merged.compute()))
+            with self._computing_alike():
+                values.update(_single_numbers(name, merged.compute()))
         return list(values), AsyncScalars(list(values.values()), self._home)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import runpy
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError, Metric
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanSquaredError, Metric, SpearmanCorrCoef
 from torchmetrics.classification import MulticlassCalibrationError, MulticlassF1Score
 
 import lockstep as ls
@@ -97,32 +99,32 @@ def _add(found: Any, value: Any) -> None:
 
 def rows(sizes: Sequence[int] = SIZES, *, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """Batches of rows of very different magnitudes, with a class and a weight for each row."""
-    random = torch.Generator().manual_seed(0)
+    drawn = torch.Generator().manual_seed(0)
     made = []
     for size in sizes:
-        magnitude = 10 ** torch.empty(size, 1, dtype=dtype).uniform_(-2, 0.7, generator=random)
-        x = torch.randn(size, FEATURES, generator=random, dtype=dtype) * magnitude
-        y = torch.randint(CLASSES, (size,), generator=random)
-        made.append((x, y, torch.rand(size, generator=random, dtype=dtype) * 2))
+        magnitude = 10 ** torch.empty(size, 1, dtype=dtype).uniform_(-2, 0.7, generator=drawn)
+        x = torch.randn(size, FEATURES, generator=drawn, dtype=dtype) * magnitude
+        y = torch.randint(CLASSES, (size,), generator=drawn)
+        made.append((x, y, torch.rand(size, generator=drawn, dtype=dtype) * 2))
     return made
 
 
 def images(sizes: Sequence[int] = NORMED_SIZES, *, dtype: torch.dtype = torch.float32) -> list[Batch]:
     """The same for images of 3 x 9 x 9."""
-    random = torch.Generator().manual_seed(1)
+    drawn = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(len(y), 3, 9, 9, generator=random, dtype=dtype) * weight.view(-1, 1, 1, 1), y, weight)
+        (torch.randn(len(y), 3, 9, 9, generator=drawn, dtype=dtype) * weight.view(-1, 1, 1, 1), y, weight)
         for _, y, weight in rows(sizes, dtype=dtype)
     ]
 
 
 def tokens(sizes: Sequence[int] = SIZES) -> list[tuple[Tensor, Tensor]]:
     """Batches of sequences of 11 tokens, with a label for some of them: for each row another number, for some none."""
-    random = torch.Generator().manual_seed(2)
+    drawn = torch.Generator().manual_seed(2)
     made = []
     for size in sizes:
-        x = torch.randint(VOCABULARY, (size, 11), generator=random)
-        kept = torch.rand(size, 11, generator=random) < torch.rand(size, 1, generator=random)
+        x = torch.randint(VOCABULARY, (size, 11), generator=drawn)
+        kept = torch.rand(size, 11, generator=drawn) < torch.rand(size, 1, generator=drawn)
         made.append((x, torch.where(kept, x.roll(1, 1), IGNORED)))
     return made
 
@@ -201,6 +203,20 @@ def encoder(*, dropout: float = 0.1) -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), layer, nn.Linear(32, VOCABULARY))
 
 
+class Augmented(Dataset[Batch]):
+    """Rows with noise that is drawn as they are loaded."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.columns = [torch.cat(column) for column in zip(*batches, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> Batch:
+        x, y, weight = (column[index] for column in self.columns)
+        return x + random.random() * torch.randn_like(x) / 10, y, weight
+
+
 class MeanEntropy(Metric):
     """Of the classes' probabilities: a sum of floats, whose last bits tell in which order it was added."""
 
@@ -259,6 +275,7 @@ class OwnLoop:
         accumulate: global batches an update, the passes before the last of them under ``no_sync``.
         clip: the norm that gradients are clipped to in the step; 0 clips none.
         sync_batchnorm: whether batch norms take their statistics from the global batch.
+        penalty: of the weights' norms, whose squares are summed by as many threads as a replica has.
         bf16: whether the forward pass runs under autocast to bfloat16.
         averaged: whether the averages of the buffers are read after every step.
     """
@@ -269,6 +286,7 @@ class OwnLoop:
     accumulate: int = 1
     clip: float = 0.0
     sync_batchnorm: bool = False
+    penalty: float = 0.0
     bf16: bool = False
     averaged: bool = False
 
@@ -284,6 +302,9 @@ class OwnLoop:
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
                     losses = per_example(mirrored(x), y)
                 loss = ls.compute_average_loss(losses, sample_weight=weight, global_batch_size=count)
+                if self.penalty:
+                    squares = torch.stack([each.square().sum() for each in mirrored.parameters()])
+                    loss = loss + ls.scale_regularization_loss(self.penalty * squares.sqrt().sum())
                 loss.backward()
             norm = torch.zeros(())
             if update:
@@ -340,7 +361,12 @@ def collectives(strategy: ls.Strategy) -> Records:
     averaged = strategy.variable(torch.ones(500), aggregation="mean")
     counter = strategy.variable(torch.zeros(500), aggregation="sum", synchronization="on_read")
     means = strategy.variable(torch.zeros(500), aggregation="mean", synchronization="on_read")
-    error = strategy.mirror(MeanSquaredError())
+    error, ranks = strategy.mirror(MeanSquaredError()), strategy.mirror(SpearmanCorrCoef())
+    # So many that the thread outside replicas divides their sums among its intra-op threads.
+    many = torch.randn(2, 160_001, generator=torch.Generator().manual_seed(6))
+    for pair in strategy.distribute_dataset([(many[0], many.sum(0))]):
+        strategy.run(ranks.update, pair)
+        records.note(ranks=ranks.compute(), squares=strategy.reduce("sum", strategy.run(torch.mul, pair), axis=0))
 
     def step(batch: Batch) -> dict[str, Any]:
         context = ls.get_replica_context()
@@ -396,6 +422,9 @@ class Fit:
         settings: the other arguments of ``Model.compile``.
         sync_batchnorm: of ``ls.Model``.
         loaded: whether a DataLoader shuffles the rows, of which each worker reads its own.
+        processes: of the DataLoader.
+        backup: the folder of a ``BackupAndRestore``, if there is to be one; a copy of what it holds in the middle of
+            the first epoch is kept beside it, in "kept".
     """
 
     net: Callable[[], nn.Module]
@@ -406,20 +435,23 @@ class Fit:
     settings: Mapping[str, Any] | None = None
     sync_batchnorm: bool = False
     loaded: bool = False
+    processes: int = 0
+    backup: str = ""
 
     def __call__(self, strategy: ls.Strategy) -> Records:
         data = training = self.data()
         if self.loaded:
-            table = TensorDataset(*(torch.cat(column) for column in zip(*data, strict=True)))
-            training = DataLoader(table, batch_size=13, shuffle=True)
+            training = DataLoader(Augmented(data), batch_size=13, shuffle=True, num_workers=self.processes)
         given = {"metrics": metrics() if self.classified else {}, **(self.settings or {})}
         with strategy.scope():
             module = self.net()
             model = ls.Model(module, sync_batchnorm=self.sync_batchnorm)
             model.compile(self.optimizer(module.parameters()), self.loss, **given)
             records = Records(strategy, optimizer=model.optimizer)
-            noting = ls.LambdaCallback(on_train_batch_end=lambda batch, logs: records.note(logs=dict(logs)))
-            history = model.fit(training, validation_data=data[1:3], epochs=2, verbose=0, callbacks=[noting])
+            callbacks = [ls.LambdaCallback(on_train_batch_end=lambda batch, logs: records.note(logs=dict(logs)))]
+            if self.backup:
+                callbacks += [ls.BackupAndRestore(self.backup, save_freq=3), self._keeping(strategy)]
+            history = model.fit(training, validation_data=data[1:3], epochs=2, verbose=0, callbacks=callbacks)
             records.result = {
                 "history": history.history,
                 "evaluate": model.evaluate(data, verbose=0),
@@ -428,6 +460,14 @@ class Fit:
             }
             records.note(**records.result, fingerprint=ls.fingerprint(model))
         return records
+
+    def _keeping(self, strategy: ls.Strategy) -> ls.Callback:
+        def keep(batch: int, logs: Any) -> None:
+            kept = Path(self.backup).with_name("kept")
+            if batch == 4 and strategy.workers.is_chief and not kept.exists():
+                shutil.copytree(self.backup, kept)
+
+        return ls.LambdaCallback(on_train_batch_end=keep)
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -549,7 +589,9 @@ OWN_LOOPS: dict[str, Callable[[ls.Strategy], Records]] = {
     ),
     "bf16": OwnLoop(net=partial(perceptron, dropout=0.2), optimizer=adamw, bf16=True),
     "unused heads": OwnLoop(net=Heads, optimizer=adamw, clip=0.1),
-    "wide": OwnLoop(net=partial(perceptron, dropout=0.1, width=1024), optimizer=adamw, data=partial(rows, (256, 250))),
+    "wide": OwnLoop(
+        net=partial(perceptron, dropout=0.1, width=4096), optimizer=adamw, data=partial(rows, (64, 62)), penalty=0.01
+    ),
     "tokens": by_tokens,
     "collectives": collectives,
 }
@@ -584,6 +626,13 @@ FITS: dict[str, Callable[[ls.Strategy], Records]] = {
         settings={"clip_norm": 0.5, "accumulate": 2},
     ),
 }
+BACKED_UP = Fit(
+    net=partial(perceptron, dropout=0.3, norm=True),
+    optimizer=adamw,
+    data=partial(rows, NORMED_SIZES),
+    settings={"clip_norm": 0.05, "accumulate": 2, "scheduler": decay},
+    loaded=True,
+)
 CONTROLS: dict[str, Callable[[ls.Strategy], Records]] = {
     "control: tree": partial(summed_by, "tree"),
     "control: all_reduce": partial(summed_by, "all_reduce"),
@@ -595,7 +644,9 @@ KERNELS: dict[str, Callable[[ls.Strategy], Records]] = {
     "odd sizes": OwnLoop(net=odd_sizes, optimizer=adam),
     "separable convolutions": OwnLoop(net=separable, optimizer=sgd, data=partial(images, (64, 61))),
     "fit: recurrence and attention, a DataLoader": Fit(net=Recurrent, optimizer=adam, loaded=True),
-    "fit: odd sizes, bf16": Fit(net=odd_sizes, optimizer=sgd, loaded=True, settings={"precision": "bf16"}),
+    "fit: odd sizes, bf16, loaded by processes": Fit(
+        net=odd_sizes, optimizer=sgd, loaded=True, processes=2, settings={"precision": "bf16"}
+    ),
 }
 TRAINERS: dict[str, Callable[[ls.Strategy], Records]] = {
     "Trainer: tokens, accumulation, clipping": WithTrainer(
@@ -614,15 +665,19 @@ KINDS = {
 # One layout
 
 
-def run_layout(kind: str, replicas: int, devices: Sequence[int]) -> dict[str, Any]:
+def run_layout(kind: str, replicas: int, devices: Sequence[int], backup: str = "") -> dict[str, Any]:
     """Runs all trainings of a kind in this worker; what all workers noted, and their replicas.
 
-    ``devices`` has the number of devices of each worker.
+    ``devices`` has the number of devices of each worker, ``backup`` the folder of the training that is backed up.
     """
+    chosen = {"backed up": replace(BACKED_UP, backup=backup)} if backup else KINDS[kind]
     own = devices[int(os.environ.get("RANK", "0"))]
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * own)
-    torch.manual_seed(100 + own)  # what a worker draws before it is in the job must not matter
+    # What a worker has drawn, and how many threads torch has there, must not matter.
+    torch.manual_seed(100 + own)
+    random.seed(100 + own)
+    torch.set_num_threads(8 if len(devices) == 1 else 1)
     names = [f"cpu:{number}" for number in range(own)]
     strategy: ls.Strategy
     if len(devices) == 1:
@@ -634,7 +689,7 @@ def run_layout(kind: str, replicas: int, devices: Sequence[int]) -> dict[str, An
         strategy = ls.MultiWorkerMirroredStrategy(names, replicas=replicas, seed=SEED, communication=options)
     found: dict[str, Any] = {}
     results: dict[str, Any] = {}
-    for name, training in KINDS[kind].items():
+    for name, training in chosen.items():
         torch.manual_seed(3)
         strategy.generators.begin(SEED, strategy.workers.first_replica)
         records = training(strategy)

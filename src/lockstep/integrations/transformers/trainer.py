@@ -148,8 +148,8 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         if self._workers.is_chief:
             super()._load_best_model()
-        model: Any = self.model
-        self._workers.broadcast("the best model", [*model.parameters(), *model.buffers()])
+        mirrored = self._mirrored_module
+        mirrored.load_state_dict(mirrored.module.state_dict())  # gives all replicas of all workers the chief's
         self._holds_best = True
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
