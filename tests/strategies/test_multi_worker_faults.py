@@ -297,10 +297,40 @@ def test_a_program_that_was_started_by_hand_ends_like_this_too(tmp_path, free_po
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
 
 
+SAYS_THAT_THE_INTERPRETER_ENDS = """
+import os, runpy
+
+class Last:
+    def __del__(self, write=os.write, read=os.read):
+        write(1, b"the interpreter ends\\n")
+        read(0, 1)
+
+last = Last()
+"""
+
+
+def test_an_interpreter_that_ends_while_a_connection_breaks_is_not_aborted(
+    tmp_path, free_ports: Callable[[int], list[int]]
+):
+    program = tmp_path / "train.py"
+    program.write_text(f"{SAYS_THAT_THE_INTERPRETER_ENDS}runpy.run_path({__file__!r})['own_loop'](1, 'loop', 'exits')")
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    with ExitStack() as stack:
+        job = [stack.enter_context(python(program, addresses, index)) for index in range(2)]
+        for each in job:
+            assert each.stdout is not None
+            assert "the interpreter ends\n" in iter(each.stdout.readline, "")
+
+        job[1].communicate(timeout=60)  # which ends it
+        _, errors = job[0].communicate(timeout=60)
+    assert job[0].returncode == 1, errors
+
+
 def python(program: Any, addresses: list[str], index: int) -> subprocess.Popen[str]:
     task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
     return subprocess.Popen(
         ["env", f"TF_CONFIG={json.dumps(task)}", sys.executable, str(program)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,6 +7,7 @@ kernels when a worker is lost; torch's own watchdog, with a longer timeout than 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import socket
@@ -87,6 +88,8 @@ class ProcessGroup:
         self._backend: Any = membership.run_with_watchdog(connect, "the making of a process group")
         keep_alive(self._backend)
         membership.subscribe(partial(_abort, ref(self)))
+        self._at_exit = partial(_end_with_interpreter, ref(self))
+        atexit.register(self._at_exit)
 
     def start_sum(self, parts: Sequence[torch.Tensor]) -> Work:
         """Starts a sum over the replicas of all members.
@@ -147,6 +150,7 @@ class ProcessGroup:
         """Ends the connections. If an operation is still in flight, they stay until the process ends."""
         if self._backend is None or self._in_flight or self._aborted:
             return
+        atexit.unregister(self._at_exit)
         if self._sums is not None:
             self._sums.close()
         if self._connections is not None:
@@ -165,6 +169,13 @@ class ProcessGroup:
             abort([self._backend])
         elif self._sums is not None and self._connections is not None:
             self._connections.shut_down()
+
+    def end_with_interpreter(self) -> None:
+        """Ends the thread that sums are started in: the interpreter's end would abort the process in a wait of gloo's."""
+        if self._sums is not None:
+            if self._in_flight and self._connections is not None:
+                self._connections.shut_down()
+            self._sums.close()
 
     @property
     def _tree_sums(self) -> TreeSums:
@@ -196,6 +207,12 @@ def _abort(group: ref[ProcessGroup], _: BaseException) -> None:
     here = group()
     if here is not None:
         here.abort()
+
+
+def _end_with_interpreter(group: ref[ProcessGroup]) -> None:
+    here = group()
+    if here is not None:
+        here.end_with_interpreter()
 
 
 def connect_gloo(
