@@ -74,7 +74,7 @@ class Reader(ABC):
 
     @abstractmethod
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        """Begins a new iteration, in the caller's thread; the first ``skip`` batches are read and left out."""
+        """Begins a new iteration, in the caller's thread; the first ``skip`` batches are left out."""
 
 
 class BatchReader(Reader):

@@ -172,8 +172,8 @@ SAVED_AND_STOPPED = 75
 class BackupAndRestore(_SavingCallback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
-    On the same replicas the resumed training is bit-equal to one that was never interrupted; on another number of
-    replicas it goes on with the numbers of one device. On SIGTERM to any worker during fit, all workers save after the
+    On as many replicas the resumed training is bit-equal to one that was never interrupted; with ``replicas=`` of the
+    strategy they are as many on any workers. On another number it goes on with the numbers of one device. On SIGTERM to any worker during fit, all workers save after the
     same batch and exit with code 75. Arguments as in Keras.
 
     Args:
