@@ -99,7 +99,12 @@ def main(arguments: dict[str, Any]) -> None:
     backup = ls.BackupAndRestore(arguments["folder"], save_freq=arguments["save_freq"], delete_checkpoint=False)
     strategy = ls.MirroredStrategy(seed=1)
     tell = Tell(arguments["tell"].send, arguments.get("pause_at"), arguments["tell"].recv)
-    model, _ = train(strategy, [tell, backup])
+    try:
+        model, _ = train(strategy, [tell, backup])
+    except SystemExit:
+        tell.hear("exits")
+        tell.pause()
+        raise
     model.save_weights(Path(arguments["out"]))
     strategy.close()
 

@@ -173,8 +173,9 @@ class BackupAndRestore(_SavingCallback):
     """Saves the state of training so that ``fit``, called again after any interruption, goes on where it stopped.
 
     On as many replicas the resumed training is bit-equal to one that was never interrupted; with ``replicas=`` of the
-    strategy they are as many on any workers. On another number it goes on with the numbers of one device. On SIGTERM to any worker during fit, all workers save after the
-    same batch and exit with code 75. Arguments as in Keras.
+    strategy they are as many on any workers. On another number it goes on with the numbers of one device. On SIGTERM
+    to any worker during fit, all workers save after the same batch and exit with code 75; a process that had no handler
+    of its own ignores the signal from then on, so that a second one does not change the code. Arguments as in Keras.
 
     Args:
         backup_dir: the folder of the backups, for this callback and this training alone. Other files in it are neither
@@ -203,13 +204,13 @@ class BackupAndRestore(_SavingCallback):
         self.delete_checkpoint = delete_checkpoint
         self._made_folder = False
         self._signal = _Termination()
-        self._ending = self._ended = False
+        self._ending = self._exits = self._ended = False
 
     def wants_batch_logs(self) -> bool:
         return False
 
     def on_train_begin(self, logs: Logs) -> None:
-        self._due = self._ending = self._ended = False
+        self._due = self._ending = self._exits = self._ended = False
         keep = 2 if self.double_checkpoint else 1
         self._manager = CheckpointManager(self.model.checkpoint(), self.backup_dir, keep=keep)
         self._made_folder = not self._manager.folder.exists()  # a restored backup knows better
@@ -249,7 +250,7 @@ class BackupAndRestore(_SavingCallback):
 
     def close(self) -> None:
         self._manager = None
-        self._signal.restore(again=self._ended)
+        self._signal.restore(again=self._ended, exits=self._exits)
 
     def _receive_signal(self) -> None:
         """Learns whether SIGTERM has reached some worker, at the same point of the program on all of them."""
@@ -271,6 +272,7 @@ class BackupAndRestore(_SavingCallback):
         self._due = False
         if self._ending:
             self._write(f"SIGTERM: saved {self._position()} to {path}; start again to go on")
+            self._exits = True
             raise SystemExit(SAVED_AND_STOPPED)
 
     def _position(self) -> str:
@@ -304,11 +306,17 @@ class _Termination:
             self._previous = signal.signal(signal.SIGTERM, handle)
             self._listens = True
 
-    def restore(self, *, again: bool) -> None:
-        """Restores the former handler (the default for one that is not Python's), and sends it the signal again."""
+    def restore(self, *, again: bool, exits: bool) -> None:
+        """Restores the former handler (the default for one that is not Python's).
+
+        Args:
+            again: whether to send it a signal that has come.
+            exits: whether the process exits with a code of its own, which the default handler would replace.
+        """
         if not self._listens:
             return
         self._listens = False
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+        former = signal.SIG_DFL if self._previous is None else self._previous
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if exits and former == signal.SIG_DFL else former)
         if self.came and again:
             signal.raise_signal(signal.SIGTERM)
