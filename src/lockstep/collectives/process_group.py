@@ -171,7 +171,7 @@ class ProcessGroup:
             self._connections.shut_down()
 
     def end_with_interpreter(self) -> None:
-        """Ends the thread of sums that were started. In a wait of gloo, the end of the interpreter would abort the process."""
+        """Ends the thread of sums in flight: in a wait of gloo, the end of the interpreter would abort the process."""
         if self._sums is not None:
             if self._in_flight and self._connections is not None:
                 self._connections.shut_down()
