@@ -25,7 +25,7 @@ from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
 from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.collectives.process_group import ProcessGroup, Work
 
-PACE = Pace(warm_up=3, steps=12, rounds=3)
+PACE = Pace(warm_up=3, steps=30, rounds=3)
 LIMIT = 1.1
 """The time of the tree over that of the ring."""
 _WORKERS = (2, 4)
