@@ -125,12 +125,18 @@ def wait_for_ever() -> None:
             say("waits")
 
 
+def wait_for_a_line() -> None:
+    say("waits")
+    sys.stdin.readline()
+
+
 def raise_error() -> None:
     raise ValueError("no such picture")
 
 
 KINDS: dict[str, Callable[[], Any]] = {
     "waits": wait_for_ever,
+    "waits for a line": wait_for_a_line,
     "raises": raise_error,
     "raises beside": raise_error,
     "exits": sys.exit,
@@ -295,6 +301,25 @@ def test_a_program_that_was_started_by_hand_ends_like_this_too(tmp_path, free_po
         chief.communicate()
     assert other.returncode == 1
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
+
+
+def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(
+    tmp_path, free_ports: Callable[[int], list[int]]
+):
+    program = tmp_path / "train.py"
+    program.write_text(f"import runpy\nrunpy.run_path({__file__!r})['own_loop'](0, 'loop', 'waits for a line')\n")
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    with ExitStack() as stack:
+        chief, other = (stack.enter_context(python(program, addresses, index)) for index in range(2))
+        assert chief.stdout is not None
+        assert [chief.stdout.readline() for _ in range(2)] == ["in trouble\n", "waits\n"]
+
+        other.kill()
+        other.communicate()
+
+        _, errors = chief.communicate("\n", timeout=60)
+    assert chief.returncode == 1
+    assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
 
 
 SAYS_THAT_THE_INTERPRETER_ENDS = """

@@ -98,9 +98,15 @@ class ProcessGroup:
             parts: for each node of this member's replicas a flat, contiguous tensor, of one length and dtype on all.
                 They are written to: afterwards the first one is the sum. gloo's is in the order of ``tree``, NCCL's in
                 an order of its own.
+
+        Raises ClusterError if the connection to another worker has broken already.
         """
         if not self._nccl:
-            return self._started(self._tree_sums.start(parts))
+            self._in_flight += 1
+            try:
+                return self._tree_sums.start(parts)
+            except RuntimeError as error:
+                raise self._membership.explain_broken(error, "the start of a sum") from error
         first, *others = parts
         for other in others:
             first.add_(other)
