@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep import console
-from lockstep.cli.flags import command, flag_name
+from lockstep.cli.flags import GroupedHelp, command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
@@ -28,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep plan``."""
     groups = {"devices": "Devices and training", "replicas": "Fixed choices"}
     example = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
-    app.command("plan", epilog=example)(command(PlanCommand, groups=groups))
+    app.command("plan", cls=GroupedHelp, epilog=example)(command(PlanCommand, groups=groups))
 
 
 @dataclass(frozen=True, kw_only=True)
