@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from lockstep import console
 from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.devices import (
     declared_workers,
@@ -186,6 +187,7 @@ class TrainingCommand(ABC):
             require("tensorboard", "train")
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
         with closing(self._strategy()) as strategy:
+            _say("reading the data and building the model; then the first step")
             trained = self.train(strategy, folders, 0 if self.quiet else 1)
             if strategy.workers.is_chief:
                 self._report(trained, strategy, folders)
@@ -234,7 +236,7 @@ class TrainingCommand(ABC):
 def _say(text: str) -> None:
     """Prints on the chief only."""
     if is_chief():
-        print(text, flush=True)
+        print(console.fill(text), flush=True)
 
 
 def counted(number: int, noun: str) -> str:
