@@ -50,6 +50,7 @@ from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
+from lockstep.tracebacks import OwnFramesHidden
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
 """The open scopes, the innermost last: all of one strategy."""
@@ -217,7 +218,7 @@ class Strategy(ABC):
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
-        with Scope(self), looking, self._mirrored.settled(len(self.devices)):
+        with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)):
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
