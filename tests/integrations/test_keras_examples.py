@@ -28,9 +28,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_few_lines_differ_from_the_program_for_one_device(name: str):
-    one, all_devices = (
-        (FOLDER / f"{each}.py").read_text().partition('"""\n\n')[2].splitlines() for each in (f"{name}_one_device", name)
-    )
+    programs = [(FOLDER / f"{each}.py").read_text() for each in (f"{name}_one_device", name)]
+    one, all_devices = (program.partition('"""\n\n')[2].splitlines() for program in programs)
 
     changed = [line for line in difflib.ndiff(one, all_devices) if line[:1] in "+-" and line[1:].strip()]
 

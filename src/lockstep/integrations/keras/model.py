@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.first_batch import check_first_batch
 from lockstep.integrations.keras.step import Step
-from lockstep.integrations.keras.variables import Changes, ModelVariables
+from lockstep.integrations.keras.variables import Changes, ModelVariables, UnseededDraws
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -94,8 +94,13 @@ class Distribution:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._unseeded = UnseededDraws(strategy)
         self.first_batch_is_checked = False  # since the model was compiled
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
+
+    def variables(self, model: Any) -> ModelVariables:
+        """The model's variables, for one step."""
+        return ModelVariables(model, self.strategy, self._unseeded.generators())
 
     def divide(self, data: Any) -> tuple[tuple[PerReplica[Any], PerReplica[int]], int]:
         """Divides a batch of all workers. Returns the local replicas' shards with their rows, and the rows of all.
@@ -158,7 +163,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         """The outputs for a batch of all replicas, on every worker. Outside replicas."""
         self._distribution.has_stepped = True
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
-        step = Step(model=self, variables=ModelVariables(self, strategy), rows=rows)
+        step = Step(model=self, variables=self._distribution.variables(self), rows=rows)
         with torch.no_grad():
             return strategy.gather(strategy.run(step.predict, shards), axis=0)
 
@@ -202,10 +207,10 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
-            check_first_batch(self, strategy, data, lambda step: self._run(step, shards), rows)
+            check_first_batch(self, distribution.variables(self), data, lambda step: self._run(step, shards), rows)
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
-        return Step(model=self, variables=ModelVariables(self, strategy), rows=rows, scale=scale), shards
+        return Step(model=self, variables=distribution.variables(self), rows=rows, scale=scale), shards
 
     def _run(self, step: ReplicaStep, shards: Any) -> list[Changes]:
         strategy = self._distribution.strategy
