@@ -47,12 +47,14 @@ def fill(text: str) -> str:
     columns = width()
     if columns is None:
         return text
-    return "\n".join(
-        line
-        if len(line) <= columns
-        else textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-        for line in text.split("\n")
-    )
+    return "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+
+
+def _wrapped(line: str, columns: int) -> str:
+    if len(line) <= columns:
+        return line
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return textwrap.fill(line, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def items_that_fit(items: Sequence[str], columns: int) -> list[str]:
