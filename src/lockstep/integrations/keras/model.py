@@ -9,13 +9,15 @@ own, in which the steps are ours. A ``train_step`` of the model's class that cal
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import torch
 
 from lockstep.collectives.communicator import run_on_chief
@@ -96,6 +98,7 @@ class Distribution:
         self.strategy = strategy
         self._unseeded = UnseededDraws(strategy)
         self.first_batch_is_checked = False  # since the model was compiled
+        self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
 
     def variables(self, model: Any) -> ModelVariables:
@@ -109,14 +112,11 @@ class Distribution:
         """
         workers = self.strategy.workers
         data = keras.tree.map_structure(_on_host, data)
-        if not workers.is_single:
-            digests = workers.all_gather_bytes("batch of a Keras model", batch_digest(data).to_bytes(4, "big"))
-            other = next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
-            if other is not None:
-                raise DataError(
-                    f"{other} has another batch than {workers.names[0]}; all workers read the same batches and take "
-                    "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
-                )
+        if other := self._other("batch of a Keras model", lambda: batch_digest(data)):
+            raise DataError(
+                f"{other} has another batch than {workers.names[0]}; all workers read the same batches and take "
+                "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
+            )
         rows = batch_rows(data)
         own = local_rows(rows, workers)
         shards = [
@@ -127,6 +127,22 @@ class Distribution:
             )
         ]
         return (PerReplica(shards), PerReplica(own.sizes)), rows
+
+    def compare_weights(self, model: Any) -> None:
+        """Raises a UsageError if workers have models with different variables."""
+        if other := self._other("weights of a Keras model", lambda: _digest(model.variables)):
+            raise UsageError(
+                f"{other} has other weights than {self.strategy.workers.names[0]}; call keras.utils.set_random_seed "
+                "with one seed on all workers before the model is built, or load the same weights on all"
+            )
+
+    def _other(self, name: str, digest: Callable[[], int]) -> str | None:
+        """The name of the first worker whose 32-bit digest is not the chief's; None if all are equal."""
+        workers = self.strategy.workers
+        if workers.is_single:
+            return None
+        digests = workers.all_gather_bytes(name, digest().to_bytes(4, "big"))
+        return next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
 
 
 class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -206,6 +222,9 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         distribution, strategy = self._distribution, self._distribution.strategy
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
+        if not distribution.weights_are_compared:
+            distribution.compare_weights(self)
+            distribution.weights_are_compared = True
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
             check_first_batch(self, distribution.variables(self), data, lambda step: self._run(step, shards), rows)
             distribution.first_batch_is_checked = True
@@ -257,6 +276,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 def _on_host(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, (str, int, float)) else keras.ops.convert_to_tensor(leaf).cpu()
+
+
+def _digest(variables: Sequence[Any]) -> int:
+    digest = 0
+    for each in variables:
+        digest = zlib.crc32(np.ascontiguousarray(each.numpy()), digest)
+    return digest
 
 
 def _rows(leaf: Any, at: tuple[int, int], *, copies: bool) -> Any:
