@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import keras
-import numpy as np
 import torch
 
 from lockstep.collectives.communicator import run_on_chief
@@ -281,7 +280,7 @@ def _on_host(leaf: Any) -> Any:
 def _digest(variables: Sequence[Any]) -> int:
     digest = 0
     for each in variables:
-        digest = zlib.crc32(np.ascontiguousarray(each.numpy()), digest)
+        digest = zlib.crc32(each.numpy().tobytes(), digest)
     return digest
 
 
