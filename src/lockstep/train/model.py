@@ -134,6 +134,14 @@ class Model:
         """The learning rate of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last update's gradients before clipping, during fit; None without ``clip_norm``.
+
+        Reading it waits for the device.
+        """
+        return self.training_state.grad_norm
+
     def compile(
         self,
         optimizer: OptimizerLike | None = None,
@@ -159,7 +167,8 @@ class Model:
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
-            clip_norm: clips the gradients of each update to this global norm.
+            clip_norm: clips the gradients of each update to this global norm. ``math.inf`` clips nothing and computes
+                the norm, for ``grad_norm`` and the loggers.
             graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
             compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
                 "backend". All replicas run one compiled code.
