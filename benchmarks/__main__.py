@@ -23,6 +23,7 @@ SUITES: Mapping[str, tuple[str, str]] = {
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
     "sums": ("benchmarks.suites.sums", "sums between workers in the order of the tree beside gloo's ring"),
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),
+    "keras": ("benchmarks.suites.keras", "Keras on our replicas beside Keras alone, and on TensorFlow"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),
     "layouts": ("benchmarks.suites.layouts", "each worker's memory by layout of a sharded model, beside the estimate"),
     "control": ("benchmarks.suites.control", "how jobs of up to 1,024 members start, beat and notice a loss"),

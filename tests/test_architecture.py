@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "_torch_compat"}),
-    frozenset({"extras", "atomic_files", "parent_death"}),
+    frozenset({"extras", "atomic_files", "parent_death", "console"}),
     frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),
@@ -41,6 +41,7 @@ FACADE = "lockstep"
 SEES_THE_FACADE = RANK["integrations"]
 
 READS_ENVIRONMENT = (
+    "console.py",  # NO_COLOR and TERM
     "cluster/",
     "launch/",
 )
@@ -58,6 +59,7 @@ WRITES_FILES = (
 )
 PRINTS = (
     "cli/",
+    "console.py",  # asks standard output what it is
     "train/callbacks/progress",
     "launch/output.py",  # passes on what the workers say
     "launch/worker.py",  # its own streams become pipes to the launcher

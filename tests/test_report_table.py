@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from lockstep import console
 from lockstep.report import epochs_table, history_columns, metrics_line, text_table
 from lockstep.train.logs import EpochTiming, History
 
@@ -14,6 +17,18 @@ def test_numbers_stand_right_and_words_left():
 
 def test_a_table_without_rows_is_its_heading():
     assert text_table(["device", "cores"], []).splitlines() == ["device  cores", "------  -----"]
+
+
+def test_columns_that_a_terminal_has_no_space_for_follow_below(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(console, "width", lambda: 14)
+
+    table = text_table(["name", "first", "second", "third"], [["a", "1", "2", "3"], ["b", "4", "5", "6"]])
+
+    assert table.splitlines() == [
+        *("name  first", "----  -----", "a         1", "b         4", ""),
+        *("name  second", "----  ------", "a          2", "b          5", ""),
+        *("name  third", "----  -----", "a         3", "b         6"),
+    ]
 
 
 def test_epochs_have_a_row_each_and_a_column_for_what_was_recorded():

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from lockstep import console
 from lockstep.atomic_files import atomic_file
 from lockstep.errors import ConfigError
 from lockstep.extras import require
@@ -29,16 +30,27 @@ _COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_GAP = "  "
+
+
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Sets cells in columns under a rule of dashes; a column of numbers is aligned to the right."""
-    columns = list(zip(headings, *rows, strict=True))
-    widths = [max(len(cell) for cell in column) for column in columns]
-    aligned = [str.rjust if all(map(_is_number, column[1:])) else str.ljust for column in columns]
-    lines = [headings, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(align(cell, width) for align, cell, width in zip(aligned, cells, widths, strict=True)).rstrip()
-        for cells in lines
-    )
+    """Sets cells in columns under a rule of dashes; a column of numbers is aligned to the right.
+
+    Columns that a terminal has no space for follow in another table below, which repeats the first column.
+    """
+    width = console.width()
+    blocks: list[list[list[str]]] = [[]]
+    for cells in zip(headings, *rows, strict=True):
+        size = max(map(len, cells))
+        align = str.rjust if all(map(_is_number, cells[1:])) else str.ljust
+        heading, *others = (align(cell, size) for cell in cells)
+        column = [heading, "-" * size, *others]
+        beside = sum(len(each[0]) + len(_GAP) for each in blocks[-1])
+        if width is not None and len(blocks[-1]) > 1 and beside + size > width:
+            blocks.append([blocks[0][0]])
+        blocks[-1].append(column)
+    tables = ("\n".join(_GAP.join(cells).rstrip() for cells in zip(*block, strict=True)) for block in blocks)
+    return "\n\n".join(tables)
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -71,7 +83,8 @@ def epochs_table(history: Mapping[str, Sequence[float]]) -> str:
         [str(epoch + 1), *(_format(name, v[epoch]) if epoch < len(v) else "-" for name, v in history.items())]
         for epoch in range(epochs)
     ]
-    return text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in history)], rows)
+    headings = ["epoch", *(_COLUMNS.get(name, (name,))[0] for name in history)]
+    return text_table(headings, rows)
 
 
 def history_columns(history: History) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,30 @@ def test_a_reader_that_leaves_is_no_error(start_lockstep):
 
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("words", [["train", "mlm"], ["train", "images"], ["train", "reviews"], ["plan"], ["run"], []])
+def test_the_help_fits_80_columns_and_names_every_flag_whole(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    main([*words, "--help"])
+
+    out = capsys.readouterr().out
+    before_the_example = out.partition("Example:")[0].splitlines()
+    assert max(map(len, before_the_example)) <= 80
+    assert len(before_the_example) < 110
+    assert "…" not in out
+    assert "..." not in out.replace("ARGS]...", "").replace("ARGUMENTS]...", "")
+
+
+def test_the_flags_of_a_training_are_grouped_in_one_order(capsys: pytest.CaptureFixture[str]):
+    shown = []
+    for recipe in ("mlm", "images", "reviews"):
+        main(["train", recipe, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        shown.append([line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z]\w+:", line)])
+
+    assert shown[0] == ["Data", "Model", "Training", "Devices", "Grid", "Output", "Other"]
+    assert shown[1] == shown[2] == [title for title in shown[0] if title != "Grid"]

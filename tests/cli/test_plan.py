@@ -40,7 +40,8 @@ def test_the_table_ends_in_the_call_of_the_best(capsys: pytest.CaptureFixture[st
     assert lines[1] == (
         "64 x a100-80gb (80 GiB, 312 TFLOP/s in bf16), 8 in a host on nvlink3, hdr between hosts; global batch 64"
     )
-    assert "data  pipeline  tensor  microbatches  schedule" in out
+    assert "data  pipeline  tensor  step s" in out
+    assert "microbatches  schedule" in out
     assert "best: ls.ParallelStrategy(data=1, pipeline=8, tensor=8, microbatches=64, " in out
     assert "gradient checkpointing" in out
     assert all(len(line) < 150 for line in lines)

@@ -1,7 +1,8 @@
-"""A tiny task for a Trainer, and strategies on shares of the CPU."""
+"""A tiny task for a Trainer, strategies on shares of the CPU, and Keras on torch."""
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
 
 PROGRAM = str(Path(__file__).parent / "programs" / "tiny.py")
 

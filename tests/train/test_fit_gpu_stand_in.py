@@ -183,7 +183,7 @@ def test_the_numbers_are_those_of_a_fit_that_reads_them():
         seen: list[dict[str, float]] = []
         with on_gpus(metrics=accuracy(), clip_norm=0.1, optimizer=optimizer, lags=True) as (model, _):
             keep = LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(logs))
-            history = model.fit(batches(5), batches(2), epochs=2, verbose=0, callbacks=[keep])
+            history = model.fit(batches(5), validation_data=batches(2), epochs=2, verbose=0, callbacks=[keep])
             found.append(
                 (history.history, list(map(dict, seen)), [each.tolist() for each in model.module.parameters()])
             )

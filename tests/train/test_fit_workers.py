@@ -116,14 +116,14 @@ def stopped(strategy: ls.Strategy, who: int, place: Hook, accumulate: int) -> di
     model = compiled(strategy, accumulate)
     here = place if strategy.workers.index == who else None
     seen, chiefs = (Stop(None), [ChiefStop(place)]) if who == 0 else (Stop(here), [])
-    history = model.fit(batches(), batches()[:1], epochs=EPOCHS, callbacks=[*chiefs, seen], verbose=0)
+    history = model.fit(batches(), validation_data=batches()[:1], epochs=EPOCHS, callbacks=[*chiefs, seen], verbose=0)
     return {**record(model, history), "known": seen.known, "stopped": model.stop_training}
 
 
 def early(strategy: ls.Strategy) -> dict[str, Any]:
     model = compiled(strategy, rate=10.0)  # it gets worse, until it overflows
     stop = ls.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-    history = model.fit(batches(), batches()[:1], epochs=EPOCHS + 2, callbacks=[stop], verbose=0)
+    history = model.fit(batches(), validation_data=batches()[:1], epochs=EPOCHS + 2, callbacks=[stop], verbose=0)
     validated = model.evaluate(batches()[:1], verbose=0)["loss"]
     return {**record(model, history), "best": stop.best, "stopped epoch": stop.stopped_epoch, "validated": validated}
 
@@ -156,7 +156,7 @@ def callbacks(strategy: ls.Strategy, own: Path) -> dict[str, Any]:
         ls.ModelCheckpoint(own / "whole", save_weights_only=False, keep=1),
     ]
     with contextlib.redirect_stdout(printed):
-        model.fit(batches(), batches()[:1], epochs=2, callbacks=writing, verbose=2)
+        model.fit(batches(), validation_data=batches()[:1], epochs=2, callbacks=writing, verbose=2)
     files = sorted(str(path.relative_to(own)) for path in own.rglob("*") if path.is_file())
     return {"printed": printed.getvalue(), "files": files}
 

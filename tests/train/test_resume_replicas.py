@@ -50,11 +50,8 @@ def train(strategy: Strategy, callback: ls.Callback | None) -> tuple[str, dict[s
         clip_norm=1.0,
     )
     random = torch.Generator().manual_seed(3)
-    rows = torch.utils.data.TensorDataset(
-        torch.randn(46, 6, generator=random), torch.randint(0, 4, (46,), generator=random)
-    )
-    data = torch.utils.data.DataLoader(rows, batch_size=9, shuffle=True)
-    history = model.fit(data, epochs=3, callbacks=[] if callback is None else [callback], verbose=0)
+    x, y = torch.randn(46, 6, generator=random), torch.randint(0, 4, (46,), generator=random)
+    history = model.fit(x, y, 9, 3, callbacks=[] if callback is None else [callback], verbose=0)
     return ls.fingerprint(model), history.history
 
 

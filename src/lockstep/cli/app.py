@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from lockstep import __version__
 from lockstep.cli.entry_point import InWorkers
+from lockstep.cli.flags import CommandsHelp
 from lockstep.errors import ConfigError
 
 Job = Callable[[], int | InWorkers]
@@ -31,6 +32,7 @@ COMMANDS = {
     "run": "Run a program in several worker processes, on this host or together with others.",
 }
 """Name -> its line of help. The module of that name has a function ``add_to(app)``."""
+_HELP_SETTINGS = {"max_content_width": 120}
 EXAMPLE = "Example: lockstep train mlm --devices cpu:4"
 
 
@@ -53,7 +55,9 @@ def parse(arguments: Sequence[str]) -> Job | int:
 
 def _app(called: str | None) -> typer.Typer:
     """The tree, in which only the command that is called has its own flags and subcommands."""
-    app = typer.Typer(add_completion=False, epilog=EXAMPLE)
+    app = typer.Typer(
+        cls=CommandsHelp, add_completion=False, epilog=EXAMPLE, rich_markup_mode=None, context_settings=_HELP_SETTINGS
+    )
     app.callback()(_root)
     for name, help_line in COMMANDS.items():
         if name == called:

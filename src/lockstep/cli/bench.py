@@ -12,7 +12,7 @@ import typer
 
 from lockstep.cli.app import COMMANDS
 from lockstep.cli.devices import take_devices
-from lockstep.cli.flags import BenchDevicesFlag, FolderFlag, Nested, check_file, check_folder, command
+from lockstep.cli.flags import BenchDevicesFlag, CommandsHelp, FolderFlag, Nested, check_file, check_folder, command
 from lockstep.config import list_physical_devices
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import SCHEDULES
@@ -29,7 +29,7 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
-    bench, scaling = typer.Typer(), typer.Typer()
+    bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer()
     bench.callback()(_bench)
     scaling.callback()(_scaling)
     for recipe in RECIPES.values():

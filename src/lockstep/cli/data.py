@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.app import COMMANDS
-from lockstep.cli.flags import command
+from lockstep.cli.flags import CommandsHelp, command
 from lockstep.recipes.images.dataset import write_digits
 
 _EXAMPLE = "Example: lockstep data digits digits"
@@ -17,7 +17,7 @@ _EXAMPLE = "Example: lockstep data digits digits"
 
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep data`` and its command."""
-    data = typer.Typer()
+    data = typer.Typer(cls=CommandsHelp)
     data.callback()(_data_help)
     data.command("digits", epilog=_EXAMPLE)(command(DataDigits))
     app.add_typer(data, name="data", help=COMMANDS["data"], epilog=_EXAMPLE)

@@ -10,12 +10,14 @@ import copy
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep.errors import ConfigError
 
@@ -23,6 +25,8 @@ Job = TypeVar("Job")
 
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
 _MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no space for the help beside them
+_GROUPS = ("Arguments", "Data", "Model", "Training", "Devices", "Grid", "Output")
+_NAMES_WIDTH = 24  # characters; the help of a longer name begins on the next line
 NO_FLAG = "no flag"
 BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
 """Context settings of a command whose arguments after a program's name belong to the program."""
@@ -94,6 +98,35 @@ def command(
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     make.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return make
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help shows each group of flags under its title, in one order for all commands."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the groups, with names on the left and help on the right."""
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in _GROUPS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Other"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        groups["Other"] = groups.pop("Other", [])  # the last
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records, col_max=_NAMES_WIDTH)
+
+
+class CommandsHelp(TyperGroup):
+    """A group of commands whose help shows the line of each of them whole, and not what fits one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands, with names on the left and their lines on the right."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=sys.maxsize)) for name, each in self.commands.items()]
+            )
 
 
 def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> list[inspect.Parameter]:

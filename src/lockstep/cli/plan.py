@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.flags import command, flag_name
+from lockstep import console
+from lockstep.cli.flags import GroupedHelp, command, flag_name
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
@@ -27,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep plan``."""
     groups = {"devices": "Devices and training", "replicas": "Fixed choices"}
     example = "Example: lockstep plan gpt-3 --devices 512 --kind a100-80gb --batch 1536"
-    app.command("plan", epilog=example)(command(PlanCommand, groups=groups))
+    app.command("plan", cls=GroupedHelp, epilog=example)(command(PlanCommand, groups=groups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class PlanCommand:
 
     def __call__(self) -> int:
         """Prints the plan."""
-        print(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top))
+        print(console.fill(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top)))
         return 0
 
     def find(self, shape: ModelShape) -> Plan:
@@ -122,8 +123,8 @@ class PlanCommand:
 # The table.
 
 _HEADINGS = [
-    *("", "data", "pipeline", "tensor", "microbatches", "schedule", "checkpointing", "options"),
-    *("GiB", "step s", "bubble", "exchange", "TFLOP/s"),
+    *("", "data", "pipeline", "tensor", "step s", "GiB", "bubble", "exchange", "TFLOP/s"),
+    *("microbatches", "schedule", "checkpointing", "options"),
 ]
 _OPTIONS = {
     "shard_optimizer": "sharded optimizer",
@@ -162,15 +163,15 @@ def _cells(prediction: Prediction) -> list[str]:
         schedule += f" x {layout.stages_per_worker}"
     return [
         *map(str, layout.degrees),
+        f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
+        f"{prediction.memory.total / GIB:.1f}",
+        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
+        f"{exchange:.1%}",
+        f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
         f"{layout.microbatches} x {layout.microbatch_size}",
         schedule,
         "" if layout.activation_checkpointing == "none" else layout.activation_checkpointing,
         ", ".join(label for name, label in _OPTIONS.items() if getattr(layout, name)),
-        f"{prediction.memory.total / GIB:.1f}",
-        f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
-        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
-        f"{exchange:.1%}",
-        f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
     ]
 
 

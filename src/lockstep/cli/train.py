@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from lockstep import console
 from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.devices import (
     declared_workers,
@@ -24,7 +25,17 @@ from lockstep.cli.devices import (
     take_own_devices,
 )
 from lockstep.cli.entry_point import InWorkers
-from lockstep.cli.flags import NO_FLAG, DevicesFlag, FolderFlag, Nested, check_file, check_folder, command
+from lockstep.cli.flags import (
+    NO_FLAG,
+    CommandsHelp,
+    DevicesFlag,
+    FolderFlag,
+    GroupedHelp,
+    Nested,
+    check_file,
+    check_folder,
+    command,
+)
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
@@ -48,30 +59,35 @@ from lockstep.train.fit import Verbose
 
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep train`` and its commands."""
-    train = typer.Typer()
+    train = typer.Typer(cls=CommandsHelp)
     train.callback()(_train_help)
-    groups = {"data": "Data", "pretrained": "Model"}
-    mlm = {**groups, "sequence_length": "Batches", "mask_fraction": "Masking", "batch_size": "Training"}
+    own = {"devices": "Devices", "output": "Output"}
+    backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
+    text = {"data": "Data", "pretrained": "Model"}
+    mlm = {**text, "sequence_length": "Data", "batch_size": "Training"}
     images = {"data": "Data", "hidden": "Model", "batch_size": "Training"}
-    reviews = {**groups, "hide": "Batches", "epochs": "Training", "gradient_checkpointing": "Memory", "seed": "Other"}
-    train.command("mlm", epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm")(
+    reviews = {**text, "hide": "Data", "per_device_train_batch_size": "Training"}
+    train.command(
+        "mlm", cls=GroupedHelp, epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
+    )(
         command(
             TrainMlm,
-            backup=Nested(kind=BackupPlan),
+            groups=own,
+            backup=backup,
             config=Nested(kind=MlmConfig, groups=mlm),
-            mesh=Nested(kind=MeshFlags, groups={"replicas": "Dividing the model among workers"}),
-        )
-    )
-    train.command("images", epilog="Example: lockstep train images --devices cpu:2 --data flower_photos --size 96")(
-        command(
-            TrainImages,
-            backup=Nested(kind=BackupPlan),
-            config=Nested(kind=ImagesConfig, groups=images),
+            mesh=Nested(kind=MeshFlags, groups={"replicas": "Grid"}),
         )
     )
     train.command(
-        "reviews", epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews'
-    )(command(TrainReviews, config=Nested(kind=ReviewsConfig, groups=reviews)))
+        "images",
+        cls=GroupedHelp,
+        epilog="Example: lockstep train images --devices cpu:2 --data flower_photos --size 96",
+    )(command(TrainImages, groups=own, backup=backup, config=Nested(kind=ImagesConfig, groups=images)))
+    train.command(
+        "reviews",
+        cls=GroupedHelp,
+        epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews',
+    )(command(TrainReviews, groups=own, config=Nested(kind=ReviewsConfig, groups=reviews)))
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
 
 
@@ -186,6 +202,7 @@ class TrainingCommand(ABC):
             require("tensorboard", "train")
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
         with closing(self._strategy()) as strategy:
+            _say("reading the data and building the model; then the first step")
             trained = self.train(strategy, folders, 0 if self.quiet else 1)
             if strategy.workers.is_chief:
                 self._report(trained, strategy, folders)
@@ -234,7 +251,7 @@ class TrainingCommand(ABC):
 def _say(text: str) -> None:
     """Prints on the chief only."""
     if is_chief():
-        print(text, flush=True)
+        print(console.fill(text), flush=True)
 
 
 def counted(number: int, noun: str) -> str:

@@ -63,7 +63,7 @@ def batch_rows(batch: Any) -> int:
 
     Raises DataError if leaves disagree in length, nothing has rows, or a leaf cannot be divided.
     """
-    return _rows(map_leaves(_as_tensor, batch))
+    return _rows(map_leaves(as_tensor, batch))
 
 
 def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, any_layout: bool = False) -> Any:
@@ -78,7 +78,7 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
     """
-    tensors = map_leaves(_as_tensor, layout.marked(batch))
+    tensors = map_leaves(as_tensor, layout.marked(batch))
     rows = cut(_rows(tensors))
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:
@@ -115,7 +115,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout,
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
-    given = [map_leaves(_as_tensor, layout.marked(batch)) for batch in batches]
+    given = [map_leaves(as_tensor, layout.marked(batch)) for batch in batches]
     empty = with_no_rows(given[0])
     joined = _joined([*given, *[empty] * (num_replicas - len(given))])
     return _copied(joined) if any_layout else joined
@@ -129,7 +129,7 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
     """
-    given = [map_leaves(_as_tensor, layout.marked(shard)) for shard in shards]
+    given = [map_leaves(as_tensor, layout.marked(shard)) for shard in shards]
     for shard in given:
         _rows(shard)
     return _copied(_joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)]))
@@ -174,7 +174,8 @@ def _rows(tensors: Any) -> int:
     return next(iter(lengths.values()))
 
 
-def _as_tensor(name: str, leaf: Any) -> Any:
+def as_tensor(name: str, leaf: Any) -> Any:
+    """The tensor of an array; another value that a batch may hold stays. Raises DataError for anything else."""
     # A batch can only have an array if numpy has been imported; this package does not need it.
     numpy = sys.modules.get("numpy")
     if isinstance(leaf, torch.Tensor):

@@ -101,7 +101,9 @@ def fit_and_test(
         all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
     if log_dir is not None:
         all_callbacks.append(TensorBoard(log_dir))
-    history = model.fit(task.train, task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose)
+    history = model.fit(
+        task.train, validation_data=task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose
+    )
     fingerprint = model.fingerprint()  # before the test, which averages the buffers
     return history, fingerprint, model.evaluate(task.test, verbose=0)
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.data.dataset import DistributedIterable
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy, get_strategy
+from lockstep.train.arrays import ArrayOptions, Data, evaluation_data, prediction_data, training_data
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import write_fingerprint
 from lockstep.train.checkpointing import (
@@ -40,8 +40,6 @@ from lockstep.train.epoch_iterator import EpochIterator, distribute
 from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_progress
 from lockstep.train.inference import run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
-
-Data = Iterable[Any] | DistributedIterable
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -187,24 +185,41 @@ class Model:
 
     def fit(
         self,
-        data: Data,
-        validation_data: Data | None = None,
-        *,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
         epochs: int = 1,
-        callbacks: Sequence[Callback] | None = None,
+        *,
         verbose: Verbose = 1,
+        callbacks: Sequence[Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_freq: int = 1,
     ) -> History:
-        """Trains.
+        """Trains, on arrays or on batches. Every worker must call it with the same data.
 
         Args:
-            data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
-            validation_data: evaluated at the end of epochs; its results get the prefix "val_".
+            x: the inputs of all rows: a tensor or NumPy array, a dict of them by the module's keyword arguments, or a
+                tuple of its positional ones. Or an iterable of global batches (x, y) or (x, y, sample_weight), such as
+                a DataLoader, or a distributed dataset; then leave out y, batch_size, validation_split, shuffle,
+                class_weight and sample_weight.
+            y: the targets of all rows, a tensor or NumPy array or several of them.
+            batch_size: rows of a global batch; 32 if None.
             epochs: the last epoch, counted from 1.
-            callbacks: called at Keras's hooks, in order, before the progress bar.
             verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch; after the last epoch, the fingerprint.
+            callbacks: called at Keras's hooks, in order, before the progress bar.
+            validation_split: the fraction of the rows, taken from their end, to validate with instead of training.
+            validation_data: evaluated at the end of epochs; its results get the prefix "val_". A tuple (x, y) or
+                (x, y, sample_weight) of arrays, or an iterable of global batches.
+            shuffle: whether each epoch has another order of rows, drawn as ``DataLoader(shuffle=True)`` does, from
+                torch's default generator; None is True for arrays.
+            class_weight: class number to the weight of its rows in training; 1 for a class without one.
+            sample_weight: one weight per row. It multiplies the losses; they are still divided by the number of rows.
             initial_epoch: the first epoch, counted from 0.
             steps_per_epoch: global batches per epoch; by default all there are.
             validation_freq: validate after every this many epochs.
@@ -213,16 +228,24 @@ class Model:
             The History of this fit, with ``history``, ``epoch`` and ``timing``.
 
         Raises:
-            DataError: the data has no batches, or an item is not a pair or triple.
+            DataError: the data has no batches, an item is not a pair or triple, or arrays differ in their rows.
             NonFiniteLossError: the loss became NaN or infinite. The weights are those of the last good update.
             CallbackError: a callback raised.
         """
         planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
+        options = ArrayOptions(
+            batch_size=batch_size,
+            shuffle=shuffle,
+            validation_split=validation_split,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+        )
         setup = self._compiled("fit")
         if setup.optimizer is None:
             raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
+        data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         batches = self._iterator(data, "the training data", steps_per_epoch)
-        validation = None if validation_data is None else self._iterator(validation_data, "the validation data")
+        validation = None if held_out is None else self._iterator(held_out, "the validation data")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
         self.stop_training, self.history = False, History()
         params = {"epochs": epochs, "validated": validation is not None}
@@ -232,26 +255,47 @@ class Model:
         return self.history
 
     def evaluate(
-        self, data: Data, *, verbose: Verbose = 1, callbacks: Sequence[Callback] | None = None
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        *,
+        sample_weight: Any = None,
+        verbose: Verbose = 1,
+        callbacks: Sequence[Callback] | None = None,
     ) -> dict[str, float]:
         """The loss and the metrics over the data, each example counted once.
 
         Args:
-            data: an iterable of global batches (x, y) or (x, y, sample_weight), or a distributed dataset.
+            x: the inputs of all rows, or an iterable of global batches, as in ``fit``.
+            y: the targets of all rows.
+            batch_size: rows of a global batch of arrays; 32 if None.
+            sample_weight: one weight per row of arrays.
             verbose: 0 silent, 1 a live line, 2 a plain line.
             callbacks: called at the ``on_test`` hooks.
         """
         setup = self._compiled("evaluate")
+        options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
+        data = evaluation_data(self.strategy, self.module, x, y, options)
         batches, self.clock = self._iterator(data, "the data"), StepClock()
         with self._callbacks(callbacks, verbose, batches) as called:
             return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
 
-    def predict(self, data: Data, *, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        *,
+        verbose: Verbose = 0,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.
 
         Args:
-            data: an iterable of global batches: x alone (a tensor or a dict of the module's keyword arguments), or
-                tuples and lists (x, y) or (x, y, sample_weight), of which x is used.
+            x: the inputs of all rows: a tensor, a NumPy array or a dict of them; with ``batch_size`` also a tuple of
+                them. Or an iterable of global batches: x alone (a tensor or a dict of the module's keyword arguments),
+                or tuples and lists (x, y) or (x, y, sample_weight), of which x is used.
+            batch_size: rows of a global batch of arrays; 32 if None.
             verbose: 0 silent, 1 a live line, 2 a plain line.
             callbacks: called at the ``on_predict`` hooks.
 
@@ -260,6 +304,7 @@ class Model:
         """
         uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
         precision = uncompiled if self._setup is None else self._setup.precision
+        data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         batches, self.clock = self._iterator(data, "the data"), StepClock()
         with self._callbacks(callbacks, verbose, batches) as called:
             return run_prediction(self.strategy, self._module, precision, batches, callbacks=called, clock=self.clock)

@@ -77,7 +77,13 @@ def test_sigterm_during_the_validation_saves_at_the_end_of_the_epoch(
             terminate()
 
     with pytest.raises(SystemExit):
-        model.fit(batches, batches, epochs=2, callbacks=[Terminate(), BackupAndRestore(tmp_path, False)], verbose=0)
+        model.fit(
+            batches,
+            validation_data=batches,
+            epochs=2,
+            callbacks=[Terminate(), BackupAndRestore(tmp_path, False)],
+            verbose=0,
+        )
 
     assert names(tmp_path) == ["step-00000003"]
     assert received == []

@@ -103,7 +103,9 @@ def test_an_absent_name_ends_the_first_epoch_in_an_error_with_those_that_exist(
     stopping = EarlyStopping(monitor, mode="min")
 
     with pytest.raises(CallbackError) as caught:
-        model.fit(batches, batches if validated else None, epochs=3, callbacks=[count, stopping], verbose=0)
+        model.fit(
+            batches, validation_data=batches if validated else None, epochs=3, callbacks=[count, stopping], verbose=0
+        )
 
     assert ended == [0]
     assert isinstance(caught.value.__cause__, ConfigError)
@@ -112,7 +114,9 @@ def test_an_absent_name_ends_the_first_epoch_in_an_error_with_those_that_exist(
 
 
 def test_epochs_without_a_validation_are_passed_over(model: Model, batches: list[tuple[Tensor, Tensor]]):
-    history = model.fit(batches, batches, epochs=5, callbacks=[EarlyStopping()], validation_freq=2, verbose=0)
+    history = model.fit(
+        batches, validation_data=batches, epochs=5, callbacks=[EarlyStopping()], validation_freq=2, verbose=0
+    )
 
     assert history.epoch == [0, 1, 2, 3, 4]
     assert len(history.history["val_loss"]) == 2

@@ -52,7 +52,7 @@ def test_it_takes_every_hook_of_a_callback(model: Model, batches: list[tuple[Ten
 
     hooks = {name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch")}
     called = [LambdaCallback(**{name: hear(name) for name in hooks})]
-    model.fit(batches, batches, callbacks=called, verbose=0)
+    model.fit(batches, validation_data=batches, callbacks=called, verbose=0)
     model.predict(batches, callbacks=called)
 
     assert heard == hooks

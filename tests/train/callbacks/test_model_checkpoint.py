@@ -101,7 +101,7 @@ def test_an_unknown_frequency_is_refused(save_freq: Any):
 def test_whole_checkpoints_are_restored_by_load_checkpoint(model: Model, batches: Batches, tmp_path: Path):
     module = model.module
     model.compile(torch.optim.Adam(module.parameters(), 0.05), torch.nn.functional.mse_loss)
-    whole = model.fit(batches, batches, epochs=3, callbacks=[saving(tmp_path, keep=2)], verbose=0)
+    whole = model.fit(batches, validation_data=batches, epochs=3, callbacks=[saving(tmp_path, keep=2)], verbose=0)
     assert names(tmp_path) == ["step-00000006", "step-00000009"]
     expected = module.weight.clone()
 
@@ -109,7 +109,12 @@ def test_whole_checkpoints_are_restored_by_load_checkpoint(model: Model, batches
     assert (position.epoch, position.batch, position.step) == (2, 0, 6)
     assert not torch.equal(module.weight, expected)
     again = model.fit(
-        batches, batches, epochs=3, initial_epoch=position.epoch, callbacks=[saving(tmp_path, keep=2)], verbose=0
+        batches,
+        validation_data=batches,
+        epochs=3,
+        initial_epoch=position.epoch,
+        callbacks=[saving(tmp_path, keep=2)],
+        verbose=0,
     )
 
     assert torch.equal(module.weight, expected)
@@ -133,7 +138,7 @@ def test_the_last_and_the_best_whole_checkpoints_stay(
         model.optimizer.param_groups[0]["lr"] = next(rates)
 
     callbacks = [LambdaCallback(on_epoch_begin=step), saving(tmp_path, keep=1, asynchronous=asynchronous)]
-    history = model.fit(batches, batches, epochs=4, callbacks=callbacks, verbose=0)
+    history = model.fit(batches, validation_data=batches, epochs=4, callbacks=callbacks, verbose=0)
 
     best = history.history["val_loss"].index(min(history.history["val_loss"]))
     assert best == 1

@@ -5,6 +5,8 @@ import re
 import sys
 import threading
 from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -32,6 +34,8 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal to redirect to, and a bar that draws every step however fast."""
     monkeypatch.setattr(progress_module, "_REDRAW_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
     return Terminal()
 
 
@@ -145,3 +149,92 @@ def test_a_bar_of_ones_own_replaces_the_default(model: Model, batches: Batches, 
     model.fit(batches, callbacks=[ProgressBar(verbose=2), EarlyStopping("loss")], verbose=1)
 
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1/1")]) == 1
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_keeps_the_bar_in_sight_and_breaks_lines_between_numbers(
+    model: Model, batches: Batches, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    metrics = {f"mean_squared_error_{number}": MeanSquaredError() for number in range(6)}
+    model.compile(optimizer=model.optimizer, loss=lambda a, b: (a - b).square(), metrics=metrics)
+
+    with redirect_stdout(terminal):
+        model.fit(batches, verbose=1)
+
+    bars = re.findall(r"epoch 1/1\s+\d+%\|(.*?)\| [1-3]/3", terminal.getvalue())
+    assert len(bars) == 3
+    assert min(map(len, bars)) >= 8
+    lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
+    assert max(map(len, lines)) <= columns
+    assert all(re.search(rf"{name} [\d.e-]+(,|$)", "\n".join(lines), re.MULTILINE) for name in metrics)
+
+
+def test_a_terminal_has_bold_titles_unless_no_color_is_set(
+    model: Model, batches: Batches, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+
+    with redirect_stdout(terminal):
+        model.fit(batches, verbose=2)
+
+    assert terminal.getvalue().startswith("\x1b[1mepoch 1/1\x1b[0m: 3 steps")
+
+
+def test_a_pipe_gets_a_line_every_while_within_an_epoch(
+    model: Model, batches: Batches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress_module._PlainLines, "first_s", 0.0)
+    monkeypatch.setattr(progress_module._PlainLines, "every_s", 0.0)
+    model.compile(optimizer=model.optimizer, loss=lambda a, b: (a - b).square(), metrics={"mse": MeanSquaredError()})
+
+    model.fit(batches, validation_data=batches, verbose=1)
+
+    lines = capsys.readouterr().out.splitlines()
+    numbers = rf"loss [\d.e-]+, mse [\d.e-]+, {SPEED}"
+    for step, line in enumerate(lines[:3], start=1):
+        assert re.fullmatch(rf"epoch 1/1: step {step}/3, {numbers}(, \d+ s left)?", line)
+    assert lines[3:6] == [f"epoch 1/1: step 3/3, validation step {step}" for step in (1, 2, 3)]
+    assert lines[6].startswith("epoch 1/1: 3 steps")
+
+
+def test_the_numbers_of_a_slow_step_are_asked_for_before_it(model: Model, monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now))
+    bar = ProgressBar()
+    bar.set_model(model)
+    bar.on_epoch_begin(0, {})
+    asked = []
+    for step in range(6):  # of two seconds
+        asked.append(bar.wants_batch_logs())
+        now += 2.0
+        bar.on_train_batch_end(step, {"loss": 1.0})
+
+    assert asked == [False, False, True, False, False, False]  # shown after 6 s, and then after 30 s
+
+
+def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, monkeypatch: pytest.MonkeyPatch):
+    shown: list[Any] = []
+    display = SimpleNamespace(
+        display=lambda each, display_id: shown.append(each) or SimpleNamespace(update=shown.append)
+    )
+    monkeypatch.setitem(sys.modules, "ipykernel.iostream", SimpleNamespace(OutStream=io.StringIO))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(progress_module._NotebookBar, "every_s", 0.0)
+    monkeypatch.setattr(progress_module._NotebookBar, "first_s", 0.0)
+    cell = io.StringIO()
+
+    with redirect_stdout(cell):
+        model.fit(batches, epochs=2, verbose=1)
+
+    assert [line.split(",")[0] for line in cell.getvalue().splitlines()[:2]] == [
+        "epoch 1/2: 3 steps",
+        "epoch 2/2: 3 steps",
+    ]
+    assert [repr(each).split(",")[0] for each in shown] == [
+        f"epoch {epoch}/2: {state}"
+        for epoch in (1, 2)
+        for state in ("step 0/3", "step 1/3", "step 2/3", "step 3/3", "done")
+    ]
+    assert '<progress value="1.000" max="1">' in shown[-1]._repr_html_()

@@ -82,7 +82,7 @@ def train(
     stopping = stopping or ls.EarlyStopping("val_loss", patience=50, restore_best_weights=True)
     history = model.fit(
         DataLoader(Noisy(0.0 if exact else 0.1), BATCH, shuffle=True),
-        DataLoader(Noisy(0.0), ROWS),
+        validation_data=DataLoader(Noisy(0.0), ROWS),
         epochs=epochs,
         callbacks=[stopping, *callbacks],
         steps_per_epoch=steps_per_epoch,

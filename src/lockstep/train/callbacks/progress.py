@@ -1,12 +1,20 @@
-"""ProgressBar: one line per epoch on standard output, and a live line meanwhile on a terminal with tqdm."""
+"""ProgressBar: one line per epoch on standard output, and meanwhile what that can show.
+
+terminal          a bar in the last line, by tqdm
+notebook          a bar above the lines of the epochs, by a display handle of IPython
+pipe, file        a plain line every 30 seconds; so under ``lockstep run``, whose workers write to pipes
+"""
 
 from __future__ import annotations
 
+import html
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from lockstep import console
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.extras import require
@@ -14,6 +22,10 @@ from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.logs import LazyLogs
 
 _REDRAW_S = 0.1
+_REDRAW_NOTEBOOK_S = 0.5
+_FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
+_FIRST_STEP = "first step"
+_BAR_CELLS = 8  # the numbers leave the bar at least this much space
 _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 _BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
 
@@ -44,10 +56,138 @@ def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose
         write_line(line)
 
 
+class _Display(ABC):
+    """Shows how far one pass after another is.
+
+    ``first_s`` is how long after the beginning of the run it first wants numbers, and ``every_s`` how often then.
+    """
+
+    first_s = every_s = 0.0
+
+    def __init__(self) -> None:
+        self.title = ""
+        self.steps: int | None = None
+        self._began = 0.0
+
+    def begin(self, title: str, steps: int | None) -> None:
+        """Begins a pass; ``steps`` is None if their number is not known."""
+        self.title, self.steps, self._began = title, steps, time.monotonic()
+
+    @abstractmethod
+    def show(self, step: int, items: Sequence[str]) -> None:
+        """Shows that ``step`` steps are done, and the numbers, such as "loss 0.1", the most important first."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the pass, whose line follows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the run, perhaps in the middle of a pass."""
+
+    def _position(self, step: int) -> str:
+        return f"step {step}" if self.steps is None else f"step {step}/{self.steps}"
+
+    def _time_left(self, step: int) -> list[str]:
+        if self.steps is None or not 0 < step < self.steps:
+            return []
+        return [f"{_duration((time.monotonic() - self._began) / step * (self.steps - step))} left"]
+
+
+class _PlainLines(_Display):
+    """A line at a time, for logs and pipes; the first one early, as a sign of life."""
+
+    first_s, every_s = _FIRST_LINE_S, _LINE_EVERY_S
+
+    def show(self, step: int, items: Sequence[str]) -> None:
+        write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step)]))
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TerminalBar(_Display):
+    """A tqdm bar in the last line of the terminal. ``tqdm`` is the class."""
+
+    def __init__(self, tqdm: type[Any]) -> None:
+        super().__init__()
+        self.first_s = self.every_s = _REDRAW_S
+        # Without tqdm's monitor thread, which would outlive the run.
+        self._make = type("Bar", (tqdm,), {"monitor_interval": 0})
+        self._bar: Any = None
+
+    def begin(self, title: str, steps: int | None) -> None:
+        super().begin(title, steps)
+        form = _BAR_UNKNOWN if steps is None else _BAR_KNOWN
+        settings = {"bar_format": form, "file": sys.stdout, "ncols": console.width(), "mininterval": 0}
+        self._bar = self._make(desc=title, total=steps, postfix=_FIRST_STEP, **settings)
+
+    def show(self, step: int, items: Sequence[str]) -> None:
+        columns = self._bar.ncols = console.width()
+        fixed = len(f"{self.title} 100%|| {self.steps}/{self.steps} [00:00<00:00]") + _BAR_CELLS
+        self._bar.n = step
+        self._bar.set_postfix_str(", ".join(console.items_that_fit(items, (columns or sys.maxsize) - fixed)))
+
+    def end(self) -> None:
+        self._bar.leave = False
+        self._bar.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _NotebookBar(_Display):
+    """A bar in the output of a cell, the same one for all epochs; it stays with what it last showed."""
+
+    first_s = every_s = _REDRAW_NOTEBOOK_S
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handle: Any = None
+
+    def begin(self, title: str, steps: int | None) -> None:
+        super().begin(title, steps)
+        self.show(0, [_FIRST_STEP])
+
+    def show(self, step: int, items: Sequence[str]) -> None:
+        self._display([self._position(step), *items, *self._time_left(step)], step)
+
+    def end(self) -> None:
+        self._display(["done"], self.steps or 0)
+
+    def close(self) -> None: ...
+
+    def _display(self, items: Sequence[str], step: int) -> None:
+        ipython = require("IPython.display", "train")  # a kernel is running, so it is there
+        done = step / self.steps if self.steps else None
+        bar = _NotebookText(f"{self.title}: {', '.join(items)}", done=done)
+        if self._handle is None:
+            self._handle = ipython.display(bar, display_id=True)
+        else:
+            self._handle.update(bar)
+
+
+class _NotebookText:
+    """A line with a bar for ``done`` of it, as IPython displays objects: HTML, and text where there is none."""
+
+    def __init__(self, text: str, *, done: float | None) -> None:
+        self._text, self._done = text, done
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        bar = "" if self._done is None else f'<progress value="{self._done:.3f}" max="1"></progress> '
+        return f"<div>{bar}{html.escape(self._text)}</div>"
+
+
 class ProgressBar(Callback):
     """Shows step time, examples a second, loss, metrics and the time left. ``fit(verbose=...)`` makes one by default.
 
-    ``verbose`` is 1 for a live line if standard output is a terminal, 2 for plain lines only.
+    A line ends each epoch. ``verbose`` is 1 to show the steps too: a bar in a terminal or a notebook, a line every 30
+    seconds elsewhere; 2 for the lines of the epochs only.
     """
 
     chief_only = True
@@ -55,15 +195,20 @@ class ProgressBar(Callback):
     def __init__(self, verbose: Literal[1, 2] = 1) -> None:
         super().__init__()
         self.verbose = verbose
-        self._bar: Any = None
-        self._drawn = 0.0
+        self._display: _Display | None = None
+        self._due = 0.0  # when the display wants to show something
+        self._step_s, self._step_ended = 0.0, 0.0
+        self._step = 0
+        self._wanted = False
         self._known: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
         self._training = False
 
     def wants_batch_logs(self) -> bool:
-        return self._bar is not None and time.monotonic() - self._drawn >= _REDRAW_S
+        # Asked before a step, which is shown when it is done.
+        self._wanted = self._display is not None and time.monotonic() + self._step_s >= self._due
+        return self._wanted
 
     def on_train_begin(self, logs: Logs) -> None:  # evaluations inside fit are shown on the epoch's line
         self._training = True
@@ -72,6 +217,7 @@ class ProgressBar(Callback):
         self._begin(f"epoch {epoch + 1}/{self.params.get('epochs', '?')}", self.params.get("steps"))
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._step = batch + 1
         self._advance(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -83,7 +229,9 @@ class ProgressBar(Callback):
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
         if not self._training:
-            self._advance(logs)
+            self.on_train_batch_end(batch, logs)
+        elif self._display is not None and time.monotonic() >= self._due:
+            self._show(self._display, [f"validation step {batch + 1}"])
 
     def on_test_end(self, logs: Logs) -> None:
         if not self._training:
@@ -97,23 +245,30 @@ class ProgressBar(Callback):
 
     def close(self) -> None:
         self._training = False
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._display is not None:
+            self._display.close()
+            self._display = None
 
     def _begin(self, title: str, steps: int | None) -> None:
-        self._title = title
+        self._title, self._step = title, 0
         self._known, self._late = {}, None
-        self._drawn = time.monotonic()
-        self._bar = _make_bar(title, steps) if self.verbose == 1 else None
+        self._step_s, self._step_ended = 0.0, time.monotonic()
+        if self.verbose != 1:
+            return
+        if self._display is None:
+            self._display = _make_display()
+            self._due = self._step_ended + self._display.first_s
+        self._display.begin(title, steps)
 
     def _advance(self, logs: Logs) -> None:
-        if self._bar is None:
-            return
-        self._bar.n += 1
-        if self.wants_batch_logs():
-            self._drawn = time.monotonic()
-            self._bar.set_postfix_str(self._describe(self._arrived(logs)))
+        now = time.monotonic()
+        self._step_s, self._step_ended = now - self._step_ended, now
+        if self._display is not None and (self._wanted or now >= self._due):
+            self._show(self._display, self._describe(self._arrived(logs)))
+
+    def _show(self, display: _Display, items: Sequence[str]) -> None:
+        display.show(self._step, items)
+        self._due = time.monotonic() + display.every_s
 
     def _arrived(self, logs: Logs) -> Logs:
         """The newest numbers that can be shown without waiting for a GPU."""
@@ -126,29 +281,35 @@ class ProgressBar(Callback):
         return self._known
 
     def _finish(self, logs: Logs) -> None:
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.close()
-            self._bar = None
+        if self._display is not None:
+            self._display.end()
+            self._due = time.monotonic() + self._display.every_s
         timing = self.model.clock.summary()
         steps = "1 step" if timing.steps == 1 else f"{timing.steps} steps"
-        write_line(f"{self._title}: {steps}, {timing.seconds:.1f} s, {self._describe(logs)}")
+        write_line(console.line_of(self._title, [steps, f"{timing.seconds:.1f} s", *self._describe(logs)]))
 
-    def _describe(self, logs: Logs) -> str:
+    def _describe(self, logs: Logs) -> list[str]:
         timing = self.model.clock.summary()
         speed = [f"{timing.median_step_s * 1000:.0f} ms/step", f"{timing.examples_per_s:,.0f} examples/s"]
-        return ", ".join([f"{name} {value:#.4g}" for name, value in logs.items()] + speed)
+        return [f"{name} {value:#.4g}" for name, value in logs.items()] + speed
 
 
-def _make_bar(title: str, steps: int | None) -> Any:
-    """A tqdm bar on standard output; None if that is not a terminal or tqdm is missing."""
-    if not sys.stdout.isatty():
-        return None
-    try:
-        tqdm = require("tqdm", "train").tqdm
-    except MissingExtraError:
-        return None
-    # Without tqdm's monitor thread, which would outlive the run.
-    bar_class = type("Bar", (tqdm,), {"monitor_interval": 0})
-    form = _BAR_UNKNOWN if steps is None else _BAR_KNOWN
-    return bar_class(desc=title, total=steps, bar_format=form, file=sys.stdout, dynamic_ncols=True, mininterval=0)
+def _make_display() -> _Display:
+    """The display for where standard output goes; without tqdm a terminal gets plain lines."""
+    output = console.output()
+    if output == "notebook":
+        return _NotebookBar()
+    if output == "terminal":
+        try:
+            return _TerminalBar(require("tqdm", "train").tqdm)
+        except MissingExtraError:
+            pass
+    return _PlainLines()
+
+
+def _duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"

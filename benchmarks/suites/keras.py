@@ -1,0 +1,75 @@
+"""Suite ``keras``: a Keras model on our replicas beside Keras on torch alone, and on TensorFlow's MirroredStrategy."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.frameworks import PROGRAMS, peers_of
+from benchmarks.harness import run_rounds, trials_of
+from benchmarks.programs import Program
+from benchmarks.report import Report, Section, columns, report_of
+from benchmarks.results import Comparison, Figures, compare_steps, figures_of
+from benchmarks.trial import Conditions, Contender, Pace, Role, select_contenders
+from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
+
+PACE = Pace(warm_up=3, steps=12, rounds=3)
+LIMITS = {"keras": 0.85, "tensorflow-2": 1.0}
+"""The step time of two replicas over that of each other."""
+
+
+def contenders(workload: str) -> list[Contender]:
+    """Ours on two and four replicas, Keras alone, and TensorFlow where it has an environment."""
+    return [
+        _on_torch("lockstep-2", "distribute, MirroredStrategy, CPU split in 2", 2, "ours"),
+        _on_torch("lockstep-4", "distribute, MirroredStrategy, CPU split in 4", 4, "ours"),
+        _on_torch("keras", "Keras's own step, all cores as intra-op threads", 0, "baseline"),
+        *(each for each in peers_of(workload) if each.name in LIMITS),
+    ]
+
+
+def _on_torch(name: str, settings: str, replicas: int, role: Role) -> Contender:
+    variables = {"KERAS_BACKEND": "torch", "LOCKSTEP_REPLICAS": str(replicas)}
+    program = Program(python=Path(sys.executable), script=PROGRAMS / "train_keras.py", variables=variables)
+    how = f"Keras on torch, {settings}, one process, Model.train_on_batch, NHWC"
+    return Contender(
+        name=name, settings=how, launcher=program, replicas=max(1, replicas), layout="framework", role=role
+    )
+
+
+def comparisons_of(figures: Sequence[Figures]) -> list[Comparison]:
+    """Two replicas over each of the others."""
+    by_name = {each.contender.name: each for each in figures}
+    ours = by_name.get("lockstep-2")
+    return [
+        compare_steps(ours, by_name[name], limit)
+        for name, limit in LIMITS.items()
+        if ours is not None and name in by_name
+    ]
+
+
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", choices=USUAL_WORKLOADS, default=USUAL_WORKLOADS)
+
+
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures all contenders in turn."""
+    chosen = {name: select_contenders(contenders(name), asked.only) for name in asked.workload}
+    trials = [trial for name in asked.workload for trial in trials_of(WORKLOADS[name], chosen[name], conditions)]
+    rounds = run_rounds(trials, rounds=conditions.rounds)
+    sections = [
+        Section(
+            workload=name,
+            title=f"{WORKLOADS[name].title}, in Keras layers",
+            columns=columns("step ms", "p10", "p90", "CPU ms", "peak MB", "loss", "parameters"),
+            figures=(figures := figures_of(chosen[name], rounds.samples, name)),
+            comparisons=comparisons_of(figures),
+            absences=[each for each in rounds.absences if each.workload == name],
+        )
+        for name in asked.workload
+    ]
+    title = "Keras on CPUs"
+    return report_of(f"keras-cpu-{conditions.machine.cores}", conditions, title, sections, rounds.samples, meanings={})

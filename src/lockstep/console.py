@@ -1,0 +1,68 @@
+"""Where standard output goes, and how text is fitted to it: a terminal, a notebook, or else a pipe or a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Literal
+
+_NO_BREAK = "\xa0"  # textwrap breaks lines at spaces, and not here
+
+Output = Literal["terminal", "notebook", "file"]
+
+
+def output() -> Output:
+    """Where standard output goes now; "file" stands for pipes too."""
+    if sys.stdout is None:
+        return "file"
+    iostream = sys.modules.get("ipykernel.iostream")  # loaded in every kernel of a notebook
+    if iostream is not None and isinstance(sys.stdout, iostream.OutStream):
+        return "notebook"
+    return "terminal" if sys.stdout.isatty() else "file"
+
+
+def width() -> int | None:
+    """Columns of the terminal; None if standard output is none, so that lines in files and notebooks stay whole."""
+    return shutil.get_terminal_size().columns if output() == "terminal" else None
+
+
+def bold(text: str) -> str:
+    """The text in bold, on a terminal that takes it. https://no-color.org turns it off."""
+    plain = output() != "terminal" or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[1m{text}\x1b[0m"
+
+
+def line_of(title: str, items: Sequence[str]) -> str:
+    """``title: item, item`` with a bold title; broken between items where the terminal is too narrow."""
+    unbroken, *others = (each.replace(" ", _NO_BREAK) for each in (title, *items))
+    line = fill(f"{unbroken}: {', '.join(others)}").replace(_NO_BREAK, " ")
+    return line.replace(title, bold(title), 1)
+
+
+def fill(text: str) -> str:
+    """The text with lines that are too long for the terminal broken at spaces, and indented from the second on."""
+    columns = width()
+    if columns is None:
+        return text
+    return "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+
+
+def _wrapped(line: str, columns: int) -> str:
+    if len(line) <= columns:
+        return line
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return textwrap.fill(line, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def items_that_fit(items: Sequence[str], columns: int) -> list[str]:
+    """The first items that fit into ``columns``, each after a comma and a space."""
+    fitting: list[str] = []
+    for item in items:
+        columns -= len(item) + 2
+        if columns < 0:
+            break
+        fitting.append(item)
+    return fitting

@@ -1,0 +1,30 @@
+"""Keras models on the replicas of a strategy: the same program and the same numbers, N devices.
+
+    model        ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
+    step         what runs in each replica
+    variables    each replica's values of the model's variables, and what becomes of them after a step
+    losses       losses that are divided by the numbers of the whole batch
+    batchnorm    batch norms that take their statistics from the whole batch
+    first_batch  compares the first batch with Keras's own numbers
+
+Importing it needs Keras on torch: ``pip install 'torch-lockstep[keras]'`` and the environment variable
+``KERAS_BACKEND=torch``.
+"""
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+
+_ADVICE = "set the environment variable KERAS_BACKEND=torch before the program imports keras"
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name == "keras":
+        require("keras", "keras")
+    raise ConfigError(f"Keras could not be imported, because its backend needs {error.name!r}; {_ADVICE}") from error
+if keras.backend.backend() != "torch":
+    raise ConfigError(f"Keras runs on the backend {keras.backend.backend()!r}, expected 'torch'; {_ADVICE}")
+
+from lockstep.integrations.keras.model import distribute  # noqa: E402  after the checks above
+
+__all__ = ["distribute"]

@@ -1,0 +1,88 @@
+"""Compares the first batch with Keras's own numbers, before anything is updated with it.
+
+The loss and the metrics of the whole batch on one device, in evaluation mode, must be what those of the shards add up
+to. They are not where a loss or a metric is no mean or sum over rows: a contrastive loss, a correlation, a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.variables import Changes, ModelVariables
+from lockstep.strategies.base import Strategy
+
+_LOSS_TOLERANCE = 1e-4
+_HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
+# Rounding may put single rows on the other side of a threshold.
+_METRIC_TOLERANCE = 2e-2
+
+
+def check_first_batch(
+    model: Any, strategy: Strategy, data: Any, run: Callable[[Callable[[Any, int], Changes]], list[Changes]], rows: int
+) -> None:
+    """Raises a ConfigError that names the loss or metric which shards of a batch cannot compute.
+
+    Args:
+        model: a compiled model, whose variables stay as they are.
+        strategy: its strategy.
+        data: the whole batch.
+        run: runs a step in each local replica, on its shard of the batch.
+        rows: of the batch.
+    """
+    whole = _computed_whole(model, data, rows)
+    variables = ModelVariables(model, strategy)
+    with torch.no_grad():
+        sums = variables.sum_metrics(run(Step(model=model, variables=variables, rows=rows).evaluate))
+    states = {id(each): (one, other) for each, one, other in zip(variables.metrics, sums, whole, strict=True)}
+    (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
+    exact = all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
+    if not _close(total, expected, _LOSS_TOLERANCE if exact else _HALF_TOLERANCE):
+        raise ConfigError(
+            f"the loss of the first batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
+            f"shards have a mean of {float(total) / rows:.6g}: the loss, or a loss added by a layer, is no mean over "
+            "the rows; have it return one value a row, or a mean"
+        )
+    for metric in _single_metrics(model.metrics):
+        if not all(_close(*states[id(each)], _METRIC_TOLERANCE) for each in metric.variables):
+            raise ConfigError(
+                f"the metric {metric.name!r} cannot be merged: its state after the first batch is not the sum of those "
+                "after the shards of the batch; compute it from model.predict after the training"
+            )
+
+
+def _computed_whole(model: Any, data: Any, rows: int) -> list[Tensor]:
+    """The states of Keras's metrics after one batch, on one device."""
+    x, y, weight = unpack_x_y_sample_weight(data)
+    variables = model.metrics_variables
+    with torch.no_grad(), keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope:
+        scope.state_mapping.update((id(each), each._value) for each in model.trainable_variables)
+        scope.state_mapping.update((id(each), torch.zeros_like(each._value)) for each in variables)
+        outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
+        model._loss_tracker.update_state(loss, sample_weight=rows)
+        model.compute_metrics(x, y, outputs, sample_weight=weight)
+    return [scope.get_current_value(each) for each in variables]
+
+
+def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
+    """The metrics that hold variables of their own, those of containers included."""
+    for metric in metrics:
+        inner = [each for each in getattr(metric, "metrics", ()) if each is not metric]
+        if inner:
+            yield from _single_metrics(inner)
+        elif metric.variables:
+            yield metric
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    one, other = one.detach().double().cpu(), other.detach().double().cpu()
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest * 0.1 + 1e-6, equal_nan=True)

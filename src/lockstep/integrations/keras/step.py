@@ -1,0 +1,87 @@
+"""What runs in each replica: Keras's own training, evaluation and prediction step, on one shard.
+
+A replica without rows computes with a row that another one has, and its results count for nothing: others may wait for
+it in an exchange, and not every layer can be called without rows.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import torch
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from torch import Tensor
+
+from lockstep.integrations.keras.losses import Shard, losses_of_shard
+from lockstep.integrations.keras.variables import Changes, ModelVariables, ReplicaVariables
+from lockstep.replicas.context import ReplicaContext
+from lockstep.train.batch import replica_of_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of all replicas. Its methods run in each, with its shard of the batch and the number of rows that count.
+
+    Args:
+        model: the Keras model.
+        variables: its variables.
+        rows: of the whole batch.
+        scale: what the optimizer multiplies the loss by.
+    """
+
+    model: Any
+    variables: ModelVariables
+    rows: int
+    scale: float = 1.0
+
+    def train(self, data: Any, rows: int) -> Changes:
+        """Forward and backward."""
+        context = replica_of_step()
+        with self._variables(context) as values:
+            share, loss = self._loss(context, data, rows, training=True)
+            gradients = torch.autograd.grad(loss * (share * self.scale), values.trainable, allow_unused=True)
+            return values.changes(gradients, share)
+
+    def evaluate(self, data: Any, rows: int) -> Changes:
+        """The loss and the metrics."""
+        context = replica_of_step()
+        with self._variables(context) as values:
+            share, _ = self._loss(context, data, rows, training=False)
+            return values.changes((), share)
+
+    def predict(self, data: Any, rows: int) -> Any:
+        """The outputs."""
+        context = replica_of_step()
+        with self._variables(context):
+            x, _, _ = unpack_x_y_sample_weight(_moved(data, context))
+            return keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
+
+    def _variables(self, context: ReplicaContext) -> AbstractContextManager[ReplicaVariables]:
+        return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
+
+    def _outputs(self, x: Any, *, training: bool) -> Any:
+        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+
+    def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
+        """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""
+        shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
+        x, y, weight = unpack_x_y_sample_weight(_moved(data, context))
+        with losses_of_shard(shard):
+            outputs = self._outputs(x, training=training)
+            loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
+        with torch.no_grad():
+            self.model._loss_tracker.update_state(loss, sample_weight=rows)
+            self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+        return shard.share, loss
+
+
+def _moved(data: Any, context: ReplicaContext) -> Any:
+    """A shard on the device of its replica."""
+    device = context.device.torch_device
+    return keras.tree.map_structure(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, data
+    )

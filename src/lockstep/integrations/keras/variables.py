@@ -1,0 +1,161 @@
+"""Each replica's values of a model's variables, and what becomes of them after a step.
+
+    trainable           the same values in every replica; the optimizer updates them once, outside the replicas
+    metrics             start at 0 in every replica; what they come to is added
+    seed generators     replica 0 draws as Keras alone would; every other one has seeds of its own
+    others that change  averaged over the rows, as the statistics of batch norms; integers are a replica's own
+
+Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.strategies.base import Strategy
+
+_SEEDS_APART = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What one replica's step makes of the variables.
+
+    Args:
+        used: whether each trainable variable has a gradient; empty for a step without gradients.
+        averaged: the floating-point variables that have changed, among those that are neither trainable nor metrics.
+        sums: gradients, metrics and ``averaged`` times the replica's share of the rows, flat, by dtype.
+        drawn: how far each seed generator has advanced.
+        counted: the integer variables that have changed, with their new values.
+    """
+
+    used: list[bool]
+    averaged: list[Any]
+    sums: dict[torch.dtype, Tensor]
+    drawn: list[Tensor]
+    counted: list[tuple[Any, Tensor]]
+
+
+class ModelVariables:
+    """The variables of a model, laid out for one step on the replicas of a strategy."""
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.trainable = list(model.trainable_variables)
+        self.metrics = list(model.metrics_variables)
+        self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
+        first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
+        self.others = [each for each in model.non_trainable_variables if id(each) not in first]
+        owned = {each.value.device for each in (*self.trainable, *self.others)}
+        self._copies = {
+            device: {id(each): each.value.detach().to(device) for each in (*self.trainable, *self.others)}
+            for device in {each.torch_device for each in strategy.devices}
+            if owned - {device}
+        }
+
+    @contextmanager
+    def in_replica(self, replica: int, number: int) -> Iterator[ReplicaVariables]:
+        """The variables inside a local replica; ``number`` is its number among those of all workers."""
+        device = self._strategy.devices[replica].torch_device
+        with keras.device(str(device)), _scope() as scope:
+            yield ReplicaVariables(self, scope, device, self._copies.get(device, {}), number)
+
+    def take_in(self, changes: Sequence[Changes]) -> list[Tensor | None]:
+        """Sums what the local replicas' steps have made of the variables, and changes these.
+
+        Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
+        """
+        first, sums = changes[0], self._sums(changes)
+        gradients = [sums[each.value.dtype].next_like(each.value) for each in self.trainable[: len(first.used)]]
+        with torch.no_grad():
+            for each in self.metrics:
+                each.value.add_(sums[each.value.dtype].next_like(each.value))
+            for each in first.averaged:
+                each.value.copy_(sums[each.value.dtype].next_like(each.value))
+            for each, by in zip(self.seeds, first.drawn, strict=True):
+                each.value.add_(by.to(each.value.device))
+            for each, value in first.counted:
+                each.value.copy_(value)
+        used = [any(each) for each in zip(*(each.used for each in changes), strict=True)]
+        return [gradient if is_used else None for gradient, is_used in zip(gradients, used, strict=True)]
+
+    def sum_metrics(self, changes: Sequence[Changes]) -> list[Tensor]:
+        """Sums the metrics of a step without gradients, and changes nothing."""
+        sums = self._sums(changes)
+        return [sums[each.value.dtype].next_like(each.value) for each in self.metrics]
+
+    def _sums(self, changes: Sequence[Changes]) -> dict[torch.dtype, _Parts]:
+        return {
+            dtype: _Parts(self._strategy.reduce("sum", PerReplica([each.sums[dtype] for each in changes])))
+            for dtype in changes[0].sums
+        }
+
+
+class ReplicaVariables:
+    """The variables inside one replica, for the length of one step.
+
+    Attributes:
+        trainable: the values that gradients are computed for.
+    """
+
+    def __init__(self, model: ModelVariables, scope: Any, device: torch.device, copies: dict[int, Tensor], number: int):
+        self._model, self._scope = model, scope
+        values = scope.state_mapping
+        for each in model.others:
+            if id(each) in copies:
+                values[id(each)] = copies[id(each)]
+        self.trainable = [
+            copies.get(id(each), each.value.detach()).detach().requires_grad_() for each in model.trainable
+        ]
+        values.update((id(each), value) for each, value in zip(model.trainable, self.trainable, strict=True))
+        values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
+        apart = torch.tensor([number * _SEEDS_APART % 2**32, 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
+        values.update((id(each), each.value.to(device) + apart.to(device, each.value.dtype)) for each in model.seeds)
+        self._before = dict(values)
+
+    def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
+        """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
+        model, values = self._model, self._scope.state_mapping
+        changed = [each for each in model.others if values.get(id(each)) is not self._before.get(id(each))]
+        averaged = [each for each in changed if each.value.is_floating_point()]
+        parts: list[tuple[Any, Tensor]] = [
+            (each, torch.zeros_like(each) if gradient is None else gradient)
+            for each, gradient in zip(self.trainable[: len(gradients)], gradients, strict=True)
+        ]
+        parts += [(each.value, values[id(each)]) for each in model.metrics]
+        parts += [(each.value, values[id(each)] * share) for each in averaged]
+        flat: dict[torch.dtype, list[Tensor]] = {}
+        for like, part in parts:
+            counts = part.detach() if share else torch.zeros_like(part)
+            flat.setdefault(like.dtype, []).append(counts.to(like.dtype).reshape(-1))
+        return Changes(
+            used=[gradient is not None for gradient in gradients],
+            averaged=averaged,
+            sums={dtype: torch.cat(each) for dtype, each in flat.items()},
+            drawn=[values[id(each)] - self._before[id(each)] for each in model.seeds],
+            counted=[(each, values[id(each)]) for each in changed if not each.value.is_floating_point()],
+        )
+
+
+def _scope() -> Any:
+    return keras.StatelessScope(collect_losses=True, initialize_variables=False)
+
+
+class _Parts:
+    """The parts of a flat tensor, in order."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self._at = flat, 0
+
+    def next_like(self, value: Tensor) -> Tensor:
+        """The next part, with the shape and on the device of ``value``."""
+        begin, self._at = self._at, self._at + value.numel()
+        return self._flat[begin : self._at].view(value.shape).to(value.device)

@@ -1,0 +1,253 @@
+"""Arrays as data: what fit, evaluate and predict make of ``x`` and ``y`` that hold all rows.
+
+    x, y, sample_weight: tensors or NumPy arrays, also in dicts and tuples
+        -> Arrays: tensors, cut for validation, weighted by class
+        -> a DataLoader of them -> DistributedDataset: the way of every other data set
+
+So the order of rows, its exactness on several workers and the position in a checkpoint are those of
+``DataLoader(TensorDataset(x, y), batch_size, shuffle=True)``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.dataset import DistributedDataset, DistributedIterable
+from lockstep.data.prefetch import DEFAULT_DEPTH
+from lockstep.data.sharding import as_tensor
+from lockstep.data.structure import map_leaves, named_leaves
+from lockstep.errors import ConfigError, DataError
+from lockstep.strategies.base import Strategy
+
+Data = Iterable[Any] | DistributedIterable
+DEFAULT_BATCH_SIZE = 32
+"""Rows of a global batch, as in Keras."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayOptions:
+    """The arguments of fit, evaluate and predict that only arrays have; ``Model.fit`` describes them."""
+
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    validation_split: float = 0.0
+    class_weight: Mapping[int, float] | None = None
+    sample_weight: Any = None
+
+    def __post_init__(self) -> None:
+        size, split = self.batch_size, self.validation_split
+        if size is not None and (type(size) is not int or size < 1):
+            raise ConfigError(f"batch_size={size!r}; give the number of rows of a global batch")
+        if self.shuffle not in (None, True, False):
+            raise ConfigError(f"shuffle={self.shuffle!r}; give True or False")
+        if isinstance(split, bool) or not isinstance(split, (int, float)) or not (split == 0 or 0 < split < 1):
+            raise ConfigError(f"validation_split={split!r}; give the part of the rows, between 0 and 1, such as 0.1")
+
+    def refuse_beside_batches(self, x: Any, y: Any) -> None:
+        """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
+        values = {"y": y, **{each.name: getattr(self, each.name) for each in fields(self)}}
+        values["validation_split"] = self.validation_split or None
+        given = [name for name, value in values.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{' and '.join(given)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "
+                "or (x, y, sample_weight), and decides their size and order; leave out, or give x and y as tensors or "
+                "NumPy arrays. Batches to validate with are validation_data=..."
+            )
+
+
+class Arrays(Dataset[Any]):
+    """Rows in memory: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)`` of tensors with equally many rows."""
+
+    def __init__(self, columns: tuple[Any, ...]) -> None:
+        self.columns = columns
+        self.rows: int = next(leaf.shape[0] for _, leaf in named_leaves(columns))
+
+    @classmethod
+    def of(cls, x: Any, y: Any = None, sample_weight: Any = None, *, floats: torch.dtype) -> Arrays:
+        """Tensors of the given arrays, which share their memory where they can.
+
+        NumPy's float64 becomes ``floats``. Raises a DataError that names what has no rows, or another number of them.
+        """
+        given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
+        columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
+        lengths = {name: leaf.shape[0] for top in columns for name, leaf in _leaves(top, columns[top])}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+            raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
+        if not lengths or not max(lengths.values()):
+            raise DataError(f"x of type {type(x).__name__} has no rows; give at least one")
+        if sample_weight is not None and y is None:
+            raise DataError("sample_weight came without y; give y, the targets")
+        return cls(tuple(columns.values()))
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        index = torch.tensor(rows)
+        return map_leaves(lambda _, leaf: leaf.index_select(0, index.to(leaf.device)), self.columns)
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """The first rows, and the last ones: this fraction of all. Raises a ConfigError if one of them has no row."""
+        first = math.floor(self.rows * (1 - fraction))
+        if not 0 < first < self.rows:
+            raise ConfigError(
+                f"validation_split={fraction} of {self.rows} rows leaves {first} to train with and "
+                f"{self.rows - first} to validate with; give a fraction that leaves at least one of each"
+            )
+        begin = map_leaves(lambda _, leaf: leaf[:first], self.columns)
+        end = map_leaves(lambda _, leaf: leaf[first:], self.columns)
+        return Arrays(begin), Arrays(end)
+
+    def weighted(self, class_weight: Mapping[int, float]) -> Arrays:
+        """The same with the sample weights multiplied by the weight of each row's class, 1 for a class without one."""
+        classes = _classes(self.columns[1])
+        for key, weight in class_weight.items():
+            if isinstance(key, bool) or not isinstance(key, int) or not isinstance(weight, (int, float)):
+                raise ConfigError(f"class_weight has {key!r}: {weight!r}; give a dict of class number to weight")
+        weights = torch.ones(self.rows, device=classes.device)
+        for key, weight in class_weight.items():
+            weights[classes == key] = weight
+        if len(self.columns) > 2:
+            given = self.columns[2]
+            weights = given * weights.to(given.device).reshape(-1, *[1] * (given.dim() - 1))
+        return Arrays((*self.columns[:2], weights))
+
+    def distributed(self, strategy: Strategy, batch_size: int | None, *, shuffle: bool) -> DistributedDataset:
+        """Global batches of ``batch_size`` rows, the last one with those left. Every worker must call it."""
+        # Without shuffling, nothing is drawn from the caller's generator: validating leaves the training order alone.
+        generator = None if shuffle else torch.Generator()
+        size = batch_size or DEFAULT_BATCH_SIZE
+        loader = DataLoader(self, size, shuffle=shuffle, generator=generator, collate_fn=_whole)
+        return DistributedDataset(
+            loader, strategy.devices, workers=strategy.workers, prefetch=DEFAULT_DEPTH, lists="columns", items=True
+        )
+
+
+def is_arrays(x: Any, *, with_y: bool) -> bool:
+    """Whether ``x`` holds all rows, instead of giving batches.
+
+    A tensor, an array and a dict do. A list or tuple of arrays could be several inputs, or give batches: ``with_y``
+    says that targets or a batch size came with it, so that it is several inputs.
+    """
+    if _is_array(x) or (isinstance(x, Mapping) and not isinstance(x, DistributedIterable)):
+        return True
+    return with_y and isinstance(x, (tuple, list)) and bool(x) and all(map(_is_array, x))
+
+
+def training_data(
+    strategy: Strategy, module: nn.Module, x: Any, y: Any, validation_data: Any, options: ArrayOptions
+) -> tuple[Data, Data | None]:
+    """What fit trains and validates with. Every worker must call it."""
+    if options.validation_split and validation_data is not None:
+        raise ConfigError("both validation_split and validation_data were given; give one of them")
+    validation = _validation_data(strategy, module, validation_data, options.batch_size)
+    if not is_arrays(x, with_y=is_arrays(y, with_y=True)):
+        options.refuse_beside_batches(x, y)
+        return x, validation
+    if y is None:
+        raise DataError(f"fit got a {type(x).__name__} as x and no y; give y, the targets, or batches (x, y)")
+    rows = Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
+    if options.validation_split:
+        rows, last = rows.split(options.validation_split)
+        validation = last.distributed(strategy, options.batch_size, shuffle=False)
+    if options.class_weight is not None:
+        rows = rows.weighted(options.class_weight)
+    return rows.distributed(strategy, options.batch_size, shuffle=options.shuffle is not False), validation
+
+
+def evaluation_data(strategy: Strategy, module: nn.Module, x: Any, y: Any, options: ArrayOptions) -> Data:
+    """What evaluate reads. Every worker must call it."""
+    if not is_arrays(x, with_y=is_arrays(y, with_y=True)):
+        options.refuse_beside_batches(x, y)
+        return x  # type: ignore[no-any-return]  # checked by DistributedDataset
+    if y is None:
+        raise DataError(f"evaluate got a {type(x).__name__} as x and no y; give y, the targets, or batches (x, y)")
+    rows = Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
+    return rows.distributed(strategy, options.batch_size, shuffle=False)
+
+
+def prediction_data(strategy: Strategy, module: nn.Module, x: Any, options: ArrayOptions) -> Data:
+    """What predict reads. Every worker must call it."""
+    if not is_arrays(x, with_y=isinstance(x, tuple) and options.batch_size is not None):
+        options.refuse_beside_batches(x, None)
+        return x  # type: ignore[no-any-return]  # checked by DistributedDataset
+    rows = Arrays.of(x, floats=floats_of(module))
+    return rows.distributed(strategy, options.batch_size, shuffle=False)
+
+
+def floats_of(module: nn.Module) -> torch.dtype:
+    """The dtype that NumPy's float64 becomes: float64 for a module that computes with it, else torch's default."""
+    if any(parameter.dtype is torch.float64 for parameter in module.parameters()):
+        return torch.float64
+    return torch.get_default_dtype()
+
+
+def _validation_data(strategy: Strategy, module: nn.Module, given: Any, batch_size: int | None) -> Data | None:
+    """Batches as they are; a tuple (x, y) or (x, y, sample_weight) of arrays as batches of them."""
+    if is_arrays(given, with_y=False):
+        raise ConfigError(
+            f"validation_data is a {type(given).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
+        )
+    if not isinstance(given, (tuple, list)) or not any(is_arrays(each, with_y=False) for each in given):
+        return given  # type: ignore[no-any-return]  # checked by DistributedDataset
+    if len(given) not in (2, 3):
+        raise ConfigError(
+            f"validation_data is a {type(given).__name__} of {len(given)}; give (x, y) or (x, y, sample_weight)"
+        )
+    return Arrays.of(*given, floats=floats_of(module)).distributed(strategy, batch_size, shuffle=False)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # there is no array where it has not been imported
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The leaves by name: ``y``, ``x["ids"]``, ``x[0]``."""
+    return [(name + each.removeprefix("batch[0]"), leaf) for each, leaf in named_leaves([value])]
+
+
+def _as_tensors(name: str, value: Any, floats: torch.dtype) -> Any:
+    def converted(inner: str, leaf: Any) -> Tensor:
+        here = name + inner.removeprefix("batch[0]")
+        if not _is_array(leaf):
+            raise DataError(f"{here} is a {type(leaf).__name__}; give tensors or NumPy arrays, also in dicts or tuples")
+        tensor: Tensor = as_tensor(here, leaf)
+        if not tensor.dim():
+            raise DataError(f"{here} has no dimension; its first one is the rows")
+        return tensor if isinstance(leaf, Tensor) or tensor.dtype is not torch.float64 else tensor.to(floats)
+
+    return map_leaves(converted, [value])[0]
+
+
+def _classes(y: Any) -> Tensor:
+    """The class of each row: a number, or the place of the 1 in a one-hot row."""
+    if not isinstance(y, Tensor):
+        raise ConfigError(f"class_weight came with y as a {type(y).__name__}; give sample_weight instead")
+    labels = y.detach()
+    if labels.numel() == labels.shape[0]:
+        return labels.reshape(-1)
+    one_hot = labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) == 1).all())
+    if not one_hot:
+        raise ConfigError(
+            f"class_weight came with y of shape {tuple(y.shape)}; give one class number per row, or one-hot rows"
+        )
+    return labels.argmax(1)
+
+
+def _whole(batch: Sequence[Any]) -> Any:
+    """The collate_fn: ``Arrays`` gives whole batches."""
+    return batch

@@ -1,0 +1,187 @@
+"""Keras models, their data and how they are trained: by Keras alone on one device, or on replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import keras
+import numpy as np
+from keras import layers
+
+import lockstep as ls
+from lockstep.integrations.keras import distribute
+
+RANDOM = np.random.default_rng(0)
+ROWS = 70  # batches of 34, 34 and 2: three replicas have one without rows
+BATCH = 34
+X = RANDOM.normal(size=(ROWS, 8)).astype("float32")
+LABELS = RANDOM.integers(0, 3, size=ROWS)
+WEIGHTS = RANDOM.uniform(size=ROWS).astype("float32")
+IMAGES = RANDOM.normal(size=(ROWS, 10, 10, 3)).astype("float32")
+TOKENS = RANDOM.integers(1, 20, size=(ROWS, 9))
+TOKENS[np.arange(9)[None] >= RANDOM.integers(2, 10, size=ROWS)[:, None]] = 0  # ragged, 0 being the padding
+ENTROPY = "SparseCategoricalCrossentropy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a user writes: a model, how it is compiled, and what it is fitted on."""
+
+    model: Callable[[], keras.Model]
+    compiled: Callable[[keras.Model], None]
+    fitted: dict[str, Any]
+
+
+class Subclassed(keras.Model):
+    """Has a step of its own around Keras's, a metric of its own, and a loss that a layer adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, activation="tanh"), layers.Dense(3)
+        self.largest = keras.metrics.Mean(name="size")
+        self.steps = 0
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = self.hidden(x)
+        self.add_loss(0.1 * keras.ops.mean(hidden**2))
+        self.largest.update_state(keras.ops.mean(keras.ops.abs(hidden), axis=1))
+        return self.out(hidden)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        found = super().train_step((x * 2.0, y))
+        self.steps += 1
+        return {**found, "steps": self.steps}
+
+
+class Masked(keras.Model):
+    """Computes its own loss: a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+        return keras.ops.mean(keras.ops.square(y_pred[:, 0] - keras.ops.cast(y, "float32")))
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="relu", kernel_regularizer="l2", activity_regularizer="l1"),
+            layers.LayerNormalization(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def functional() -> keras.Model:
+    images, vectors = keras.Input((10, 10, 3), name="images"), keras.Input((8,), name="vectors")
+    hidden = layers.Conv2D(6, 3, strides=2)(images)
+    hidden = layers.ReLU()(layers.BatchNormalization()(hidden))
+    hidden = layers.GlobalAveragePooling2D()(layers.BatchNormalization()(layers.DepthwiseConv2D(3)(hidden)))
+    hidden = layers.Concatenate()([hidden, vectors])
+    return keras.Model(
+        [images, vectors], {"kind": layers.Dense(3, name="kind")(hidden), "size": layers.Dense(1)(hidden)}
+    )
+
+
+def recurrent() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((9,)),
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.GRU(6, return_sequences=True),
+            layers.Dense(4),
+        ]
+    )
+
+
+def partly_frozen() -> keras.Model:
+    model = sequential()
+    model.layers[0].trainable = False
+    return model
+
+
+def entropy(reduction: str = "sum_over_batch_size") -> keras.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+PROGRAMS = {
+    "sequential": Program(
+        model=sequential,
+        compiled=lambda model: model.compile(
+            keras.optimizers.Adam(0.01), entropy(), metrics=["accuracy"], weighted_metrics=[top_2()]
+        ),
+        fitted={"x": X, "y": LABELS, "sample_weight": WEIGHTS, "validation_split": 0.1},
+    ),
+    "functional": Program(
+        model=functional,
+        compiled=lambda model: model.compile(
+            keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, 20), momentum=0.9, global_clipnorm=0.5),
+            {"kind": entropy("mean_with_sample_weight"), "size": "huber"},
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": ["accuracy"], "size": ["mae", keras.metrics.RootMeanSquaredError()]},
+        ),
+        fitted={
+            "x": [IMAGES, X],
+            "y": {"kind": LABELS, "size": IMAGES.mean((1, 2, 3))[:, None]},
+            "sample_weight": {"kind": WEIGHTS, "size": WEIGHTS[::-1].copy()},
+        },
+    ),
+    "recurrent": Program(
+        model=recurrent,
+        compiled=lambda model: model.compile("adamw", entropy(), metrics=["accuracy"]),
+        fitted={"x": TOKENS, "y": TOKENS % 4},
+    ),
+    "subclassed": Program(
+        model=Subclassed,
+        compiled=lambda model: model.compile("rmsprop", entropy("sum"), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS},
+    ),
+    "own loss": Program(
+        model=Masked, compiled=lambda model: model.compile("adam"), fitted={"x": X, "y": LABELS, "shuffle": False}
+    ),
+    "class weights, frozen": Program(
+        model=partly_frozen,
+        compiled=lambda model: model.compile(
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, use_ema=True), entropy()
+        ),
+        fitted={"x": X, "y": LABELS, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
+    ),
+}
+
+
+def top_2() -> keras.Metric:
+    return keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")
+
+
+def train(program: Program, strategy: ls.Strategy | None, *, epochs: int = 2) -> tuple[Any, dict[str, list[float]]]:
+    """Trains on the replicas of a strategy, or by Keras alone. Returns the model and its history."""
+    keras.utils.set_random_seed(1)
+    model = program.model()
+    if strategy is not None:
+        model = distribute(model, strategy, sync_batchnorm=True)
+    program.compiled(model)
+    keras.utils.set_random_seed(2)
+    history = model.fit(**program.fitted, batch_size=BATCH, epochs=epochs, verbose=0)
+    return model, history.history
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Of two lists of arrays, or of the values of two dicts; relative for numbers above 1."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        one, other = ([each[key] for key in one] for each in (one, other))
+    pairs = list(zip(map(np.asarray, one), map(np.asarray, other), strict=True))
+    assert all(first.shape == second.shape for first, second in pairs)
+    return max(float((np.abs(first - second) / np.maximum(1.0, np.abs(second))).max()) for first, second in pairs)

@@ -1,0 +1,265 @@
+"""Keras models on replicas beside the same programs by Keras alone on one device."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+
+import lockstep as ls  # noqa: E402
+from lockstep.errors import ConfigError, UsageError  # noqa: E402
+from lockstep.integrations.keras import distribute  # noqa: E402
+
+PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
+KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
+EXACT = 1e-6
+MakeStrategy = Callable[..., ls.MirroredStrategy]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[str], tuple[Any, dict[str, list[float]]]]:
+    """``alone(name)``: a program's model and history by Keras alone, computed once."""
+    found: dict[str, Any] = {}
+
+    def train(name: str) -> tuple[Any, dict[str, list[float]]]:
+        if name not in found:
+            found[name] = KERAS.train(KERAS.PROGRAMS[name], None)
+        model, history = found[name]
+        return model, history
+
+    return train
+
+
+def compiled(model: Any, **settings: Any) -> Any:
+    settings = {"optimizer": "adam", "loss": KERAS.entropy(), **settings}
+    model.compile(**settings)
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", list(KERAS.PROGRAMS))
+def test_weights_and_history_are_those_of_keras_alone(
+    name: str, replicas: int, make_strategy: MakeStrategy, alone: Callable[[str], Any]
+):
+    expected, history = alone(name)
+
+    model, found = KERAS.train(KERAS.PROGRAMS[name], make_strategy(replicas))
+
+    assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
+    assert KERAS.largest_difference(found, history) < 20 * EXACT
+    state, expected_state = ([each.numpy() for each in one.optimizer.variables] for one in (model, expected))
+    assert KERAS.largest_difference(state, expected_state) < EXACT
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl", "Lion", "Lamb", "Muon"],
+)
+def test_every_optimizer_updates_as_on_one_device(optimizer: str, make_strategy: MakeStrategy):
+    weights = []
+    for strategy in (None, make_strategy(2)):
+        keras.utils.set_random_seed(1)
+        model = KERAS.sequential()
+        model = model if strategy is None else distribute(model, strategy)
+        compiled(model, optimizer=getattr(keras.optimizers, optimizer)(0.01))
+        for _ in range(3):
+            model.train_on_batch(KERAS.X, KERAS.LABELS)
+        weights.append(model.get_weights())
+
+    assert KERAS.largest_difference(*weights) < 10 * EXACT
+
+
+def test_a_batch_at_a_time(make_strategy: MakeStrategy):
+    found = []
+    for strategy in (None, make_strategy(3)):
+        keras.utils.set_random_seed(1)
+        model = KERAS.sequential()
+        model = compiled(model if strategy is None else distribute(model, strategy), metrics=["accuracy"])
+        trained = model.train_on_batch(KERAS.X, KERAS.LABELS, sample_weight=KERAS.WEIGHTS)
+        tested = model.test_on_batch(KERAS.X[:2], KERAS.LABELS[:2])
+        found.append([*trained, *tested, model.predict_on_batch(KERAS.X[:1]), model.predict(KERAS.X, verbose=0)])
+
+    assert KERAS.largest_difference(*found) < 10 * EXACT
+
+
+class Rows(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return KERAS.X[index::3], KERAS.LABELS[index::3]
+
+
+def generated() -> Iterator[Any]:
+    for index in range(3):
+        yield KERAS.X[index::3], KERAS.LABELS[index::3]
+
+
+def loader() -> Any:
+    data = torch.utils.data.TensorDataset(torch.from_numpy(KERAS.X), torch.from_numpy(KERAS.LABELS))
+    return torch.utils.data.DataLoader(data, batch_size=16)
+
+
+@pytest.mark.parametrize("data", [Rows, generated, loader])
+def test_data_that_keras_takes(data: Callable[[], Any], make_strategy: MakeStrategy):
+    weights = []
+    for strategy in (None, make_strategy(2)):
+        keras.utils.set_random_seed(1)
+        model = KERAS.sequential()
+        compiled(model if strategy is None else distribute(model, strategy)).fit(data(), verbose=0)
+        weights.append(model.get_weights())
+
+    assert KERAS.largest_difference(*weights) < EXACT
+
+
+def test_a_rerun_with_dropout_has_the_same_bits_and_each_replica_draws_its_own_mask(make_strategy: MakeStrategy):
+    masks: list[Any] = []
+
+    def noted(x: Any) -> Any:
+        masks.append(x.detach().numpy() == 0)
+        return x
+
+    runs = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Lambda(noted)])
+        model.add(keras.layers.Dense(3))
+        compiled(distribute(model, make_strategy(2)))
+        model.train_on_batch(KERAS.X[:8], KERAS.LABELS[:8])
+        trained, masks = masks[-2:], []
+        model.fit(KERAS.X, KERAS.LABELS, batch_size=34, epochs=2, verbose=0)
+        runs.append(model.get_weights())
+
+    assert KERAS.largest_difference(*runs) == 0.0
+    assert (trained[0] != trained[1]).any()
+
+
+def test_with_replicas_given_the_bits_are_the_same_on_any_devices(split_cpu: Callable[[int], tuple[Any, ...]]):
+    found = []
+    for devices in (1, 2, 3):
+        with closing(ls.MirroredStrategy(split_cpu(4)[:devices], replicas=4, seed=0)) as strategy:
+            found.append(KERAS.train(KERAS.PROGRAMS["functional"], strategy)[0].get_weights())
+
+    assert KERAS.largest_difference(found[0], found[1]) == KERAS.largest_difference(found[0], found[2]) == 0.0
+
+
+def test_without_synchronisation_moving_statistics_are_averaged_over_the_rows(make_strategy: MakeStrategy):
+    model = distribute(
+        keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(momentum=0.0)]), make_strategy(3)
+    )
+    model.compile("sgd", "mse")
+    model.train_on_batch(KERAS.X[:7], KERAS.X[:7])
+    shards = [KERAS.X[:3], KERAS.X[3:5], KERAS.X[5:7]]
+
+    norm = model.layers[0]
+
+    assert KERAS.largest_difference([norm.moving_mean.numpy()], [KERAS.X[:7].mean(0)]) < EXACT
+    variance = sum(len(shard) * shard.var(0) for shard in shards) / 7
+    assert KERAS.largest_difference([norm.moving_variance.numpy()], [variance]) < EXACT
+
+
+def test_callbacks_checkpoints_and_saved_models_are_keras_s(make_strategy: MakeStrategy, tmp_path: Path):
+    keras.utils.set_random_seed(1)
+    model = compiled(distribute(KERAS.sequential(), make_strategy(2)), metrics=["accuracy"])
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), monitor="loss", save_best_only=True),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, min_delta=10.0),
+        keras.callbacks.BackupAndRestore(str(tmp_path / "backup")),
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+    ]
+
+    model.fit(KERAS.X, KERAS.LABELS, epochs=3, verbose=0, callbacks=callbacks)
+
+    assert float(model.optimizer.learning_rate) < 1e-3
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 4
+    loaded = keras.models.load_model(tmp_path / "best.keras")
+    assert type(loaded) is keras.Sequential
+    assert KERAS.largest_difference([loaded.predict(KERAS.X, verbose=0)], [model.predict(KERAS.X, verbose=0)]) < EXACT
+    assert (
+        KERAS.largest_difference(
+            [loaded.evaluate(KERAS.X, KERAS.LABELS, verbose=0)], [model.evaluate(KERAS.X, KERAS.LABELS, verbose=0)]
+        )
+        < 10 * EXACT
+    )
+    again = compiled(distribute(loaded, make_strategy(3)))
+    again.fit(KERAS.X, KERAS.LABELS, verbose=0)
+    keras.models.clone_model(model)
+
+
+def test_mixed_precision_is_keras_s(make_strategy: MakeStrategy):
+    losses = []
+    for strategy in (None, make_strategy(2)):
+        keras.utils.set_random_seed(1)
+        policy = keras.DTypePolicy("mixed_bfloat16")
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(16, dtype=policy), keras.layers.Dense(3, dtype=policy)]
+        )
+        model = compiled(model if strategy is None else distribute(model, strategy))
+        losses.append(model.fit(KERAS.X, KERAS.LABELS, epochs=2, verbose=0).history["loss"])
+
+    assert KERAS.largest_difference(*losses) < 1e-2
+
+
+def contrast(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_pred[:, 0]))) + 0.0 * keras.ops.mean(y_true)
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value
+
+
+class ByItself(keras.Sequential):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {"loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "named"),
+    [
+        (KERAS.sequential, {"loss": contrast}, "loss"),
+        (KERAS.sequential, {"metrics": [Largest()]}, "'largest'"),
+        (KERAS.sequential, {"run_eagerly": True}, "run_eagerly=True"),
+        (KERAS.sequential, {"jit_compile": True}, "jit_compile=True"),
+        (lambda: ByItself([keras.Input((8,)), keras.layers.Dense(3)]), {}, "ByItself.train_step"),
+    ],
+)
+def test_what_replicas_cannot_compute_is_refused_in_one_line(
+    model: Callable[[], Any], settings: dict[str, Any], named: str, make_strategy: MakeStrategy
+):
+    ours = compiled(distribute(model(), make_strategy(2)), **settings)
+
+    with pytest.raises(ConfigError, match=named) as refused:
+        ours.fit(KERAS.X, KERAS.LABELS, verbose=0)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_models_that_cannot_be_distributed(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    with pytest.raises(TypeError, match="Linear"):
+        distribute(torch.nn.Linear(2, 2), strategy)  # type: ignore[type-var]
+    wrapped = keras.Sequential(
+        [keras.Input((8,)), keras.layers.TorchModuleWrapper(torch.nn.Linear(8, 3), name="inner")]
+    )
+    with pytest.raises(ConfigError, match="'inner'"):
+        distribute(wrapped, strategy)
+    model = distribute(KERAS.sequential(), strategy)
+    assert distribute(model, strategy) is model
+    with pytest.raises(UsageError, match="another strategy"):
+        distribute(model, make_strategy(3))

@@ -1,0 +1,84 @@
+"""Keras models on two workers of two replicas each: one device's numbers, one chief's files, errors on all."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+keras = pytest.importorskip("keras")
+
+import lockstep as ls  # noqa: E402
+
+pytestmark = pytest.mark.workers
+
+PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
+NAMES = ("functional", "recurrent")
+
+
+def load() -> Any:
+    return SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
+
+
+def job(program: str, folder: str) -> dict[str, Any]:
+    """What each worker's model becomes, predicts and saves, and what it raises where the workers' batches differ."""
+    programs = SimpleNamespace(**runpy.run_path(program, run_name="keras_models"))
+    import torch
+
+    import lockstep as ls
+    from lockstep.collectives.communicator import all_gather_object
+    from lockstep.errors import DataError
+
+    torch.set_num_threads(1)
+    (cpu,) = ls.config.list_physical_devices("CPU")
+    ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
+    strategy = ls.MultiWorkerMirroredStrategy()
+    found: dict[str, Any] = {}
+    for name in ("functional", "recurrent"):
+        model, history = programs.train(programs.PROGRAMS[name], strategy)
+        found[name] = [torch.from_numpy(each) for each in model.get_weights()], history
+    found["predicted"] = torch.from_numpy(model.predict(programs.TOKENS[:7], verbose=0))
+    model.save(f"{folder}/{strategy.workers.index}.keras")
+    try:
+        model.train_on_batch(programs.TOKENS[strategy.workers.index :][:8], programs.TOKENS[:8] % 4)
+    except DataError as error:
+        found["error"] = str(error)
+    both = all_gather_object(strategy.workers, "what was found", found)
+    strategy.close()
+    return {"chief": both[0], "other": both[1]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("job")
+    return {"folder": folder, **ls.launch(job, workers=2, args=(PROGRAM, str(folder)), timeout_s=170)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_history_are_those_of_keras_alone(results: dict[str, Any], name: str):
+    programs = load()
+    model, history = programs.train(programs.PROGRAMS[name], None)
+
+    for worker in ("chief", "other"):
+        weights, found = results[worker][name]
+        assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) < 1e-6
+        assert programs.largest_difference(found, history) < 2e-5
+    assert all(map(lambda one, other: bool((one == other).all()), results["chief"][name][0], results["other"][name][0]))
+
+
+def test_every_worker_has_all_predictions_and_the_chief_alone_saves(results: dict[str, Any]):
+    programs = load()
+    saved = keras.models.load_model(results["folder"] / "0.keras")
+
+    expected = saved.predict(programs.TOKENS[:7], verbose=0)
+    for worker in ("chief", "other"):
+        assert programs.largest_difference([results[worker]["predicted"].numpy()], [expected]) < 1e-6
+    assert [path.name for path in results["folder"].iterdir()] == ["0.keras"]
+
+
+def test_workers_with_other_batches_end_alike(results: dict[str, Any]):
+    assert "worker 1" in results["chief"]["error"]
+    assert results["chief"]["error"] == results["other"]["error"]
