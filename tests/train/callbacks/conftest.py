@@ -51,9 +51,15 @@ def logged_fit(make_strategy: Callable[..., Any], batches: Batches) -> Callable[
             )
         given = list(callbacks)
         if interrupted_in is None:
-            return model.fit(batches, batches, epochs=epochs, callbacks=given, verbose=0)
+            return model.fit(batches, validation_data=batches, epochs=epochs, callbacks=given, verbose=0)
         with pytest.raises(KeyboardInterrupt):
-            model.fit(batches, batches, epochs=epochs, callbacks=[*given, _Interrupt(interrupted_in)], verbose=0)
+            model.fit(
+                batches,
+                validation_data=batches,
+                epochs=epochs,
+                callbacks=[*given, _Interrupt(interrupted_in)],
+                verbose=0,
+            )
         return model.history
 
     return fit

@@ -53,7 +53,7 @@ def test_no_norm_is_computed_unless_it_is_asked_for(model: Model, batches: Any, 
 def test_measuring_the_norm_changes_no_weight(logged_fit: Callable[..., Any], model: Model, batches: Any):
     measured = logged_fit(epochs=1).history["val_loss"]
 
-    assert measured == model.fit(batches, batches, verbose=0).history["val_loss"]
+    assert measured == model.fit(batches, validation_data=batches, verbose=0).history["val_loss"]
 
 
 @pytest.mark.parametrize(
