@@ -55,6 +55,10 @@ def test_weights_and_history_are_those_of_keras_alone(
 
     assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
     assert KERAS.largest_difference(found, history) < 20 * EXACT
+    outputs, expected_outputs = (
+        each.predict(KERAS.PROGRAMS[name].fitted["x"], verbose=0) for each in (model, expected)
+    )
+    assert KERAS.largest_difference(outputs, expected_outputs) < 10 * EXACT
     state, expected_state = ([each.numpy() for each in one.optimizer.variables] for one in (model, expected))
     assert KERAS.largest_difference(state, expected_state) < EXACT
 
@@ -142,6 +146,31 @@ def test_a_rerun_with_dropout_has_the_same_bits_and_each_replica_draws_its_own_m
     assert (trained[0] != trained[1]).any()
 
 
+class Noise(keras.layers.Layer):
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        drawn = keras.random.normal(keras.ops.shape(x))
+        if training:
+            self.note(drawn.detach().numpy().ravel()[:4].tolist())
+        return x + 0.1 * drawn if training else x
+
+
+def test_numbers_that_are_drawn_without_a_seed_differ_by_step_and_replica_and_repeat(make_strategy: MakeStrategy):
+    runs = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        seen: list[Any] = []
+        model = keras.Sequential([keras.Input((8,)), Noise(seen.append), keras.layers.Dense(3)])
+        compiled(distribute(model, make_strategy(2))).fit(KERAS.X[:64], KERAS.LABELS[:64], batch_size=32, verbose=0)
+        runs.append(sorted(seen[-4:]))
+
+    assert runs[0] == runs[1]
+    assert len({tuple(each) for each in runs[0]}) == 4
+
+
 def test_with_replicas_given_the_bits_are_the_same_on_any_devices(split_cpu: Callable[[int], tuple[Any, ...]]):
     found = []
     for devices in (1, 2, 3):
@@ -194,11 +223,12 @@ def test_callbacks_checkpoints_and_saved_models_are_keras_s(make_strategy: MakeS
     keras.models.clone_model(model)
 
 
-def test_mixed_precision_is_keras_s(make_strategy: MakeStrategy):
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_is_keras_s(precision: str, make_strategy: MakeStrategy):
     losses = []
     for strategy in (None, make_strategy(2)):
         keras.utils.set_random_seed(1)
-        policy = keras.DTypePolicy("mixed_bfloat16")
+        policy = keras.DTypePolicy(precision)
         model = keras.Sequential(
             [keras.Input((8,)), keras.layers.Dense(16, dtype=policy), keras.layers.Dense(3, dtype=policy)]
         )

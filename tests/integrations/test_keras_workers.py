@@ -30,7 +30,7 @@ def job(program: str, folder: str) -> dict[str, Any]:
 
     import lockstep as ls
     from lockstep.collectives.communicator import all_gather_object
-    from lockstep.errors import DataError
+    from lockstep.errors import DataError, UsageError
 
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
@@ -46,6 +46,13 @@ def job(program: str, folder: str) -> dict[str, Any]:
         model.train_on_batch(programs.TOKENS[strategy.workers.index :][:8], programs.TOKENS[:8] % 4)
     except DataError as error:
         found["error"] = str(error)
+    programs.keras.utils.set_random_seed(strategy.workers.index)
+    other = programs.distribute(programs.sequential(), strategy)
+    other.compile("sgd", programs.entropy())
+    try:
+        other.train_on_batch(programs.X, programs.LABELS)
+    except UsageError as error:
+        found["weights"] = str(error)
     both = all_gather_object(strategy.workers, "what was found", found)
     strategy.close()
     return {"chief": both[0], "other": both[1]}
@@ -79,6 +86,7 @@ def test_every_worker_has_all_predictions_and_the_chief_alone_saves(results: dic
     assert [path.name for path in results["folder"].iterdir()] == ["0.keras"]
 
 
-def test_workers_with_other_batches_end_alike(results: dict[str, Any]):
-    assert "worker 1" in results["chief"]["error"]
-    assert results["chief"]["error"] == results["other"]["error"]
+@pytest.mark.parametrize("kind", ["error", "weights"])
+def test_workers_with_other_batches_or_weights_end_alike(results: dict[str, Any], kind: str):
+    assert "worker 1" in results["chief"][kind]
+    assert results["chief"][kind] == results["other"][kind]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,14 @@ def test_a_terminal_gets_both_tables(make):
 
     assert text.count("4 replicas, same total") == 2
     assert "where the time of a step goes" in text
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.25, False), (16.0, True)])
+def test_the_report_of_a_busy_machine_begins_with_a_warning(make, load: float, busy: bool):
+    result = make.result()
+    result = replace(result, machine=replace(result.machine, load=load))
+
+    page = render_page(result)
+
+    assert ("load average before the run was 16.0 on 4 cores" in page.partition('<ul class="cards')[0]) is busy
+    assert ("load average before the run was 16.0 on 4 cores" in terminal_tables(result)) is busy

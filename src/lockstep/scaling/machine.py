@@ -41,6 +41,17 @@ class Machine:
             ("commit", self.commit),
         ]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the times of the run doubtful, in whole sentences."""
+        if self.load <= self.cores / 2:
+            return []
+        busy = (
+            f"This machine was busy: the load average before the run was {self.load:.1f} on {self.cores} cores. The "
+            "times are those of a shared machine and say little about scaling. Measure again when nothing else runs."
+        )
+        return [busy]
+
 
 def this_machine() -> Machine:
     """The machine that this runs on, now."""

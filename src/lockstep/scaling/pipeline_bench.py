@@ -273,7 +273,7 @@ def render_markdown(result: PipelineResult, picture: str) -> str:
     parts = [
         f"# Schedules of a pipeline, {result.date}",
         "\n".join(f"- {name}: {text}" for name, text in facts),
-        *_warning(result),
+        *_warnings(result),
         markdown_table(_HEADINGS, _cells(result.rows)),
         "A measured step of each, the one whose idle share is the median; all on one scale:",
         f"![Measured steps of each schedule]({picture})",
@@ -284,11 +284,12 @@ def render_markdown(result: PipelineResult, picture: str) -> str:
 
 def terminal_table(result: PipelineResult) -> str:
     """The table for a person who waited for it."""
-    return "\n\n".join([text_table(_HEADINGS, _cells(result.rows)), *_warning(result)])
+    return "\n\n".join([text_table(_HEADINGS, _cells(result.rows)), *_warnings(result)])
 
 
-def _warning(result: PipelineResult) -> list[str]:
-    return [_CROWDED] if result.settings.workers > result.machine.cores else []
+def _warnings(result: PipelineResult) -> list[str]:
+    crowded = [_CROWDED] if result.settings.workers > result.machine.cores else []
+    return crowded + result.machine.warnings
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lockstep import console
 from lockstep.atomic_files import atomic_write
 from lockstep.extras import require
 from lockstep.report import text_table
@@ -59,10 +60,11 @@ def write_scaling_report(files: tuple[Path, Path], result: ScalingResult) -> Non
 
 
 def terminal_tables(result: ScalingResult) -> str:
-    """Both tables as plain text."""
+    """Both tables as plain text, and warnings."""
     rows = text_table(ROW_HEADINGS, [row_cells(row) for row in result.rows])
     parts = text_table(PART_HEADINGS, [part_cells(row) for row in result.rows])
-    return f"{rows}\n\nwhere the time of a step goes (ms, mean over the replicas)\n\n{parts}"
+    where = "where the time of a step goes (ms, mean over the replicas)"
+    return "\n\n".join([rows, where, parts, *map(console.fill, result.machine.warnings)])
 
 
 def render_page(result: ScalingResult) -> str:

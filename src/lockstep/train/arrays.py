@@ -135,6 +135,12 @@ class Arrays(Dataset[Any]):
             loader, strategy.devices, workers=strategy.workers, prefetch=DEFAULT_DEPTH, lists="columns", items=True
         )
 
+    def one_batch(self, strategy: Strategy) -> DistributedDataset:
+        """All rows as one global batch. Every worker must call it."""
+        return DistributedDataset(
+            [self.columns], strategy.devices, workers=strategy.workers, prefetch=0, lists="columns", items=True
+        )
+
 
 def is_arrays(x: Any, *, with_y: bool) -> bool:
     """Whether ``x`` holds all rows, instead of giving batches.

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +66,10 @@ class TrainingState(StateAdapter):
             return self._position
         loop = self._fit[0]
         return Position(epoch=loop.epoch, batch=loop.batch, step=loop.step)
+
+    def count_step(self) -> None:
+        """Counts a step that was made outside fit."""
+        self._position = replace(self._position, step=self._position.step + 1)
 
     @property
     def grad_norm(self) -> float | None:

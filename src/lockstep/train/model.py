@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +16,7 @@ from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy, get_strategy
-from lockstep.train.arrays import ArrayOptions, Data, evaluation_data, prediction_data, training_data
+from lockstep.train.arrays import ArrayOptions, Arrays, Data, evaluation_data, floats_of, prediction_data, training_data
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import write_fingerprint
 from lockstep.train.checkpointing import (
@@ -37,9 +38,10 @@ from lockstep.train.compile import (
     make_setup,
 )
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-from lockstep.train.fit import Epochs, Verbose, agree_on_fit, run_fit, with_progress
-from lockstep.train.inference import run_evaluation, run_prediction
+from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit, with_progress
+from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
+from lockstep.train.names import loss_named, metrics_named, optimizer_named
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -94,6 +96,7 @@ class Model:
             module, sync_batchnorm=sync_batchnorm, memory_format=memory_format
         )
         self._setup: TrainSetup | None = None
+        self._batch_loop: TrainLoop | None = None  # of train_on_batch
         self.stop_training = False
         self.history = History()
         self.clock = StepClock()
@@ -142,10 +145,10 @@ class Model:
 
     def compile(
         self,
-        optimizer: OptimizerLike | None = None,
-        loss: Loss | None = None,
+        optimizer: OptimizerLike | str | None = None,
+        loss: Loss | str | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | Sequence[Any] | None = None,
         scheduler: SchedulerLike | None = None,
         precision: PrecisionName = "fp32",
         accumulate: int = 1,
@@ -156,12 +159,14 @@ class Model:
         """Configures training.
 
         Args:
-            optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
-                None to evaluate only.
+            optimizer: a torch optimizer over the module's parameters, a function of the parameters that makes one, or
+                the name of one, with torch's defaults: "sgd", "adam", "adamw" and others; None to evaluate only.
             loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and over masked or selected
                 values, are divided by their count in the whole batch; any other scalar is a mean over the examples.
-            metrics: name to torchmetrics Metric, updated with (outputs, targets).
+                Or the name of one of torch's losses: "mse", "mae", "cross_entropy", "binary_cross_entropy" and others.
+            metrics: name to torchmetrics Metric, updated with (outputs, targets); or a list of metrics. "accuracy",
+                "mse", "mae", "rmse" and "r2" are known by name.
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
@@ -176,11 +181,13 @@ class Model:
             UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
         """
         if loss is None:
-            raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
+            raise ConfigError("compile got no loss; give a function loss(outputs, targets), or a name such as 'mse'")
+        loss, optimizer = loss_named(loss), optimizer_named(optimizer)
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
-        config = CompileConfig(loss=loss, metrics=metrics or {}, **given)  # type: ignore[arg-type]  # checked there
+        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
+        self._batch_loop = None
         self._module.compile_as(compilation)
 
     def fit(
@@ -240,14 +247,12 @@ class Model:
             class_weight=class_weight,
             sample_weight=sample_weight,
         )
-        setup = self._compiled("fit")
-        if setup.optimizer is None:
-            raise UsageError("fit needs an optimizer; call model.compile(optimizer=..., loss=...) first")
+        setup = self._trainable("fit")
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         batches = self._iterator(data, "the training data", steps_per_epoch)
         validation = None if held_out is None else self._iterator(held_out, "the validation data")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
-        self.stop_training, self.history = False, History()
+        self.stop_training, self.history, self._batch_loop = False, History(), None
         params = {"epochs": epochs, "validated": validation is not None}
         with self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
@@ -302,12 +307,46 @@ class Model:
         Returns:
             One tensor, or the structure of tensors that the module returns, with one row per example.
         """
-        uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
-        precision = uncompiled if self._setup is None else self._setup.precision
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         batches, self.clock = self._iterator(data, "the data"), StepClock()
         with self._callbacks(callbacks, verbose, batches) as called:
-            return run_prediction(self.strategy, self._module, precision, batches, callbacks=called, clock=self.clock)
+            return run_prediction(
+                self.strategy, self._module, self._precision, batches, callbacks=called, clock=self.clock
+            )
+
+    def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+        """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
+
+        ``compile(accumulate=...)`` does not apply. The next fit goes on with these weights and this optimizer state.
+
+        Args:
+            x: the inputs: a tensor, a NumPy array, a dict of them by the module's keyword arguments, or a tuple.
+            y: the targets.
+            sample_weight: one weight per row.
+        """
+        setup = self._trainable("train_on_batch")
+        batches = self._one_batch(x, y, sample_weight)
+        self.stop_training = False
+        # A loop that fails is not used again: gradients of its step may be left.
+        loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
+        loop.epoch = 0
+        with module_mode(setup.module, training=True):
+            logs = loop.run_epoch(batches, StepClock())
+        self.training_state.count_step()
+        self._batch_loop = loop
+        return logs
+
+    def test_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+        """The loss and the metrics of one global batch. Every worker must call it. Arguments as ``train_on_batch``."""
+        setup, batches = self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight)
+        return run_evaluation(setup, batches, callbacks=self._callbacks((), 0, None), clock=StepClock())
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The module's outputs for one global batch, on the CPU. Every worker must call it."""
+        batches, callbacks = self._one_batch(x), self._callbacks((), 0, None)
+        return run_prediction(
+            self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
@@ -355,11 +394,30 @@ class Model:
             raise UsageError(f"{caller} was called before compile; call model.compile(optimizer=..., loss=...) first")
         return self._setup
 
+    def _trainable(self, caller: str) -> TrainSetup:
+        setup = self._compiled(caller)
+        if setup.optimizer is None:
+            raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
+        return setup
+
+    @property
+    def _precision(self) -> Precision:
+        uncompiled = Precision("fp32", self.strategy.devices[0].torch_device.type)
+        return uncompiled if self._setup is None else self._setup.precision
+
+    def _make_loop(self, setup: TrainSetup) -> TrainLoop:
+        # The loop outlives this call; a cycle would keep the weights alive.
+        return TrainLoop(setup, self._callbacks((), 0, None), AgreedStop(cast("Model", weakref.proxy(self))))
+
+    def _one_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> EpochIterator:
+        rows = Arrays.of(x, y, sample_weight, floats=floats_of(self.module))
+        return EpochIterator(rows.one_batch(self.strategy), name="the batch")
+
     def _iterator(self, data: Data, name: str, steps_per_epoch: int | None = None) -> EpochIterator:
         return EpochIterator(distribute(self.strategy, data), name=name, steps_per_epoch=steps_per_epoch)
 
     def _callbacks(
-        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator, **params: Any
+        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator | None, **params: Any
     ) -> CallbackList:
-        params |= {"steps": data.steps, "verbose": verbose}
+        params |= {"steps": None if data is None else data.steps, "verbose": verbose}
         return CallbackList(with_progress(given, verbose), model=self, params=params)

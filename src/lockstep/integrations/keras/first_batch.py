@@ -17,7 +17,6 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables
-from lockstep.strategies.base import Strategy
 
 _LOSS_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
@@ -26,19 +25,22 @@ _METRIC_TOLERANCE = 2e-2
 
 
 def check_first_batch(
-    model: Any, strategy: Strategy, data: Any, run: Callable[[Callable[[Any, int], Changes]], list[Changes]], rows: int
+    model: Any,
+    variables: ModelVariables,
+    data: Any,
+    run: Callable[[Callable[[Any, int], Changes]], list[Changes]],
+    rows: int,
 ) -> None:
     """Raises a ConfigError that names the loss or metric which shards of a batch cannot compute.
 
     Args:
         model: a compiled model, whose variables stay as they are.
-        strategy: its strategy.
+        variables: its variables.
         data: the whole batch.
         run: runs a step in each local replica, on its shard of the batch.
         rows: of the batch.
     """
     whole = _computed_whole(model, data, rows)
-    variables = ModelVariables(model, strategy)
     with torch.no_grad():
         sums = variables.sum_metrics(run(Step(model=model, variables=variables, rows=rows).evaluate))
     states = {id(each): (one, other) for each, one, other in zip(variables.metrics, sums, whole, strict=True)}

@@ -9,7 +9,8 @@ own, in which the steps are ours. A ``train_step`` of the model's class that cal
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
@@ -27,7 +28,7 @@ from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.first_batch import check_first_batch
 from lockstep.integrations.keras.step import Step
-from lockstep.integrations.keras.variables import Changes, ModelVariables
+from lockstep.integrations.keras.variables import Changes, ModelVariables, UnseededDraws
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -94,8 +95,14 @@ class Distribution:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._unseeded = UnseededDraws(strategy)
         self.first_batch_is_checked = False  # since the model was compiled
+        self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
+
+    def variables(self, model: Any) -> ModelVariables:
+        """The model's variables, for one step."""
+        return ModelVariables(model, self.strategy, self._unseeded.generators())
 
     def divide(self, data: Any) -> tuple[tuple[PerReplica[Any], PerReplica[int]], int]:
         """Divides a batch of all workers. Returns the local replicas' shards with their rows, and the rows of all.
@@ -104,14 +111,11 @@ class Distribution:
         """
         workers = self.strategy.workers
         data = keras.tree.map_structure(_on_host, data)
-        if not workers.is_single:
-            digests = workers.all_gather_bytes("batch of a Keras model", batch_digest(data).to_bytes(4, "big"))
-            other = next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
-            if other is not None:
-                raise DataError(
-                    f"{other} has another batch than {workers.names[0]}; all workers read the same batches and take "
-                    "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
-                )
+        if other := self._other("batch of a Keras model", lambda: batch_digest(data)):
+            raise DataError(
+                f"{other} has another batch than {workers.names[0]}; all workers read the same batches and take "
+                "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
+            )
         rows = batch_rows(data)
         own = local_rows(rows, workers)
         shards = [
@@ -122,6 +126,22 @@ class Distribution:
             )
         ]
         return (PerReplica(shards), PerReplica(own.sizes)), rows
+
+    def compare_weights(self, model: Any) -> None:
+        """Raises a UsageError if workers have models with different variables."""
+        if other := self._other("weights of a Keras model", lambda: _digest(model.variables)):
+            raise UsageError(
+                f"{other} has other weights than {self.strategy.workers.names[0]}; call keras.utils.set_random_seed "
+                "with one seed on all workers before the model is built, or load the same weights on all"
+            )
+
+    def _other(self, name: str, digest: Callable[[], int]) -> str | None:
+        """The name of the first worker whose 32-bit digest is not the chief's; None if all are equal."""
+        workers = self.strategy.workers
+        if workers.is_single:
+            return None
+        digests = workers.all_gather_bytes(name, digest().to_bytes(4, "big"))
+        return next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
 
 
 class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -158,7 +178,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         """The outputs for a batch of all replicas, on every worker. Outside replicas."""
         self._distribution.has_stepped = True
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
-        step = Step(model=self, variables=ModelVariables(self, strategy), rows=rows)
+        step = Step(model=self, variables=self._distribution.variables(self), rows=rows)
         with torch.no_grad():
             return strategy.gather(strategy.run(step.predict, shards), axis=0)
 
@@ -201,11 +221,14 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         distribution, strategy = self._distribution, self._distribution.strategy
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
+        if not distribution.weights_are_compared:
+            distribution.compare_weights(self)
+            distribution.weights_are_compared = True
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
-            check_first_batch(self, strategy, data, lambda step: self._run(step, shards), rows)
+            check_first_batch(self, distribution.variables(self), data, lambda step: self._run(step, shards), rows)
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
-        return Step(model=self, variables=ModelVariables(self, strategy), rows=rows, scale=scale), shards
+        return Step(model=self, variables=distribution.variables(self), rows=rows, scale=scale), shards
 
     def _run(self, step: ReplicaStep, shards: Any) -> list[Changes]:
         strategy = self._distribution.strategy
@@ -252,6 +275,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 def _on_host(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, (str, int, float)) else keras.ops.convert_to_tensor(leaf).cpu()
+
+
+def _digest(variables: Sequence[Any]) -> int:
+    digest = 0
+    for each in variables:
+        digest = zlib.crc32(each.numpy().tobytes(), digest)
+    return digest
 
 
 def _rows(leaf: Any, at: tuple[int, int], *, copies: bool) -> Any:

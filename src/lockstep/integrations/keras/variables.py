@@ -2,7 +2,8 @@
 
     trainable           the same values in every replica; the optimizer updates them once, outside the replicas
     metrics             start at 0 in every replica; what they come to is added
-    seed generators     replica 0 draws as Keras alone would; every other one has seeds of its own
+    seed generators     replica 0 draws as Keras alone would; every other one has seeds of its own, and each has a
+                        generator for what is drawn without one
     others that change  averaged over the rows, as the statistics of batch norms; integers are a replica's own
 
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
@@ -17,6 +18,8 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
@@ -44,11 +47,44 @@ class Changes:
     counted: list[tuple[Any, Tensor]]
 
 
-class ModelVariables:
-    """The variables of a model, laid out for one step on the replicas of a strategy."""
+def apart(number: int) -> int:
+    """How far the seeds of a replica lie from those of replica 0."""
+    return number * _SEEDS_APART % 2**32
 
-    def __init__(self, model: Any, strategy: Strategy) -> None:
-        self._strategy = strategy
+
+class UnseededDraws:
+    """One seed generator for each local replica, for random numbers that a layer draws without giving a seed.
+
+    Keras has one for each thread, with a seed from Python's generator; in a ``StatelessScope`` it would draw the same
+    numbers at every step.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._first, self._number = strategy.workers.first_replica, len(strategy.devices)
+        self._seed: int | None = None
+        self._generators: list[Any] = []
+
+    def generators(self) -> Sequence[Any]:
+        """The generators; new ones after ``keras.utils.set_random_seed``, which sets torch's seed too."""
+        seed = torch.initial_seed()
+        if seed != self._seed:
+            numbers = range(self._first, self._first + self._number)
+            self._generators = [keras.random.SeedGenerator((seed + apart(each)) % 2**31) for each in numbers]
+            self._seed = seed
+        return self._generators
+
+
+class ModelVariables:
+    """The variables of a model, laid out for one step on the replicas of a strategy.
+
+    Args:
+        model: the model.
+        strategy: the strategy.
+        unseeded: a seed generator for each local replica.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy, unseeded: Sequence[Any]) -> None:
+        self._strategy, self._unseeded = strategy, unseeded
         self.trainable = list(model.trainable_variables)
         self.metrics = list(model.metrics_variables)
         self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
@@ -64,9 +100,13 @@ class ModelVariables:
     @contextmanager
     def in_replica(self, replica: int, number: int) -> Iterator[ReplicaVariables]:
         """The variables inside a local replica; ``number`` is its number among those of all workers."""
-        device = self._strategy.devices[replica].torch_device
+        device, unseeded = self._strategy.devices[replica].torch_device, self._unseeded[replica]
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, unseeded)  # of this thread
         with keras.device(str(device)), _scope() as scope:
             yield ReplicaVariables(self, scope, device, self._copies.get(device, {}), number)
+        drawn = scope.get_current_value(unseeded.state)
+        if drawn is not None:
+            unseeded.state.assign(drawn)
 
     def take_in(self, changes: Sequence[Changes]) -> list[Tensor | None]:
         """Sums what the local replicas' steps have made of the variables, and changes these.
@@ -117,8 +157,8 @@ class ReplicaVariables:
         ]
         values.update((id(each), value) for each, value in zip(model.trainable, self.trainable, strict=True))
         values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
-        apart = torch.tensor([number * _SEEDS_APART % 2**32, 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
-        values.update((id(each), each.value.to(device) + apart.to(device, each.value.dtype)) for each in model.seeds)
+        away = torch.tensor([apart(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
+        values.update((id(each), each.value.to(device) + away.to(device, each.value.dtype)) for each in model.seeds)
         self._before = dict(values)
 
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
