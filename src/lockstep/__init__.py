@@ -47,11 +47,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MLflow", "MirroredStrategy", "Model",
-    "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
-    "ReplicaContext", "Strategy", "TensorBoard", "Trackio", "WeightsAndBiases", "callbacks", "compute_average_loss", "config", "errors",
-    "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
-    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
+    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MLflow", "MirroredStrategy",
+    "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar",
+    "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard", "Trackio", "WeightsAndBiases", "callbacks",
+    "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy",
+    "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
