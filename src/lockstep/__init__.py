@@ -34,9 +34,12 @@ if TYPE_CHECKING:
         CSVLogger,
         EarlyStopping,
         LambdaCallback,
+        MLflow,
         ModelCheckpoint,
         ProgressBar,
         TensorBoard,
+        Trackio,
+        WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
 
@@ -44,11 +47,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MirroredStrategy", "Model",
-    "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
-    "ReplicaContext", "Strategy", "TensorBoard", "callbacks", "compute_average_loss", "config", "errors",
-    "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
-    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
+    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MLflow", "MirroredStrategy",
+    "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar",
+    "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard", "Trackio", "WeightsAndBiases", "callbacks",
+    "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy",
+    "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -67,8 +70,8 @@ _WHERE = {
     "lockstep.strategies.parallel": ("ParallelStrategy",),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
-        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",
-        "ProgressBar", "TensorBoard",
+        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "MLflow",
+        "ModelCheckpoint", "ProgressBar", "TensorBoard", "Trackio", "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
 }  # fmt: skip

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
         ({"loss": 3}, "loss is a int; give a function"),
         ({"loss": None}, "compile got no loss"),
-        ({"loss": "mse"}, "loss is a str; give a function"),
+        ({"loss": "mes"}, "loss .mes. is unknown.*give a function"),
         ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function"),
         ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss; give a function"),
         ({"optimizer": 3}, "optimizer is a int; give a torch optimizer"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
+from lockstep.train.names import takes_tensors
 
 Loss = Callable[[Any, Any], Any]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -115,6 +116,11 @@ class CompileConfig:
             if not is_valid:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; give {expected}")
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
+
+    @cached_property
+    def loss_takes_tensors(self) -> bool:
+        """Whether the loss takes tensors: of outputs that have ``logits``, those."""
+        return takes_tensors(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from lockstep.strategies.first_run import captured_by, state_of
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
+from lockstep.train.names import NamedLoss
 
 MOST_PARTS = 8
 CHECKED_STEPS = 8
@@ -71,7 +72,7 @@ def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> 
             kind = "a pair (total, count)" if is_pair else "a scalar mean"
             raise ConfigError(
                 f"sample_weight came with a loss that returns {kind}, which cannot be weighted any more; return one "
-                "value per example (such as reduction='none')"
+                "value per example (such as reduction='none'), or give compile the loss by name, such as 'mse'"
             )
         return _pair(returned) if is_pair else (_at_least_float32(returned) * rows, float(rows))
     if returned.shape[0] != rows:
@@ -163,6 +164,10 @@ class ReplicaLoss:
 
 def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     weight = shard.batch.sample_weight
+    if weight is not None and isinstance(loss, NamedLoss):
+        values, count = loss.values(shard.outputs, shard.batch.y)
+        total = (_at_least_float32(values) * _fit_weight(weight, values)).sum()
+        return LossTotals(total, count, rounding=_rounding(values))
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
     rounding = _rounding(returned)
@@ -303,7 +308,7 @@ def _bounds(rounding: float) -> tuple[float, float]:
 def _name_of(loss: Any) -> str:
     while isinstance(loss, partial):
         loss = loss.func
-    return repr(getattr(loss, "__qualname__", type(loss).__name__))
+    return repr(loss.name) if isinstance(loss, NamedLoss) else repr(getattr(loss, "__qualname__", type(loss).__name__))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
+from lockstep.train.names import logits_of, takes_tensors
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""
@@ -39,7 +40,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "
-            "{'accuracy': MulticlassAccuracy(num_classes=10)}"
+            "{'accuracy': MulticlassAccuracy(num_classes=10)}, or a list such as ['accuracy']"
         )
     for name, metric in metrics.items():
         if not isinstance(metric, require("torchmetrics", "train").Metric):
@@ -100,6 +101,11 @@ class ReplicaMetrics:
             with self._computing_alike():
                 values.update(_single_numbers(name, merged.compute()))
         return list(values), AsyncScalars(list(values.values()), self._home)
+
+
+def update_metric(metric: Any, outputs: Any, targets: Any) -> None:
+    """Updates a metric; one of torchmetrics with the logits of outputs that have them."""
+    metric.update(logits_of(outputs) if takes_tensors(metric) else outputs, targets)
 
 
 def gather_states(metric: Any) -> None:
@@ -209,7 +215,7 @@ def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
 
 def _updated(metric: Any, shard: ShardRows) -> Any:
     fresh = _fresh_copy(metric, metric.device)
-    fresh.update(shard.outputs, shard.batch.y)
+    update_metric(fresh, shard.outputs, shard.batch.y)
     return fresh
 
 

@@ -42,6 +42,7 @@ from lockstep.train.epoch_iterator import EpochIterator, distribute
 from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit, with_progress
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
+from lockstep.train.names import loss_named, metrics_named, optimizer_named
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -135,12 +136,20 @@ class Model:
         """The learning rate of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last update's gradients before clipping, during fit; None without ``clip_norm``.
+
+        Reading it waits for the device.
+        """
+        return self.training_state.grad_norm
+
     def compile(
         self,
-        optimizer: OptimizerLike | None = None,
-        loss: Loss | None = None,
+        optimizer: OptimizerLike | str | None = None,
+        loss: Loss | str | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | Sequence[Any] | None = None,
         scheduler: SchedulerLike | None = None,
         precision: PrecisionName = "fp32",
         accumulate: int = 1,
@@ -151,16 +160,19 @@ class Model:
         """Configures training.
 
         Args:
-            optimizer: a torch optimizer over the module's parameters, or a function of the parameters that makes one;
-                None to evaluate only.
+            optimizer: a torch optimizer over the module's parameters, a function of the parameters that makes one, or
+                the name of one, with torch's defaults: "sgd", "adam", "adamw" and others; None to evaluate only.
             loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and over masked or selected
                 values, are divided by their count in the whole batch; any other scalar is a mean over the examples.
-            metrics: name to torchmetrics Metric, updated with (outputs, targets).
+                Or the name of one of torch's losses: "mse", "mae", "cross_entropy", "binary_cross_entropy" and others.
+            metrics: name to torchmetrics Metric, updated with (outputs, targets); or a list of metrics. "accuracy",
+                "mse", "mae", "rmse" and "r2" are known by name.
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
-            clip_norm: clips the gradients of each update to this global norm.
+            clip_norm: clips the gradients of each update to this global norm. ``math.inf`` clips nothing and computes
+                the norm, for ``grad_norm`` and the loggers.
             graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
             compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
                 "backend". All replicas run one compiled code.
@@ -170,9 +182,10 @@ class Model:
             UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
         """
         if loss is None:
-            raise ConfigError("compile got no loss; give a function loss(outputs, targets)")
+            raise ConfigError("compile got no loss; give a function loss(outputs, targets), or a name such as 'mse'")
+        loss, optimizer = loss_named(loss), optimizer_named(optimizer)
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
-        config = CompileConfig(loss=loss, metrics=metrics or {}, **given)  # type: ignore[arg-type]  # checked there
+        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._batch_loop = None

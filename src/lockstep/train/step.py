@@ -31,7 +31,8 @@ from lockstep.train.batch import (
 )
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
-from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states
+from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
+from lockstep.train.names import logits_of
 
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
@@ -222,6 +223,8 @@ def _loss_sums(
         return no_examples(next(floating))
     context = replica_of_step()
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
+    if setup.config.loss_takes_tensors:
+        outputs = logits_of(outputs)
     sums = state.loss.sums(setup.config.loss, ShardRows(outputs, batch, rows), context, sharded=sharded)
     return sums.total, sums.count
 
@@ -240,7 +243,7 @@ def _update_each(state: ReplicaState, outputs: Any, targets: Any) -> None:
     sharded = has_sharded_logits(outputs)
     for name, metric in state.metrics.items():
         try:
-            metric.update(outputs, targets)
+            update_metric(metric, outputs, targets)
             if sharded:
                 gather_states(metric)
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lockstep.train.callbacks.base import Callback, CallbackList, LambdaCallback
 from lockstep.train.callbacks.checkpoints import BackupAndRestore, ModelCheckpoint
 from lockstep.train.callbacks.early_stopping import EarlyStopping
-from lockstep.train.callbacks.loggers import CSVLogger, TensorBoard
+from lockstep.train.callbacks.loggers import CSVLogger, MLflow, TensorBoard, Trackio, WeightsAndBiases
 from lockstep.train.callbacks.progress import ProgressBar
 
 __all__ = [
@@ -19,7 +19,10 @@ __all__ = [
     "CallbackList",
     "EarlyStopping",
     "LambdaCallback",
+    "MLflow",
     "ModelCheckpoint",
     "ProgressBar",
     "TensorBoard",
+    "Trackio",
+    "WeightsAndBiases",
 ]

@@ -1,0 +1,192 @@
+"""The strings that ``compile`` takes for losses, optimizers and metrics, and what each one is.
+
+    compile("adam", "cross_entropy", metrics=["accuracy"])
+
+A loss is the function of torch.nn.functional with that name, an optimizer the class of torch.optim with its own
+defaults, a metric one of torchmetrics or ``Accuracy``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.extras import require
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "binary_cross_entropy": F.binary_cross_entropy,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "cross_entropy": F.cross_entropy,
+    "huber": F.huber_loss,
+    "mae": F.l1_loss,
+    "mse": F.mse_loss,
+    "nll": F.nll_loss,
+    "smooth_l1": F.smooth_l1_loss,
+}
+_OF_CLASSES = ("cross_entropy", "nll")
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+_METRICS: dict[str, tuple[str, dict[str, Any]]] = {  # of torchmetrics.regression
+    "mae": ("MeanAbsoluteError", {}),
+    "mse": ("MeanSquaredError", {}),
+    "r2": ("R2Score", {}),
+    "rmse": ("MeanSquaredError", {"squared": False}),
+}
+_IGNORED = -100
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NamedLoss:
+    """One of torch's mean losses by its name in ``compile``, for targets as Keras and transformers shape them.
+
+    Classes may be in dimension 1 of the outputs, as in torch, or in the last one. Targets are cast to the dtype that
+    torch expects, and targets [n] beside outputs [n, 1] get that shape, instead of being broadcast.
+    """
+
+    name: str
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _LOSSES[self.name](*self._fitted(outputs, targets))
+
+    def values(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The values that the mean is taken over, and how many count: not those of ignored labels."""
+        fitted, labels = self._fitted(outputs, targets)
+        values = _LOSSES[self.name](fitted, labels, reduction="none")
+        if self.name not in _OF_CLASSES or labels.is_floating_point():
+            return values, float(values.numel())
+        return values.reshape(len(targets), -1).squeeze(1), (labels != _IGNORED).sum()
+
+    def _fitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            raise ConfigError(
+                f"loss={self.name!r} takes two tensors, got outputs of type {type(outputs).__name__} and targets of "
+                f"type {type(targets).__name__}; give compile a function loss(outputs, targets)"
+            )
+        if self.name in _OF_CLASSES and targets.shape != outputs.shape:
+            return classes_and_labels(outputs, targets)
+        if targets.dim() == outputs.dim() - 1 and outputs.shape == (*targets.shape, 1):
+            targets = targets.unsqueeze(-1)
+        if targets.shape != outputs.shape:
+            raise ConfigError(
+                f"loss={self.name!r} got outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}; give them the same shape"
+            )
+        return outputs, targets.to(outputs.dtype)
+
+
+def classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs with the classes in dimension 1, and class numbers for them.
+
+    Raises a ConfigError for shapes that do not belong together, or that could be meant in two ways.
+    """
+    labels = targets.squeeze(-1) if targets.dim() == outputs.dim() and targets.shape[-1] == 1 else targets
+    as_torch = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == labels.shape
+    last = outputs.dim() > 1 and outputs.shape[:-1] == labels.shape
+    if labels.is_floating_point() or not (as_torch or last) or (as_torch and last and outputs.dim() > 2):
+        raise ConfigError(
+            f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, {targets.dtype}, "
+            "are no scores of classes and class numbers whose dimensions can be told apart; give outputs (rows, "
+            "classes) or (rows, tokens, classes) and integer targets without the classes, or a function of them"
+        )
+    if as_torch:
+        return outputs, labels.long()
+    return outputs.flatten(0, -2), labels.flatten().long()
+
+
+def loss_named(loss: T | str) -> T | NamedLoss:
+    """The loss of this name; what is no string is returned as it is."""
+    if not isinstance(loss, str):
+        return loss
+    _check("loss", loss, _LOSSES, "a function loss(outputs, targets)")
+    return NamedLoss(loss)
+
+
+def optimizer_named(optimizer: T | str) -> T | Callable[..., torch.optim.Optimizer]:
+    """The optimizer class of this name; what is no string is returned as it is."""
+    if not isinstance(optimizer, str):
+        return optimizer
+    _check("optimizer", optimizer, _OPTIMIZERS, "a torch optimizer")
+    return _OPTIMIZERS[optimizer]
+
+
+def metrics_named(metrics: Any, loss: object) -> Any:
+    """Metrics by name: of a list or dict of metrics and of names of metrics. ``loss`` says what the outputs are.
+
+    A metric in a list is named by its string, or by its class: ``MulticlassF1Score`` is "multiclass_f1_score".
+    """
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics is the string {metrics!r}; give a list, such as metrics=[{metrics!r}]")
+    if isinstance(metrics, Sequence):
+        names = [each if isinstance(each, str) else _snake_case(each) for each in metrics]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"metrics has one name twice: {', '.join(names)}; give a dict of name to metric")
+        metrics = dict(zip(names, metrics, strict=True))
+    if not isinstance(metrics, Mapping):
+        return metrics
+    return {key: _metric_named(each, loss) if isinstance(each, str) else each for key, each in metrics.items()}
+
+
+def takes_tensors(function: object) -> bool:
+    """Whether this loss or metric of torch, torchmetrics or ours takes tensors: of a model's outputs, the logits."""
+    while isinstance(function, partial):
+        function = function.func
+    home: str = (function if hasattr(function, "__code__") else type(function)).__module__
+    ours = ("torchmetrics.", "lockstep.train.")
+    return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)
+
+
+def logits_of(outputs: Any) -> Any:
+    """The logits of outputs that have them, such as those of transformers; other outputs as they are."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return logits if isinstance(logits, Tensor) and not isinstance(outputs, Tensor) else outputs
+
+
+def _metric_named(name: str, loss: object) -> Any:
+    _check("metric", name, {"accuracy": None, **_METRICS}, "a torchmetrics Metric, such as MulticlassF1Score(10)")
+    if name == "accuracy":
+        require("torchmetrics", "train")
+        from lockstep.train.accuracy import Accuracy  # which needs torchmetrics
+
+        return Accuracy(_outputs_of(loss))
+    of, settings = _METRICS[name]
+    return getattr(require("torchmetrics.regression", "train"), of)(**settings)
+
+
+def _outputs_of(loss: object) -> Any:
+    """What a loss takes the outputs for: "classes", "logits" or "probabilities" of two classes; None if unknown."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    function = _LOSSES[loss.name] if isinstance(loss, NamedLoss) else loss
+    if function is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
+        return "logits"
+    if function is F.binary_cross_entropy or isinstance(loss, nn.BCELoss):
+        return "probabilities"
+    is_of_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
+    return "classes" if is_of_classes else None
+
+
+def _snake_case(metric: object) -> str:
+    kind = metric if isinstance(metric, type) else type(metric)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _check(what: str, name: str, known: Mapping[str, Any], otherwise: str) -> None:
+    if name not in known:
+        raise ConfigError(
+            f"{what} {name!r} is unknown; choose {', '.join(map(repr, sorted(known)))}, or give {otherwise}"
+        )
