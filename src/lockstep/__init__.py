@@ -91,6 +91,7 @@ if not TYPE_CHECKING:  # which takes a module that has this for one that has eve
         elif name in _HOMES:
             found = getattr(import_module(_HOMES[name]), name)
         else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            names = import_module("lockstep.tensorflow_names")
+            raise names.missing(f"module {__name__!r}", name, names.PACKAGE)
         globals()[name] = found
         return found

@@ -16,6 +16,7 @@ from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.strategies.base import Strategy, get_strategy
+from lockstep.tracebacks import OwnFramesHidden
 from lockstep.train.arrays import ArrayOptions, Arrays, Data, evaluation_data, floats_of, prediction_data, training_data
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import write_fingerprint
@@ -254,7 +255,7 @@ class Model:
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
         self.stop_training, self.history, self._batch_loop = False, History(), None
         params = {"epochs": epochs, "validated": validation is not None}
-        with self._callbacks(callbacks, verbose, batches, **params) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
         write_fingerprint(self.strategy.workers, self.fingerprint, verbose=verbose)
         return self.history
@@ -283,7 +284,7 @@ class Model:
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, batches) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
             return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
 
     def predict(
@@ -309,7 +310,7 @@ class Model:
         """
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, batches) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
             return run_prediction(
                 self.strategy, self._module, self._precision, batches, callbacks=called, clock=self.clock
             )
