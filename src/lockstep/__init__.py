@@ -34,9 +34,12 @@ if TYPE_CHECKING:
         CSVLogger,
         EarlyStopping,
         LambdaCallback,
+        LearningRateScheduler,
         ModelCheckpoint,
         ProgressBar,
+        ReduceLROnPlateau,
         TensorBoard,
+        TerminateOnNaN,
     )
     from lockstep.train.fingerprint import fingerprint
 
@@ -44,8 +47,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MirroredStrategy", "Model",
-    "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
+    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
+    "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
     "ReplicaContext", "Strategy", "TensorBoard", "callbacks", "compute_average_loss", "config", "errors",
     "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
     "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",

@@ -132,8 +132,17 @@ class Model:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the optimizer's first group."""
+        """The learning rate of the optimizer's first group; setting it sets that of all groups, if they have one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if not groups or any(group["lr"] != groups[0]["lr"] for group in groups):
+            what = "several learning rates" if groups else "no optimizer"
+            raise UsageError(f"the model has {what}; set lr in the model.optimizer.param_groups that you mean")
+        for group in groups:
+            group["lr"] = value
 
     def compile(
         self,

@@ -80,6 +80,10 @@ class Callback:
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
+    def on_nonfinite(self, error: NonFiniteLossError) -> bool:
+        """Whether fit ends after a loss that is NaN or infinite, instead of raising this error."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """What the callback keeps from epoch to epoch, for checkpoints: numbers, strings, tensors, and containers."""
         return {}
@@ -129,7 +133,8 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         super().__init__()
-        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
+        others = ("on_batch_", "on_nonfinite")
+        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith(others)]
         self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         for name, hook in self._hooks.items():
             if name not in known or not callable(hook):
@@ -181,6 +186,10 @@ class CallbackList:
         for name, callback in self._named():
             if state.get(name):
                 _call(callback, "load_state_dict", state[name])
+
+    def on_nonfinite(self, error: NonFiniteLossError) -> bool:
+        """Whether any callback ends fit after a loss that is NaN or infinite."""
+        return any([_call(callback, "on_nonfinite", error) for callback in self._callbacks])
 
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
         """Calls a hook of every callback, each with its own copy of the logs."""
