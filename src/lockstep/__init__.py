@@ -35,11 +35,14 @@ if TYPE_CHECKING:
         EarlyStopping,
         LambdaCallback,
         LearningRateScheduler,
+        MLflow,
         ModelCheckpoint,
         ProgressBar,
         ReduceLROnPlateau,
         TensorBoard,
         TerminateOnNaN,
+        Trackio,
+        WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
 
@@ -48,8 +51,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
     "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
-    "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceOp",
-    "ReplicaContext", "Strategy", "TensorBoard", "callbacks", "compute_average_loss", "config", "errors",
+    "MLflow", "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy",
+    "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard",
+    "TerminateOnNaN", "Trackio", "WeightsAndBiases", "callbacks", "compute_average_loss", "config", "errors",
     "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
     "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
@@ -70,8 +74,9 @@ _WHERE = {
     "lockstep.strategies.parallel": ("ParallelStrategy",),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
-        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "ModelCheckpoint",
-        "ProgressBar", "TensorBoard",
+        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
+        "MLflow", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "TensorBoard", "TerminateOnNaN", "Trackio",
+        "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
 }  # fmt: skip
@@ -91,6 +96,7 @@ if not TYPE_CHECKING:  # which takes a module that has this for one that has eve
         elif name in _HOMES:
             found = getattr(import_module(_HOMES[name]), name)
         else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            names = import_module("lockstep.tensorflow_names")
+            raise names.missing(f"module {__name__!r}", name, names.PACKAGE)
         globals()[name] = found
         return found

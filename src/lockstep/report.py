@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from lockstep import console
@@ -113,6 +114,7 @@ def draw_curves(
     path: str | os.PathLike[str],
     *,
     title: str,
+    settings: str = "",
     test: Mapping[str, float] | None = None,
 ) -> Path:
     """Draws loss and metrics over the epochs as a PNG, written aside and renamed; returns its path.
@@ -121,7 +123,8 @@ def draw_curves(
         history: name -> one value an epoch; ``val_NAME`` is drawn in the panel of ``NAME``, which may lack the other.
         path: the file; its folder is made if missing.
         title: a line above the panels.
-        test: name -> the final test result, drawn as a mark at the last epoch.
+        settings: what else the results depend on, written in small letters below the panels.
+        test: name -> the final test result, drawn as a dashed line over all epochs.
 
     Raises:
         ConfigError: the history has no curve.
@@ -131,21 +134,26 @@ def draw_curves(
     if not any(history.get(name) or history.get(f"val_{name}") for name in names):
         raise ConfigError(f"a history of {sorted(history)} holds no epoch to draw; expected 'loss'; train first")
     require("matplotlib", "plots")
+    locator = require("matplotlib.ticker", "plots").MaxNLocator
     figure = require("matplotlib.figure", "plots").Figure(
-        figsize=(4.4 * len(names) + 0.4, 3.6), dpi=160, layout="constrained"
+        figsize=(4.4 * len(names) + 0.4, 4.0), dpi=160, layout="constrained"
     )
     figure.suptitle(title)
+    figure.supxlabel(fill(settings, 78 * len(names)), fontsize=8, color="#666666")
+    epochs = max(len(values) for values in history.values())
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        epochs = 0
         for prefix, label, color in _CURVES:
             if values := history.get(f"{prefix}{name}"):
-                epochs = max(epochs, len(values))
                 axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=1.8, marker="o")
         if test and name in test:
-            axes.plot([epochs], [test[name]], color="#5c8a3c", label="test", linestyle="none", marker="D")
-        axes.set(title=name, xlabel="epoch")
-        axes.grid(axis="y")
-        axes.legend()
+            axes.axhline(
+                test[name], color="#5c8a3c", label=f"test {_format(name, test[name])}", linestyle="--", zorder=1
+            )
+        axes.set(title=name, xlabel="epoch", xlim=(0.5, epochs + 0.5))
+        axes.xaxis.set_major_locator(locator(nbins=8, integer=True, min_n_ticks=1))
+        axes.grid(axis="y", color="#e5e5e5")
+        axes.set_axisbelow(True)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
     with atomic_file(Path(path)) as partial:
         figure.savefig(partial, format="png")
     return Path(path)

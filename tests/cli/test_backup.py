@@ -93,7 +93,7 @@ def backups(folder: Path) -> list[str]:
     [
         (1, "SIGKILL 9", -signal.SIGKILL, "", 8),
         (2, "SIGTERM 6", 75, "", 7),  # it is heard after the next batch
-        (3, "SIGINT 9", 130, "lockstep: interrupted\n", 8),
+        (3, "SIGINT 9", 130, "lockstep: interrupted; the same command with --resume continues it\n", 8),
     ],
 )
 def test_an_interrupted_run_goes_on_at_the_very_sample(

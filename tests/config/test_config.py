@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import lockstep as ls
 from lockstep import config
 from lockstep.config import LogicalDeviceConfiguration
 
@@ -47,6 +48,41 @@ def test_resolving_devices_uses_them(cpu):
     config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
     with pytest.raises(RuntimeError, match="cpu:0 cannot be divided again"):
         config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+
+
+def test_devices_are_divided_again_when_every_strategy_on_them_is_closed(cpu):
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 2)
+    first, second = ls.MirroredStrategy(["cpu:1"]), ls.MirroredStrategy(replicas=3)
+    for strategy in (first, first):
+        strategy.close()
+        with pytest.raises(RuntimeError, match="cpu:0 cannot be divided again"):
+            config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+    second.close()
+
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+
+    third = ls.MirroredStrategy()
+    assert [device.name for device in third.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    third.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "hint"),
+    [
+        (config, "experimental", "set_logical_device_configuration"),
+        (config, "list_logical_device", "no attribute"),
+        (ls.get_strategy(), "experimental_run_v2", "strategy.run"),
+        (ls.get_strategy(), "experimental_distribute_dataset", "strategy.distribute_dataset"),
+        (ls.get_strategy(), "nonsense", "no attribute"),
+        (ls, "experimental", "MultiWorkerMirroredStrategy"),
+        (ls, "distribute", "ls.MirroredStrategy"),
+        (ls, "OneDeviceStrategy", "MirroredStrategy"),
+        (ls, "Nonsense", "no attribute"),
+    ],
+)
+def test_names_of_tensorflow_lead_to_ours(owner, name: str, hint: str):
+    with pytest.raises(AttributeError, match=hint):
+        getattr(owner, name)
 
 
 def test_devices_that_could_not_be_resolved_are_not_in_use(cpu):

@@ -103,7 +103,7 @@ class InWorkers:
 def failure_line(error: BaseException) -> tuple[str, int]:
     """The one line and the exit code for an error."""
     if isinstance(error, KeyboardInterrupt):
-        return "lockstep: interrupted", INTERRUPTED
+        return "; ".join(["lockstep: interrupted", *getattr(error, "__notes__", ())]), INTERRUPTED
     message, exit_code = str(error), 1
     if isinstance(error, ConfigError | DataError | MissingExtraError):
         exit_code = 2

@@ -107,6 +107,11 @@ class RunFolders:
         """The folder for the weights."""
         return self.output / "model"
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for the checkpoints of the Trainer, this run's own."""
+        return self.output / "checkpoints" / self.logs.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
@@ -160,6 +165,10 @@ class TrainingCommand(ABC):
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains on a strategy."""
 
+    def resume_flag(self, folders: RunFolders) -> str | None:
+        """The flag that continues this run from what it has saved; None if it has saved nothing."""
+        return None if self.backup.newest(folders.output) is None else "--resume"
+
     def _places(self, folders: RunFolders, verbose: Verbose) -> dict[str, Any]:
         """Where a recipe of ``Model`` writes, and what it prints."""
         callbacks = self.backup.callbacks(folders.output)
@@ -203,7 +212,12 @@ class TrainingCommand(ABC):
         folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
         with closing(self._strategy()) as strategy:
             _say("reading the data and building the model; then the first step")
-            trained = self.train(strategy, folders, 0 if self.quiet else 1)
+            try:
+                trained = self.train(strategy, folders, 0 if self.quiet else 1)
+            except KeyboardInterrupt as interrupt:
+                if resume := self.resume_flag(folders):
+                    interrupt.add_note(f"the same command with {resume} continues it")
+                raise
             if strategy.workers.is_chief:
                 self._report(trained, strategy, folders)
                 self.backup.remove(output)
@@ -348,12 +362,18 @@ class TrainReviews(TrainingCommand):
             require(package, "text")
         return output
 
+    def resume_flag(self, folders: RunFolders) -> str | None:
+        """Names the newest checkpoint of the Trainer."""
+        kept = [path for path in folders.checkpoints.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+        newest = max(kept, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        return None if newest is None else f"--resume {newest}"
+
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains, and classifies the new reviews."""
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         _say(f"{_reviews_overview(task)}\n")
         paths = reviews_recipe.RunPaths(
-            checkpoints=folders.output / "checkpoints" / folders.logs.name,
+            checkpoints=folders.checkpoints,
             logs=folders.logs,
             model=folders.model,
             resume=self.resume,

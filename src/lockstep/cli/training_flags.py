@@ -45,10 +45,10 @@ class BackupPlan:
         if self.backup == "none":
             return
         check_folder(output / _FOLDER)
-        kept = CheckpointFolder(output / _FOLDER).paths()
-        if kept and not self.resume:
+        kept = self.newest(output)
+        if kept is not None and not self.resume:
             raise ConfigError(
-                f"--output has the backup of an interrupted run, {str(kept[-1])!r}; add --resume to continue it, or"
+                f"--output has the backup of an interrupted run, {str(kept)!r}; add --resume to continue it, or"
                 " remove it to start anew"
             )
 
@@ -58,6 +58,11 @@ class BackupPlan:
             return []
         often: Literal["epoch"] | int = "epoch" if self.backup == "epoch" else int(self.backup)
         return [BackupAndRestore(output / _FOLDER, save_freq=often, delete_checkpoint=False)]
+
+    def newest(self, output: Path) -> Path | None:
+        """The newest backup; None if there is none."""
+        kept = [] if self.backup == "none" else CheckpointFolder(output / _FOLDER).paths()
+        return kept[-1] if kept else None
 
     def remove(self, output: Path) -> None:
         """Removes the backup. Called after the results are written, since the test may be interrupted too."""

@@ -9,7 +9,9 @@ dividing them; ``request`` reads what a user writes for devices. No device is lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from lockstep import tensorflow_names
 from lockstep.config.devices import (
     DeviceRegistry,
     LogicalDevice,
@@ -22,7 +24,7 @@ from lockstep.config.request import DeviceName, DeviceRequest, apply_request, pa
 __all__ = [
     "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
     "apply_device_request", "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
-    "parse_device_request", "resolve_devices", "set_logical_device_configuration",
+    "parse_device_request", "release_devices", "resolve_devices", "set_logical_device_configuration",
 ]  # fmt: skip
 
 # A machine's devices exist once per process, and so does their division.
@@ -50,7 +52,7 @@ def set_logical_device_configuration(
 
     Raises:
         ConfigError: a ValueError: no such device, or shares that it cannot give.
-        UsageError: a RuntimeError: another division than now, after a strategy has taken the device.
+        UsageError: a RuntimeError: another division than now, while a strategy that is not closed uses the device.
     """
     _registry.configure(physical, logical_devices)
 
@@ -62,7 +64,7 @@ def get_logical_device_configuration(physical: PhysicalDevice) -> list[LogicalDe
 
 
 def resolve_devices(devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice, ...]:
-    """The logical devices that ``devices`` means, in that order. They count as in use from now on.
+    """The logical devices that ``devices`` means, in that order. They count as in use until ``release_devices``.
 
     Args:
         devices: names, torch devices or logical devices; None means every logical GPU, else every logical CPU device.
@@ -75,6 +77,17 @@ def resolve_devices(devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice
     return resolved
 
 
+def release_devices(devices: Sequence[LogicalDevice]) -> None:
+    """Says that one of those who resolved ``devices`` uses them no more. Without users they may be divided again."""
+    _registry.release(devices)
+
+
 def apply_device_request(request: DeviceRequest) -> tuple[LogicalDevice, ...]:
     """Divides devices as ``request`` asks, and returns the logical devices to make a strategy of."""
     return apply_request(_registry, request)
+
+
+if not TYPE_CHECKING:  # which takes a module that has this for one that has every name
+
+    def __getattr__(name: str) -> object:
+        raise tensorflow_names.missing(f"module {__name__!r}", name, tensorflow_names.CONFIG)

@@ -7,6 +7,7 @@ are tested on machines without one.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -112,7 +113,7 @@ class DeviceRegistry:
     def __init__(self, physical_devices: Sequence[PhysicalDevice] | None = None) -> None:
         self._physical = None if physical_devices is None else tuple(physical_devices)
         self._configurations: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
-        self._in_use: set[PhysicalDevice] = set()
+        self._uses: Counter[PhysicalDevice] = Counter()  # by strategies that are not closed
         self._lock = threading.RLock()
 
     def physical_devices(self, kind: DeviceKind | None = None) -> tuple[PhysicalDevice, ...]:
@@ -145,9 +146,14 @@ class DeviceRegistry:
             self._configurations[physical] = new
 
     def mark_in_use(self, devices: Iterable[LogicalDevice]) -> None:
-        """Fixes the division of the physical devices of ``devices`` from now on."""
+        """Fixes the division of the physical devices of ``devices`` until ``release`` is called with the same."""
         with self._lock:
-            self._in_use.update(device.physical for device in devices)
+            self._uses.update({device.physical for device in devices})
+
+    def release(self, devices: Iterable[LogicalDevice]) -> None:
+        """Ends a use of the physical devices of ``devices``."""
+        with self._lock:
+            self._uses -= Counter({device.physical for device in devices})
 
     def _number(self, kind: DeviceKind) -> list[LogicalDevice]:
         shares = [
@@ -178,11 +184,11 @@ class DeviceRegistry:
     def _check_free(self, physical: PhysicalDevice, *, renumbers: bool) -> None:
         devices = self.physical_devices(physical.kind)
         affected = devices[devices.index(physical) :] if renumbers else (physical,)
-        used = [device.name for device in affected if device in self._in_use]
+        used = [device.name for device in affected if device in self._uses]
         if used:
             raise UsageError(
                 f"{physical.name} cannot be divided again: {used[0]} is in use by a strategy and would change; "
-                "configure devices before the first strategy is made"
+                "divide devices before the first strategy is made, or after strategy.close() of all that use them"
             )
 
 

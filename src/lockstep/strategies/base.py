@@ -6,16 +6,18 @@ the caller's thread. ``with strategy.scope()`` sets the ambient strategy; nothin
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
+from lockstep import tensorflow_names
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import (
@@ -28,7 +30,7 @@ from lockstep.collectives.per_replica import (
 )
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.config import LogicalDevice, list_logical_devices, resolve_devices
+from lockstep.config import LogicalDevice, list_logical_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard, shard_sizes
@@ -50,6 +52,7 @@ from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
+from lockstep.tracebacks import OwnFramesHidden
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
 """The open scopes, the innermost last: all of one strategy."""
@@ -151,8 +154,14 @@ class Strategy(ABC):
     def close(self) -> None:
         """Ends the replicas' threads and, among several workers, leaves the job. Idempotent; then ``run`` raises.
 
-        The threads also end when the strategy is garbage collected and at interpreter exit.
+        The threads also end when the strategy is garbage collected and at interpreter exit. When no strategy uses a
+        device any more, it may be divided again.
         """
+
+    if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
+
+        def __getattr__(self, name: str) -> object:
+            raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -217,7 +226,7 @@ class Strategy(ABC):
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
-        with Scope(self), looking, self._mirrored.settled(len(self.devices)):
+        with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)):
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
@@ -372,6 +381,7 @@ class ThreadedStrategy(Strategy):
     ) -> None:
         super().__init__(make_exchange, partition)
         self.devices, self.workers, self._runner, self._guard = devices, workers, runner, guard
+        self._release_devices = weakref.finalize(self, release_devices, devices)  # called at most once
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -391,6 +401,7 @@ class ThreadedStrategy(Strategy):
 
     def close(self) -> None:
         self._runner.close()
+        self._release_devices()
         self.workers.close()
 
     def _guard_steps(self, guards: Sequence[Guard]) -> None:

@@ -72,6 +72,12 @@ class TrainingState(StateAdapter):
         self._position = replace(self._position, step=self._position.step + 1)
 
     @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last update's gradients, during fit; None if there is no ``clip_norm``."""
+        norm = None if self._fit is None else self._fit[0].grad_norm
+        return None if norm is None else float(norm)
+
+    @property
     def at_update(self) -> bool:
         """Whether no gradients wait for their update, which a checkpoint could not hold."""
         return self._fit is None or not self._fit[0].pending

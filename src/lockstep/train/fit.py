@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import Callback, CallbackList
@@ -106,7 +107,7 @@ def run_fit(
                 if stop.agreed("end of an epoch's callbacks"):
                     break
         except NonFiniteLossError as error:
-            if not callbacks.on_nonfinite(error):
+            if not callbacks.ends_fit_after(error):
                 raise
             model.stop_training = True
         callbacks.call("on_train_end", logs=logs)
@@ -161,6 +162,7 @@ class TrainLoop:
         epoch, batch, step: the position, as in ``checkpointing.Position``.
         pending: how many of the last batches wait for their update.
         loss, metrics: those of the epoch so far.
+        grad_norm: the norm of the last update's gradients; None if there is no ``clip_norm``.
     """
 
     def __init__(self, setup: TrainSetup, callbacks: CallbackList, stop: AgreedStop) -> None:
@@ -168,6 +170,7 @@ class TrainLoop:
         self._workers = setup.strategy.workers
         self.epoch = self.batch = self.step = self.pending = 0
         self.loss = RunningLoss()
+        self.grad_norm: Number | None = None
         self.metrics = ReplicaMetrics(setup.strategy, setup.config.metrics)
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         replicas = setup.strategy.num_replicas_in_sync
@@ -238,6 +241,8 @@ class TrainLoop:
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
         """Steps the scheduler, and adds a step to the loss: the sums of all workers, or layouts, only updates have."""
         self._step_scheduler(update)
+        if update is not None:
+            self.grad_norm = update.grad_norm
         if self._workers.is_single and not self._workers.any_layout:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:

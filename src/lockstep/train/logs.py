@@ -235,6 +235,11 @@ class StepClock:
             self._step_seconds[-1] += time.perf_counter() - self._started
 
     @property
+    def last_step_s(self) -> float:
+        """The seconds of the last step, including the reading of its batch; 0 before the first."""
+        return self._step_seconds[-1] if self._step_seconds else 0.0
+
+    @property
     def steps(self) -> int:
         """The number of steps so far."""
         return len(self._step_seconds)

@@ -15,8 +15,19 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
-from lockstep.train.arrays import ArrayOptions, Arrays, Data, evaluation_data, floats_of, prediction_data, training_data
+from lockstep.tracebacks import OwnFramesHidden
+from lockstep.train.arrays import (
+    ArrayOptions,
+    Arrays,
+    Data,
+    evaluation_data,
+    floats_of,
+    on_device,
+    prediction_data,
+    training_data,
+)
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import write_fingerprint
 from lockstep.train.checkpointing import (
@@ -110,6 +121,30 @@ class Model:
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs for these arguments in evaluation mode, on the first device. Every worker must call it.
+
+        NumPy arrays become tensors, and tensors are moved to the device. Gradients are recorded unless torch's grad
+        mode is off. For many rows use ``predict``, which divides them among the replicas. Inside a replica it runs the
+        replica's copy in its own mode.
+        """
+        if get_replica_context() is not None:
+            return self._module(*args, **kwargs)
+        if self._module.is_part or self._module.shards_weights or self._module.pipeline is not None:
+            raise UsageError("the model is divided among workers, and cannot be called by itself; call model.predict")
+        given = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
+        with module_mode(self._module, training=False), self._precision.autocast():
+            return self._module(*given[0], **given[1])
+
+    def __repr__(self) -> str:
+        parameters = sum(each.numel() for each in self.module.parameters())
+        parts = [type(self.module).__name__, f"{parameters:,} parameters", repr(self.strategy)]
+        if self._setup is None:
+            parts.append("not compiled")
+        elif self.optimizer is not None:
+            parts.append(type(self.optimizer.plain).__name__)
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     @property
     def module(self) -> nn.Module:
         """The user's module."""
@@ -144,6 +179,14 @@ class Model:
         for group in groups:
             group["lr"] = value
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last update's gradients before clipping, during fit; None without ``clip_norm``.
+
+        Reading it waits for the device.
+        """
+        return self.training_state.grad_norm
+
     def compile(
         self,
         optimizer: OptimizerLike | str | None = None,
@@ -171,7 +214,8 @@ class Model:
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
-            clip_norm: clips the gradients of each update to this global norm.
+            clip_norm: clips the gradients of each update to this global norm. ``math.inf`` clips nothing and computes
+                the norm, for ``grad_norm`` and the loggers.
             graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
             compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
                 "backend". All replicas run one compiled code.
@@ -254,7 +298,7 @@ class Model:
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
         self.stop_training, self.history, self._batch_loop = False, History(), None
         params = {"epochs": epochs, "validated": validation is not None}
-        with self._callbacks(callbacks, verbose, batches, **params) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
         write_fingerprint(self.strategy.workers, self.fingerprint, verbose=verbose)
         return self.history
@@ -283,7 +327,7 @@ class Model:
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, batches) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
             return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
 
     def predict(
@@ -309,7 +353,7 @@ class Model:
         """
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with self._callbacks(callbacks, verbose, batches) as called:
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
             return run_prediction(
                 self.strategy, self._module, self._precision, batches, callbacks=called, clock=self.clock
             )
@@ -330,7 +374,7 @@ class Model:
         # A loop that fails is not used again: gradients of its step may be left.
         loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
         loop.epoch = 0
-        with module_mode(setup.module, training=True):
+        with OwnFramesHidden(), module_mode(setup.module, training=True):
             logs = loop.run_epoch(batches, StepClock())
         self.training_state.count_step()
         self._batch_loop = loop

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.train.callbacks import LambdaCallback, TensorBoard
+from lockstep.train.callbacks import BackupAndRestore, Callback, LambdaCallback, TensorBoard
 from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -25,7 +26,7 @@ def test_the_scalars_of_every_epoch_can_be_read_back(model: Model, batches: Batc
     history = model.fit(batches, validation_data=batches, epochs=2, callbacks=[TensorBoard(tmp_path)], verbose=0)
 
     train, validation = scalars(tmp_path / "train"), scalars(tmp_path / "validation")
-    assert set(train) == {"epoch_loss", "epoch_learning_rate", "epoch_examples_per_s"}
+    assert set(train) == {"epoch_loss", "epoch_learning_rate", "epoch_examples_per_s", "epoch_step_ms"}
     assert train["epoch_loss"] == pytest.approx(dict(enumerate(history.history["loss"])))
     assert train["epoch_learning_rate"] == pytest.approx({0: 0.05, 1: 0.05})
     assert train["epoch_examples_per_s"][0] == pytest.approx(history.timing[0].examples_per_s)
@@ -39,6 +40,21 @@ def test_batches_are_written_as_often_as_asked(
     model.fit(batches, epochs=2, callbacks=[TensorBoard(tmp_path, update_freq=update_freq)], verbose=0)
 
     assert list(scalars(tmp_path / "train")["batch_loss"]) == steps
+
+
+def test_a_resumed_training_goes_on_in_its_folder(logged_fit: Callable[..., Any], tmp_path: Path):
+    def callbacks(folder: str) -> list[Callback]:
+        return [TensorBoard(tmp_path / folder, update_freq=1), BackupAndRestore(tmp_path / "backup")]
+
+    logged_fit(*callbacks("monday"), interrupted_in=1)  # after a batch that the backup does not hold
+    assert list(scalars(tmp_path / "monday" / "train")["batch_loss"]) == [1, 2, 3, 4]
+    logged_fit(*callbacks("tuesday"))
+
+    events = EventAccumulator(str(tmp_path / "monday" / "train"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("batch_loss")] == [1, 2, 3, 4, 5, 6]  # the 4 is not there twice
+    assert list(scalars(tmp_path / "monday" / "validation")["epoch_loss"]) == [0, 1]
+    assert not (tmp_path / "tuesday").exists()
 
 
 def test_the_files_are_closed_after_an_error(model: Model, batches: Batches, tmp_path: Path):

@@ -175,7 +175,8 @@ class MirroredOptimizer(Optimizer):
         Args:
             context: the context of the calling replica.
             totals: this replica's sums since the last update.
-            clip_norm: the largest global norm of the divided gradients; None does not clip.
+            clip_norm: the largest global norm of the divided gradients; None does not clip, and ``math.inf`` only
+                computes the norm.
             scaler: the scaler of the losses (fp16); it decides whether to skip.
 
         Raises:

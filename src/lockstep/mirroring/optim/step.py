@@ -215,7 +215,8 @@ class LockstepUpdate:
         norm = None
         if clip_norm is not None:
             norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
-            scale_to_norm(gradients, norm, clip_norm)
+            if math.isfinite(clip_norm):
+                scale_to_norm(gradients, norm, clip_norm)
         if self.optimizers.divisible:
             chosen = [self._parameters[index][leader] for index in mine]
             self.optimizers.step_slice(leader, chosen, on_device(result.skipped))
@@ -291,7 +292,7 @@ class LockstepUpdate:
         norm = None
         if clip_norm is not None:
             norm = self._global_norm([self._norms(range(len(self._parameters)), self._leaders[0])])
-            for leader in self._leaders:
+            for leader in self._leaders if math.isfinite(clip_norm) else ():
                 scale_to_norm(gradients_of(self._parameters, leader), norm, clip_norm)
         scaler.step(everything)
         self.optimizers.finish()

@@ -10,7 +10,7 @@ from lockstep.train.callbacks.base import Callback, CallbackList, LambdaCallback
 from lockstep.train.callbacks.checkpoints import BackupAndRestore, ModelCheckpoint
 from lockstep.train.callbacks.early_stopping import EarlyStopping
 from lockstep.train.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau, TerminateOnNaN
-from lockstep.train.callbacks.loggers import CSVLogger, TensorBoard
+from lockstep.train.callbacks.loggers import CSVLogger, MLflow, TensorBoard, Trackio, WeightsAndBiases
 from lockstep.train.callbacks.progress import ProgressBar
 
 __all__ = [
@@ -21,9 +21,12 @@ __all__ = [
     "EarlyStopping",
     "LambdaCallback",
     "LearningRateScheduler",
+    "MLflow",
     "ModelCheckpoint",
     "ProgressBar",
     "ReduceLROnPlateau",
     "TensorBoard",
     "TerminateOnNaN",
+    "Trackio",
+    "WeightsAndBiases",
 ]

@@ -80,7 +80,7 @@ class Callback:
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
-    def on_nonfinite(self, error: NonFiniteLossError) -> bool:
+    def ends_fit_after(self, error: NonFiniteLossError) -> bool:
         """Whether fit ends after a loss that is NaN or infinite, instead of raising this error."""
         return False
 
@@ -133,8 +133,7 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         super().__init__()
-        others = ("on_batch_", "on_nonfinite")
-        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith(others)]
+        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
         self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         for name, hook in self._hooks.items():
             if name not in known or not callable(hook):
@@ -187,9 +186,9 @@ class CallbackList:
             if state.get(name):
                 _call(callback, "load_state_dict", state[name])
 
-    def on_nonfinite(self, error: NonFiniteLossError) -> bool:
+    def ends_fit_after(self, error: NonFiniteLossError) -> bool:
         """Whether any callback ends fit after a loss that is NaN or infinite."""
-        return any([_call(callback, "on_nonfinite", error) for callback in self._callbacks])
+        return any(_call(callback, "ends_fit_after", error) for callback in self._callbacks)
 
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
         """Calls a hook of every callback, each with its own copy of the logs."""

@@ -129,7 +129,7 @@ class TerminateOnNaN(Callback):
         >>> callback = TerminateOnNaN()
     """
 
-    def on_nonfinite(self, error: NonFiniteLossError) -> bool:
+    def ends_fit_after(self, error: NonFiniteLossError) -> bool:
         if self.model.strategy.workers.is_chief:
             write_line(f"training ends: {error}")
         return True

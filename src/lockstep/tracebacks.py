@@ -1,0 +1,47 @@
+"""Shorter tracebacks in IPython and notebooks: the frames of this package are hidden, and the user's stay.
+
+IPython leaves out a frame whose locals hold ``__tracebackhide__`` and says how many it left out.
+``get_ipython().InteractiveTB.skip_hidden = False`` shows them all. Elsewhere tracebacks stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+_HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading")
+"""Packages and modules: ours, the wrappers that call a module's ``forward``, and the waiting for replicas."""
+
+
+class OwnFramesHidden:
+    """A block of a function that users call: an exception that leaves it is marked by ``hide_own_frames``."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        ipython = sys.modules.get("IPython")
+        if error is not None and ipython is not None and ipython.get_ipython() is not None:
+            hide_own_frames(error)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Marks the frames of this package in the tracebacks of an error and of those that led to it.
+
+    After Ctrl-C all frames below the caller's are marked: where the program was waiting says nothing.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            pending += [each.__cause__, each.__context__]
+            _hide(each.__traceback__, all_frames=isinstance(each, KeyboardInterrupt))
+
+
+def _hide(traceback: TracebackType | None, *, all_frames: bool) -> None:
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if all_frames or any(module == name or module.startswith(f"{name}.") for name in _HIDDEN):
+            traceback.tb_frame.f_locals["__tracebackhide__"] = True
+        traceback = traceback.tb_next

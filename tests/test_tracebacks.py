@@ -1,0 +1,86 @@
+"""Which frames of an error IPython is told to leave out."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+
+
+class Own(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return own_function(x)
+
+
+def own_function(x: torch.Tensor) -> torch.Tensor:
+    if len(x):
+        raise ArithmeticError("mine")
+    return x
+
+
+def shown_frames(error: BaseException) -> list[str]:
+    """The functions that IPython shows, as it finds them out."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame.f_code.co_name for frame in frames if not frame.f_locals.get("__tracebackhide__")]
+
+
+@pytest.fixture
+def ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.usefixtures("ipython")
+def test_ipython_shows_the_users_frames_of_an_error_in_fit(replicas: int):
+    strategy = ls.MirroredStrategy(replicas=replicas)
+    with strategy.scope():
+        model = ls.Model(nn.Sequential(nn.Linear(2, 1), Own()))
+        model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.functional.mse_loss)
+
+    with pytest.raises(ArithmeticError) as caught:
+        model.fit([(torch.ones(4, 2), torch.ones(4, 1))], verbose=0)
+    strategy.close()
+
+    test, *others = shown_frames(caught.value)
+    assert test.startswith("test_ipython")
+    assert others == ["forward", "forward", "own_function"]  # of Sequential and of Own
+
+
+@pytest.mark.usefixtures("ipython")
+def test_ipython_shows_the_users_step_of_a_loop_of_ones_own():
+    strategy = ls.MirroredStrategy(replicas=2)
+
+    with pytest.raises(ArithmeticError) as caught:
+        strategy.run(own_function, (torch.ones(2),))
+    strategy.close()
+
+    assert shown_frames(caught.value)[1:] == ["own_function"]
+
+
+@pytest.mark.usefixtures("ipython")
+def test_after_ctrl_c_only_the_callers_frames_are_shown():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    strategy = ls.MirroredStrategy(replicas=1)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        strategy.run(interrupt)
+    strategy.close()
+
+    assert shown_frames(caught.value) == ["test_after_ctrl_c_only_the_callers_frames_are_shown"]
+
+
+def test_without_ipython_every_frame_is_shown():
+    strategy = ls.MirroredStrategy(replicas=1)
+
+    with pytest.raises(ArithmeticError) as caught:
+        strategy.run(own_function, (torch.ones(2),))
+    strategy.close()
+
+    assert "run" in shown_frames(caught.value)
