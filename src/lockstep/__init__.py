@@ -34,10 +34,13 @@ if TYPE_CHECKING:
         CSVLogger,
         EarlyStopping,
         LambdaCallback,
+        LearningRateScheduler,
         MLflow,
         ModelCheckpoint,
         ProgressBar,
+        ReduceLROnPlateau,
         TensorBoard,
+        TerminateOnNaN,
         Trackio,
         WeightsAndBiases,
     )
@@ -47,11 +50,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MLflow", "MirroredStrategy",
-    "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar",
-    "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard", "Trackio", "WeightsAndBiases", "callbacks",
-    "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy",
-    "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
+    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
+    "MLflow", "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy",
+    "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard",
+    "TerminateOnNaN", "Trackio", "WeightsAndBiases", "callbacks", "compute_average_loss", "config", "errors",
+    "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -70,8 +74,9 @@ _WHERE = {
     "lockstep.strategies.parallel": ("ParallelStrategy",),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
-        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "MLflow",
-        "ModelCheckpoint", "ProgressBar", "TensorBoard", "Trackio", "WeightsAndBiases",
+        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
+        "MLflow", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "TensorBoard", "TerminateOnNaN", "Trackio",
+        "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
 }  # fmt: skip

@@ -15,9 +15,19 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.tracebacks import OwnFramesHidden
-from lockstep.train.arrays import ArrayOptions, Arrays, Data, evaluation_data, floats_of, prediction_data, training_data
+from lockstep.train.arrays import (
+    ArrayOptions,
+    Arrays,
+    Data,
+    evaluation_data,
+    floats_of,
+    on_device,
+    prediction_data,
+    training_data,
+)
 from lockstep.train.callbacks.base import Callback, CallbackList
 from lockstep.train.callbacks.progress import write_fingerprint
 from lockstep.train.checkpointing import (
@@ -111,6 +121,30 @@ class Model:
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs for these arguments in evaluation mode, on the first device. Every worker must call it.
+
+        NumPy arrays become tensors, and tensors are moved to the device. Gradients are recorded unless torch's grad
+        mode is off. For many rows use ``predict``, which divides them among the replicas. Inside a replica it runs the
+        replica's copy in its own mode.
+        """
+        if get_replica_context() is not None:
+            return self._module(*args, **kwargs)
+        if self._module.is_part or self._module.shards_weights or self._module.pipeline is not None:
+            raise UsageError("the model is divided among workers, and cannot be called by itself; call model.predict")
+        given = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
+        with module_mode(self._module, training=False), self._precision.autocast():
+            return self._module(*given[0], **given[1])
+
+    def __repr__(self) -> str:
+        parameters = sum(each.numel() for each in self.module.parameters())
+        parts = [type(self.module).__name__, f"{parameters:,} parameters", repr(self.strategy)]
+        if self._setup is None:
+            parts.append("not compiled")
+        elif self.optimizer is not None:
+            parts.append(type(self.optimizer.plain).__name__)
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     @property
     def module(self) -> nn.Module:
         """The user's module."""
@@ -133,8 +167,17 @@ class Model:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the optimizer's first group."""
+        """The learning rate of the optimizer's first group; setting it sets that of all groups, if they have one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if not groups or any(group["lr"] != groups[0]["lr"] for group in groups):
+            what = "several learning rates" if groups else "no optimizer"
+            raise UsageError(f"the model has {what}; set lr in the model.optimizer.param_groups that you mean")
+        for group in groups:
+            group["lr"] = value
 
     @property
     def grad_norm(self) -> float | None:
@@ -331,7 +374,7 @@ class Model:
         # A loop that fails is not used again: gradients of its step may be left.
         loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
         loop.epoch = 0
-        with module_mode(setup.module, training=True):
+        with OwnFramesHidden(), module_mode(setup.module, training=True):
             logs = loop.run_epoch(batches, StepClock())
         self.training_state.count_step()
         self._batch_loop = loop
