@@ -7,9 +7,11 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
@@ -28,8 +30,9 @@ from lockstep.train.arrays import (
     prediction_data,
     training_data,
 )
+from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint
+from lockstep.train.callbacks.progress import write_fingerprint, write_line
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
@@ -53,6 +56,7 @@ from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.names import loss_named, metrics_named, optimizer_named
+from lockstep.train.summary import noting_shapes, summary_table
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -391,6 +395,22 @@ class Model:
         return run_prediction(
             self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
         )
+
+    def summary(self, example: Any = None, *, depth: int | None = None) -> None:
+        """Writes a table of the layers, their parameters and their memory, fitted to the terminal.
+
+        Args:
+            example: an input, as for ``predict_on_batch``, to show the shapes of the outputs; then every worker must
+                call it.
+            depth: modules that are nested deeper count in the one that holds them; None shows all.
+        """
+        shapes: dict[str, str] = {}
+        if example is not None:
+            args, kwargs = module_arguments(example)
+            with noting_shapes(self.module) as shapes, torch.no_grad():
+                self(*args, **kwargs)
+        if self.strategy.workers.is_chief:
+            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
