@@ -48,7 +48,7 @@ def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
     theirs = [ask(text)[0] for text in ("书不错。", "服务很差。")]
     assert [(a.label, pytest.approx(a.score)) for a in result.classified] == [(t["label"], t["score"]) for t in theirs]
     assert len(list(places.checkpoints.iterdir())) == 3
-    assert list(places.logs.glob("events.out.tfevents*"))
+    assert list((places.logs / "train").glob("events.out.tfevents*"))
 
 
 def test_the_best_epoch_is_tested_and_not_the_last(
