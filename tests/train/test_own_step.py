@@ -84,9 +84,9 @@ CASES: dict[str, tuple[type[Model], Any, bool, Any]] = {
     "consistent": (Consistent, consistency, True, consistent),
     "doubled": (
         Doubled,
-        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(reduction="none"),
         False,
-        lambda module, x, y, _: F.cross_entropy(module(torch.cat([x, -x])), torch.cat([y, y])),
+        lambda module, x, y, _: F.cross_entropy(module(torch.cat([x, -x])), torch.cat([y, y]), reduction="none").mean(),
     ),
 }
 
