@@ -34,24 +34,29 @@ if TYPE_CHECKING:
         CSVLogger,
         EarlyStopping,
         LambdaCallback,
+        LearningRateScheduler,
         MLflow,
         ModelCheckpoint,
         ProgressBar,
+        ReduceLROnPlateau,
         TensorBoard,
+        TerminateOnNaN,
         Trackio,
         WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
+    from lockstep.train.own_step import TrainStep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "MLflow", "MirroredStrategy",
-    "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar",
-    "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard", "Trackio", "WeightsAndBiases", "callbacks",
-    "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy",
-    "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
+    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
+    "MLflow", "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy",
+    "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard",
+    "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases", "callbacks", "compute_average_loss", "config",
+    "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -70,10 +75,12 @@ _WHERE = {
     "lockstep.strategies.parallel": ("ParallelStrategy",),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
-        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "MLflow",
-        "ModelCheckpoint", "ProgressBar", "TensorBoard", "Trackio", "WeightsAndBiases",
+        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
+        "MLflow", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "TensorBoard", "TerminateOnNaN", "Trackio",
+        "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
+    "lockstep.train.own_step": ("TrainStep",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
 _HOMES = {name: module for module, names in _WHERE.items() for name in names}

@@ -139,7 +139,7 @@ def draw_curves(
         figsize=(4.4 * len(names) + 0.4, 4.0), dpi=160, layout="constrained"
     )
     figure.suptitle(title)
-    figure.supxlabel(fill(settings, 78 * len(names)), fontsize=8, color="#666666")
+    figure.supxlabel(fill(settings, 68 * len(names)), fontsize=8, color="#666666")
     epochs = max(len(values) for values in history.values())
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for prefix, label, color in _CURVES:

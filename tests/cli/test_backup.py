@@ -114,6 +114,7 @@ def test_an_interrupted_run_goes_on_at_the_very_sample(
     assert (code, error) == (0, "")
     assert f"going on from out/backup/step-{step:08d}: epoch 2, {step - 5} batches done\n" in out
     assert came_to(tmp_path, "out") == (numbers, weights, [5, 10 - step])
+    assert len(list((tmp_path / "out" / "logs").iterdir())) == 1  # one run, one folder
     assert not (tmp_path / "out" / "backup").exists()
 
 

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SETTINGS = {
     "--data": "reviews.csv",
@@ -37,6 +38,12 @@ def reviews(tmp_path: Path) -> Path:
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("label", "review"), *rows, rows[0], (1, "")])
     return path
+
+
+def tags(folder: Path) -> set[str]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
 
 
 def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, tmp_path: Path):
@@ -66,7 +73,11 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
         "logs",
         "model",
     }
-    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
+    (logs,) = (tmp_path / "out" / "logs").iterdir()
+    epoch = {f"epoch_{name}" for name in ("loss", "learning_rate", "grad_norm", "step_ms", "examples_per_s")}
+    batch = {f"batch_{name}" for name in ("loss", "learning_rate", "grad_norm", "step_ms")}
+    assert tags(logs / "train") == epoch | batch
+    assert tags(logs / "validation") == {"epoch_loss", "epoch_accuracy", "epoch_f1"}
 
 
 def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockstep, tmp_path: Path):

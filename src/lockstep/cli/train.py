@@ -8,14 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 import typer
 
-from lockstep import console
+from lockstep import __version__, console
 from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.devices import (
     declared_workers,
@@ -248,7 +249,8 @@ class TrainingCommand(ABC):
         if isinstance(strategy, ParallelStrategy):
             where = str(strategy.grid)
         curves = folders.output / "curves.png"
-        draw_curves(columns, curves, title=f"{self.title} on {where}", test=result.test_metrics)
+        title = f"{self.title} on {where}"
+        draw_curves(columns, curves, title=title, settings=self._settings(), test=result.test_metrics)
         lines = [
             f"\n{epochs_table(columns)}\n",
             *trained.notes,
@@ -260,6 +262,12 @@ class TrainingCommand(ABC):
             f"fingerprint {trained.result.fingerprint}",
         ]
         print("\n".join(lines))
+
+    def _settings(self) -> str:
+        """When the run ended, the versions, and every setting that is not None, for the curves."""
+        values = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return f"{datetime.now():%Y-%m-%d %H:%M}, lockstep {__version__}, torch {torch.__version__}: {given}"
 
 
 def _say(text: str) -> None:
@@ -374,7 +382,7 @@ class TrainReviews(TrainingCommand):
         _say(f"{_reviews_overview(task)}\n")
         paths = reviews_recipe.RunPaths(
             checkpoints=folders.checkpoints,
-            logs=folders.logs,
+            logs=self._logs(folders),
             model=folders.model,
             resume=self.resume,
         )
@@ -389,6 +397,11 @@ class TrainReviews(TrainingCommand):
             notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],
             last=["", *classified],
         )
+
+    def _logs(self, folders: RunFolders) -> Path:
+        """The folder of the resumed run's logs, which has the name of its checkpoints' folder; else a new one."""
+        resumed = None if self.resume is None else folders.output / "logs" / self.resume.parent.name
+        return resumed if resumed is not None and resumed.is_dir() else folders.logs
 
 
 def _reviews_overview(task: ReviewsTask) -> str:

@@ -23,6 +23,9 @@ from lockstep.train.fit import Verbose
 from lockstep.train.logs import History
 from lockstep.train.model import Model
 
+LOGGED_EVERY = 10
+"""Updates, or global batches, from one point of the batch curves to the next."""
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -100,7 +103,7 @@ def fit_and_test(
     if config.patience:
         all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
     if log_dir is not None:
-        all_callbacks.append(TensorBoard(log_dir))
+        all_callbacks.append(TensorBoard(log_dir, update_freq=LOGGED_EVERY))
     history = model.fit(
         task.train, validation_data=task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose
     )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep._torch_compat import tree_map
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import DEFAULT_DEPTH
 from lockstep.data.sharding import as_tensor
@@ -199,6 +200,16 @@ def floats_of(module: nn.Module) -> torch.dtype:
     if any(parameter.dtype is torch.float64 for parameter in module.parameters()):
         return torch.float64
     return torch.get_default_dtype()
+
+
+def on_device(arguments: Any, device: torch.device, floats: torch.dtype) -> Any:
+    """Arguments of a module with arrays as tensors, and all tensors on the device."""
+
+    def moved(leaf: Any) -> Any:
+        tensor = _as_tensors("an argument", leaf, floats) if _is_array(leaf) and not isinstance(leaf, Tensor) else leaf
+        return tensor.to(device) if isinstance(tensor, Tensor) else tensor
+
+    return tree_map(moved, arguments)
 
 
 def _validation_data(strategy: Strategy, module: nn.Module, given: Any, batch_size: int | None) -> Data | None:

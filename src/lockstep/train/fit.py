@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
@@ -93,18 +93,23 @@ def run_fit(
         logs: dict[str, float] = {}
         # A callback may have restored a later epoch, or a training that had been stopped.
         stopped = stop.agreed("beginning of the epochs")
-        for epoch in range(loop.epoch, loop.epoch if stopped else epochs.epochs):
-            callbacks.call("on_epoch_begin", epoch)
-            model.clock = StepClock()
-            logs = loop.run_epoch(data, model.clock)
-            if validation is not None and (epoch + 1) % epochs.validation_freq == 0:
-                validated = run_evaluation(setup, validation, callbacks=callbacks, clock=StepClock())
-                logs |= {f"val_{name}": value for name, value in validated.items()}
-            model.history.timing.append(model.clock.summary(epoch))
-            model.history.add(epoch, logs)
-            callbacks.call("on_epoch_end", epoch, logs=logs)
-            if stop.agreed("end of an epoch's callbacks"):
-                break
+        try:
+            for epoch in range(loop.epoch, loop.epoch if stopped else epochs.epochs):
+                callbacks.call("on_epoch_begin", epoch)
+                model.clock = StepClock()
+                logs = loop.run_epoch(data, model.clock)
+                if validation is not None and (epoch + 1) % epochs.validation_freq == 0:
+                    validated = run_evaluation(setup, validation, callbacks=callbacks, clock=StepClock())
+                    logs |= {f"val_{name}": value for name, value in validated.items()}
+                model.history.timing.append(model.clock.summary(epoch))
+                model.history.add(epoch, logs)
+                callbacks.call("on_epoch_end", epoch, logs=logs)
+                if stop.agreed("end of an epoch's callbacks"):
+                    break
+        except NonFiniteLossError as error:
+            if not callbacks.ends_fit_after(error):
+                raise
+            model.stop_training = True
         callbacks.call("on_train_end", logs=logs)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.collectives.tree import tree_sum
 from lockstep.errors import DataError, NonFiniteLossError
+from lockstep.extras import require
 from lockstep.mirroring.optim.nonfinite import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 
@@ -259,18 +260,49 @@ class History:
     """The record of one ``fit``, with Keras's names.
 
     ``history`` maps each name of the logs ("loss", "accuracy", "val_loss" ...) to a list with one number per epoch in
-    which it was logged. ``epoch`` lists the epochs, counted from 0. ``timing`` has one EpochTiming per epoch.
+    which it was logged. ``epoch`` lists the epochs, counted from 0. ``timing`` has one EpochTiming per epoch, and
+    ``logged_in`` the epochs of each name.
     """
 
     history: dict[str, list[float]] = field(default_factory=dict)
     epoch: list[int] = field(default_factory=list)
     timing: list[EpochTiming] = field(default_factory=list)
+    logged_in: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
+            self.logged_in.setdefault(name, []).append(epoch)
+
+    def plot(self) -> Any:
+        """Draws a panel for the loss and one for each metric, with the validation beside the training.
+
+        Returns:
+            A matplotlib Figure: a notebook shows it, and ``plot().savefig("curves.png")`` writes it.
+
+        Raises:
+            DataError: nothing was logged.
+            MissingExtraError: matplotlib is not installed.
+        """
+        names = list(dict.fromkeys(name.removeprefix("val_") for name in self.history))
+        if not names:
+            raise DataError("the history has no epoch to draw; train first")
+        pyplot = require("matplotlib.pyplot", "plots")
+        figure, panels = pyplot.subplots(1, len(names), figsize=(4.4 * len(names), 3.6), squeeze=False, layout="tight")
+        pyplot.close(figure)  # otherwise a notebook would show it twice
+        for axes, name in zip(panels[0], names, strict=True):
+            for column, label in ((name, "training"), (f"val_{name}", "validation")):
+                values = self.history.get(column, [])
+                epochs = [epoch + 1 for epoch in self.logged_in.get(column, ())]
+                if values:
+                    axes.plot(epochs, values, label=label, marker="o")
+            axes.set(title=name, xlabel="epoch")
+            axes.locator_params(axis="x", integer=True)
+            axes.grid(axis="y")
+            axes.legend()
+        return figure
 
     def __repr__(self) -> str:
         return f"History(epochs={len(self.epoch)}, names={list(self.history)})"

@@ -5,21 +5,35 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
+from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.tracebacks import OwnFramesHidden
-from lockstep.train.arrays import ArrayOptions, Arrays, Data, evaluation_data, floats_of, prediction_data, training_data
+from lockstep.train.arrays import (
+    ArrayOptions,
+    Arrays,
+    Data,
+    evaluation_data,
+    floats_of,
+    on_device,
+    prediction_data,
+    training_data,
+)
+from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint
+from lockstep.train.callbacks.progress import write_fingerprint, write_line
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
@@ -43,11 +57,13 @@ from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.names import loss_named, metrics_named, optimizer_named
+from lockstep.train.own_step import ShardLoss, TrainStep
+from lockstep.train.summary import noting_shapes, summary_table
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
     [
-        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
+        *("test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
         *("make_train_function", "make_test_function", "make_predict_function"),
         *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
     ]
@@ -58,7 +74,7 @@ def _refuse_own_steps(names: Iterable[str], where: str) -> None:
     for name in _NOT_CALLED.intersection(names):
         raise UsageError(
             f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
-            "is given to Model, and a step as loss and metrics, or in a loop with strategy.run(step, (batch,))"
+            "is given to Model, and a step as train_step, or in a loop with strategy.run(step, (batch,))"
         )
 
 
@@ -108,8 +124,34 @@ class Model:
         _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train_step":
+            raise UsageError("train_step was set on an object; override it in a subclass of Model")
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs for these arguments in evaluation mode, on the first device. Every worker must call it.
+
+        NumPy arrays become tensors, and tensors are moved to the device. Gradients are recorded unless torch's grad
+        mode is off. For many rows use ``predict``, which divides them among the replicas. Inside a replica it runs the
+        replica's copy in its own mode.
+        """
+        if get_replica_context() is not None:
+            return self._module(*args, **kwargs)
+        if self._module.is_part or self._module.shards_weights or self._module.pipeline is not None:
+            raise UsageError("the model is divided among workers, and cannot be called by itself; call model.predict")
+        given = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
+        with module_mode(self._module, training=False), self._precision.autocast():
+            return self._module(*given[0], **given[1])
+
+    def __repr__(self) -> str:
+        parameters = sum(each.numel() for each in self.module.parameters())
+        parts = [type(self.module).__name__, f"{parameters:,} parameters", repr(self.strategy)]
+        if self._setup is None:
+            parts.append("not compiled")
+        elif self.optimizer is not None:
+            parts.append(type(self.optimizer.plain).__name__)
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
     def module(self) -> nn.Module:
@@ -133,8 +175,17 @@ class Model:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the optimizer's first group."""
+        """The learning rate of the optimizer's first group; setting it sets that of all groups, if they have one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if not groups or any(group["lr"] != groups[0]["lr"] for group in groups):
+            what = "several learning rates" if groups else "no optimizer"
+            raise UsageError(f"the model has {what}; set lr in the model.optimizer.param_groups that you mean")
+        for group in groups:
+            group["lr"] = value
 
     @property
     def grad_norm(self) -> float | None:
@@ -190,6 +241,18 @@ class Model:
         self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._batch_loop = None
         self._module.compile_as(compilation)
+
+    def train_step(self, step: TrainStep) -> ShardLoss:
+        """Computes the loss of one replica's shard. Override it in a subclass; each replica calls it in its thread.
+
+        It may change inputs and targets, and run the module several times. It returns what ``step.loss`` gives; then
+        Lockstep runs backward and updates, exactly as on one device if what it computes of a row depends on that row
+        alone. ``evaluate`` does not call it.
+
+        Args:
+            step: the shard, with ``x``, ``y``, ``sample_weight``, ``forward`` and ``loss``.
+        """
+        return step.loss(step.forward(step.x), step.y)
 
     def fit(
         self,
@@ -331,7 +394,7 @@ class Model:
         # A loop that fails is not used again: gradients of its step may be left.
         loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
         loop.epoch = 0
-        with module_mode(setup.module, training=True):
+        with OwnFramesHidden(), module_mode(setup.module, training=True):
             logs = loop.run_epoch(batches, StepClock())
         self.training_state.count_step()
         self._batch_loop = loop
@@ -348,6 +411,22 @@ class Model:
         return run_prediction(
             self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
         )
+
+    def summary(self, example: Any = None, *, depth: int | None = None) -> None:
+        """Writes a table of the layers, their parameters and their memory, fitted to the terminal.
+
+        Args:
+            example: an input, as for ``predict_on_batch``, to show the shapes of the outputs; then every worker must
+                call it.
+            depth: modules that are nested deeper count in the one that holds them; None shows all.
+        """
+        shapes: dict[str, str] = {}
+        if example is not None:
+            args, kwargs = module_arguments(example)
+            with noting_shapes(self.module) as shapes, torch.no_grad():
+                self(*args, **kwargs)
+        if self.strategy.workers.is_chief:
+            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
@@ -399,7 +478,12 @@ class Model:
         setup = self._compiled(caller)
         if setup.optimizer is None:
             raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        return setup
+        if type(self).train_step is Model.train_step:
+            return setup
+        if self._module.pipeline is not None:
+            raise UsageError("a pipeline runs the model in parts, so train_step cannot; use another strategy for it")
+        weak = weakref.ref(self)  # a loop of train_on_batch outlives the call
+        return replace(setup, own_step=lambda step: cast("Model", weak()).train_step(step))
 
     @property
     def _precision(self) -> Precision:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
+from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
@@ -93,12 +95,10 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             batch = unpack_labelled(item)
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
+            elif setup.own_step is not None:
+                total, count = _own_sums(setup, setup.own_step, state, batch, rows)
             else:
-                args, kwargs = module_arguments(batch.x)
-                with setup.precision.autocast(), keep_logits_sharded():
-                    outputs = module(*args, **kwargs)
-                    total, count = _loss_sums(setup, state, outputs, batch, rows)
-                _update_metrics(state, outputs, batch, rows)
+                total, count = _forward_sums(setup, state, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(context, count)
             if isinstance(total, Tensor):
@@ -119,11 +119,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     else:
-        args, kwargs = module_arguments(batch.x)
-        with setup.precision.autocast(), keep_logits_sharded():
-            outputs = setup.module(*args, **kwargs)
-            total, count = _loss_sums(setup, state, outputs, batch, rows)
-        _update_metrics(state, outputs, batch, rows)
+        total, count = _forward_sums(setup, state, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -166,6 +162,27 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
     state.reset_sums()
     if setup.optimizer is not None:
         setup.optimizer.zero_grad()
+
+
+def _forward_sums(setup: TrainSetup, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Count, Count]:
+    """The sums of a shard's loss; updates the metrics."""
+    args, kwargs = module_arguments(batch.x)
+    with setup.precision.autocast(), keep_logits_sharded():
+        outputs = setup.module(*args, **kwargs)
+        total, count = _loss_sums(setup, state, outputs, batch, rows)
+    _update_metrics(state, outputs, batch, rows)
+    return total, count
+
+
+def _own_sums(
+    setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
+) -> tuple[Count, Count]:
+    """The same by the user's ``train_step``."""
+    step = TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state))
+    with setup.precision.autocast(), keep_logits_sharded():
+        loss = run_own_step(own_step, step)
+    _update_metrics(state, loss.outputs, loss.batch, loss.rows)
+    return loss.sums
 
 
 def _pipeline_sums(

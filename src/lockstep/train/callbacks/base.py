@@ -80,6 +80,10 @@ class Callback:
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
+    def ends_fit_after(self, error: NonFiniteLossError) -> bool:
+        """Whether fit ends after a loss that is NaN or infinite, instead of raising this error."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """What the callback keeps from epoch to epoch, for checkpoints: numbers, strings, tensors, and containers."""
         return {}
@@ -181,6 +185,10 @@ class CallbackList:
         for name, callback in self._named():
             if state.get(name):
                 _call(callback, "load_state_dict", state[name])
+
+    def ends_fit_after(self, error: NonFiniteLossError) -> bool:
+        """Whether any callback ends fit after a loss that is NaN or infinite."""
+        return any(_call(callback, "ends_fit_after", error) for callback in self._callbacks)
 
     def call(self, hook: str, *args: Any, logs: Logs | None = None) -> None:
         """Calls a hook of every callback, each with its own copy of the logs."""

@@ -8,6 +8,7 @@ pipe, file        a plain line every 30 seconds; so under ``lockstep run``, whos
 from __future__ import annotations
 
 import html
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -67,15 +68,17 @@ class _Display(ABC):
     def __init__(self) -> None:
         self.title = ""
         self.steps: int | None = None
-        self._began = 0.0
 
     def begin(self, title: str, steps: int | None) -> None:
         """Begins a pass; ``steps`` is None if their number is not known."""
-        self.title, self.steps, self._began = title, steps, time.monotonic()
+        self.title, self.steps = title, steps
 
     @abstractmethod
-    def show(self, step: int, items: Sequence[str]) -> None:
-        """Shows that ``step`` steps are done, and the numbers, such as "loss 0.1", the most important first."""
+    def show(self, step: int, items: Sequence[str], step_s: float) -> None:
+        """Shows that ``step`` steps are done.
+
+        ``items`` are the numbers, such as "loss 0.1", the most important first; a step takes ``step_s`` seconds.
+        """
 
     @abstractmethod
     def end(self) -> None:
@@ -88,10 +91,10 @@ class _Display(ABC):
     def _position(self, step: int) -> str:
         return f"step {step}" if self.steps is None else f"step {step}/{self.steps}"
 
-    def _time_left(self, step: int) -> list[str]:
-        if self.steps is None or not 0 < step < self.steps:
+    def _time_left(self, step: int, step_s: float) -> list[str]:
+        if self.steps is None or not 1 < step < self.steps:  # the first step says nothing about the others
             return []
-        return [f"{_duration((time.monotonic() - self._began) / step * (self.steps - step))} left"]
+        return [f"{_duration(step_s * (self.steps - step))} left"]
 
 
 class _PlainLines(_Display):
@@ -99,8 +102,8 @@ class _PlainLines(_Display):
 
     first_s, every_s = _FIRST_LINE_S, _LINE_EVERY_S
 
-    def show(self, step: int, items: Sequence[str]) -> None:
-        write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step)]))
+    def show(self, step: int, items: Sequence[str], step_s: float) -> None:
+        write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
 
     def end(self) -> None: ...
 
@@ -123,7 +126,7 @@ class _TerminalBar(_Display):
         settings = {"bar_format": form, "file": sys.stdout, "ncols": console.width(), "mininterval": 0}
         self._bar = self._make(desc=title, total=steps, postfix=_FIRST_STEP, **settings)
 
-    def show(self, step: int, items: Sequence[str]) -> None:
+    def show(self, step: int, items: Sequence[str], step_s: float) -> None:
         columns = self._bar.ncols = console.width()
         fixed = len(f"{self.title} 100%|| {self.steps}/{self.steps} [00:00<00:00]") + _BAR_CELLS
         self._bar.n = step
@@ -149,10 +152,10 @@ class _NotebookBar(_Display):
 
     def begin(self, title: str, steps: int | None) -> None:
         super().begin(title, steps)
-        self.show(0, [_FIRST_STEP])
+        self.show(0, [_FIRST_STEP], 0.0)
 
-    def show(self, step: int, items: Sequence[str]) -> None:
-        self._display([self._position(step), *items, *self._time_left(step)], step)
+    def show(self, step: int, items: Sequence[str], step_s: float) -> None:
+        self._display([self._position(step), *items, *self._time_left(step, step_s)], step)
 
     def end(self) -> None:
         self._display(["done"], self.steps or 0)
@@ -199,16 +202,14 @@ class ProgressBar(Callback):
         self._due = 0.0  # when the display wants to show something
         self._step_s, self._step_ended = 0.0, 0.0
         self._step = 0
-        self._wanted = False
         self._known: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
         self._training = False
 
     def wants_batch_logs(self) -> bool:
-        # Asked before a step, which is shown when it is done.
-        self._wanted = self._display is not None and time.monotonic() + self._step_s >= self._due
-        return self._wanted
+        # Asked before a step, which is shown when it is done. It may take half as long again as the last one.
+        return self._display is not None and time.monotonic() + 1.5 * self._step_s >= self._due
 
     def on_train_begin(self, logs: Logs) -> None:  # evaluations inside fit are shown on the epoch's line
         self._training = True
@@ -252,7 +253,7 @@ class ProgressBar(Callback):
     def _begin(self, title: str, steps: int | None) -> None:
         self._title, self._step = title, 0
         self._known, self._late = {}, None
-        self._step_s, self._step_ended = 0.0, time.monotonic()
+        self._step_s, self._step_ended = math.inf, time.monotonic()  # the first step may take long
         if self.verbose != 1:
             return
         if self._display is None:
@@ -263,11 +264,11 @@ class ProgressBar(Callback):
     def _advance(self, logs: Logs) -> None:
         now = time.monotonic()
         self._step_s, self._step_ended = now - self._step_ended, now
-        if self._display is not None and (self._wanted or now >= self._due):
+        if self._display is not None and now >= self._due:
             self._show(self._display, self._describe(self._arrived(logs)))
 
     def _show(self, display: _Display, items: Sequence[str]) -> None:
-        display.show(self._step, items)
+        display.show(self._step, items, self.model.clock.summary().median_step_s)
         self._due = time.monotonic() + display.every_s
 
     def _arrived(self, logs: Logs) -> Logs:
