@@ -98,7 +98,11 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             elif setup.own_step is not None:
                 total, count = _own_sums(setup, setup.own_step, state, batch, rows)
             else:
-                total, count = _forward_sums(setup, state, batch, rows)
+                args, kwargs = module_arguments(batch.x)
+                with setup.precision.autocast(), keep_logits_sharded():
+                    outputs = module(*args, **kwargs)
+                    total, count = _loss_sums(setup, state, outputs, batch, rows)
+                _update_metrics(state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(context, count)
             if isinstance(total, Tensor):
@@ -119,7 +123,11 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     else:
-        total, count = _forward_sums(setup, state, batch, rows)
+        args, kwargs = module_arguments(batch.x)
+        with setup.precision.autocast(), keep_logits_sharded():
+            outputs = setup.module(*args, **kwargs)
+            total, count = _loss_sums(setup, state, outputs, batch, rows)
+        _update_metrics(state, outputs, batch, rows)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -164,20 +172,10 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
         setup.optimizer.zero_grad()
 
 
-def _forward_sums(setup: TrainSetup, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Count, Count]:
-    """The sums of a shard's loss; updates the metrics."""
-    args, kwargs = module_arguments(batch.x)
-    with setup.precision.autocast(), keep_logits_sharded():
-        outputs = setup.module(*args, **kwargs)
-        total, count = _loss_sums(setup, state, outputs, batch, rows)
-    _update_metrics(state, outputs, batch, rows)
-    return total, count
-
-
 def _own_sums(
     setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Count, Count]:
-    """The same by the user's ``train_step``."""
+    """The sums of a shard's loss by the user's ``train_step``; updates the metrics."""
     step = TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state))
     with setup.precision.autocast(), keep_logits_sharded():
         loss = run_own_step(own_step, step)
