@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
+    from lockstep.train.own_step import TrainStep
 
 __version__ = "0.1.0"
 
@@ -53,8 +54,8 @@ __all__ = [
     "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
     "MLflow", "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy",
     "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard",
-    "TerminateOnNaN", "Trackio", "WeightsAndBiases", "callbacks", "compute_average_loss", "config", "errors",
-    "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
+    "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases", "callbacks", "compute_average_loss", "config",
+    "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
     "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
@@ -79,6 +80,7 @@ _WHERE = {
         "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
+    "lockstep.train.own_step": ("TrainStep",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
 _HOMES = {name: module for module, names in _WHERE.items() for name in names}

@@ -98,6 +98,7 @@ def job(folder: str) -> dict[str, Any]:
         "callbacks": lambda: callbacks(strategy, own),
         "weights": lambda: weights(strategy, own),
         "labels": lambda: labels(strategy),
+        "arrays": lambda: arrays(strategy),
     }
     found = {name: all_gather_object(workers, f"what came of {name}", scene()) for name, scene in scenes.items()}
     strategy.close()
@@ -197,6 +198,29 @@ def labels(strategy: ls.Strategy) -> dict[str, Any]:
     model.compile(torch.optim.SGD(module.parameters(), 0.5), criterion)
     history = model.fit(labelled_batches(), epochs=2, verbose=0)
     return {**record(model, history), "evaluated": model.evaluate(labelled_batches()[1:], verbose=0)["loss"]}
+
+
+def arrays(strategy: ls.Strategy) -> dict[str, Any]:
+    """Rows in memory in an order that the chief draws, single batches, and an end at NaN."""
+    model = compiled(strategy)
+    x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
+    torch.manual_seed(strategy.workers.index)
+    history = model.fit(x.numpy(), y, 5, 2, validation_split=0.25, verbose=0)
+    logs = model.train_on_batch(x[:3], y[:3])
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with contextlib.redirect_stdout(io.StringIO()):
+        ended = model.fit(x * torch.nan, y, callbacks=[ls.TerminateOnNaN()], verbose=0)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    return {
+        **record(model, history),
+        "weights": weights,
+        "after": after,
+        "ended": ended.epoch,
+        "tested": model.test_on_batch(x, y)["loss"],
+        "predicted": model.predict_on_batch(x),
+        "called": model(x).detach(),
+        "logs": logs,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +343,29 @@ def test_labels_that_do_not_count_are_left_out_of_the_mean_of_all_workers(found:
         assert worker["evaluated"] == pytest.approx(float(criterion(module(x), y).detach()), rel=1e-5)
         for name, value in module.state_dict().items():
             torch.testing.assert_close(worker["weights"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_and_single_batches_train_all_workers_as_one_device(found: dict[str, Any]):
+    torch.manual_seed(1)
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
+    torch.manual_seed(0)  # the chief's
+    rows = torch.utils.data.TensorDataset(x[:9], y[:9])
+    steps = [batch for _ in range(2) for batch in torch.utils.data.DataLoader(rows, 5, shuffle=True)]
+    for inputs, targets in [*steps, (x[:3], y[:3])]:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+    assert_alike(found["arrays"])
+    for worker in found["arrays"]:
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(worker["weights"][name], value, rtol=0, atol=1e-6)
+        assert equal(worker["weights"], worker["after"])
+        assert worker["ended"] == []
+        assert worker["logs"] == {"loss": pytest.approx(loss.item(), abs=1e-6)}
+        torch.testing.assert_close(worker["predicted"], module(x).detach())
+        torch.testing.assert_close(worker["called"], module(x).detach())
+        assert worker["tested"] == pytest.approx(nn.functional.mse_loss(module(x), y).item(), abs=1e-6)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import DataError
 from lockstep.train.logs import History
+from lockstep.train.summary import summary_table
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy
@@ -77,3 +78,44 @@ def test_numbers_and_scalars_are_arguments_too(make_strategy: MakeStrategy):
 
     model = compiled(Scaled(), make_strategy(1))
     assert model(np.ones(2), by=2.0, plus=torch.tensor(1.0)).tolist() == [3.0, 3.0]
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_summary_shows_layers_shapes_and_sums(make_strategy: MakeStrategy, capsys: pytest.CaptureFixture[str]):
+    module = network()
+    module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]  # a Sequential
+    model = compiled(module, make_strategy(2))
+
+    model.summary(np.zeros((5, 3)))
+
+    heading, _, first, norm, *_, last, empty, parameters, memory = lines_of(capsys.readouterr().out)
+    assert heading == ["layer", "output", "shape", "parameters", "trained"]
+    assert first == ["0", "(Linear)", "(5,", "8)", "32", "8"]
+    assert norm[-2:] == ["16", "16"]
+    assert last == ["3", "(Linear)", "(5,", "1)", "9", "9"]
+    assert not empty
+    assert parameters == ["parameters:", "57,", "33", "trained"]
+    assert "MiB" in memory
+    assert not module[0]._forward_hooks  # type: ignore[index]
+
+    model.summary(depth=0)
+    assert lines_of(capsys.readouterr().out)[2] == ["(itself)", "(Sequential)", "57", "33"]
+
+
+def test_shared_weights_count_once():
+    first = nn.Linear(3, 3)
+    table = summary_table(nn.Sequential(first, nn.Tanh(), first), {}, depth=None, width=None)
+    assert "parameters: 12, 12 trained" in table
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_summary_fits_the_terminal(width: int):
+    deep = nn.Sequential()
+    for name in ["a_rather_long_name_of_a_block"] * 5:
+        deep = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({name: deep}))
+    table = summary_table(deep, {}, depth=None, width=width)
+    assert max(map(len, table.splitlines()[:-3])) <= width
+    assert "…" in table

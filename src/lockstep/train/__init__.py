@@ -4,8 +4,9 @@
       |                        `- cuda_graphs: on a GPU, whole steps captured and replayed
       |-> inference (evaluate, predict)    |-> compile (optimizer, precision)    `-> checkpointing
 
-``callbacks`` are called by the loops, ``epoch_iterator`` gives them batches, and ``logs`` holds the numbers they
-report. Begin with ``model``, then ``loop`` and ``step``.
+``callbacks`` are called by the loops, ``epoch_iterator`` gives them batches, ``arrays`` makes batches of arrays, and
+``logs`` holds the numbers they report. ``names`` has the strings of compile, ``own_step`` what a user's ``train_step``
+works with, and ``summary`` the table of layers. Begin with ``model``, then ``fit`` and ``step``.
 """
 
 from __future__ import annotations

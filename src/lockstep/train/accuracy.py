@@ -60,7 +60,7 @@ class Accuracy(Metric):
         self._count(outputs.argmax(1) == labels, labels != _IGNORED)
 
     def _count(self, met: Tensor, counts: Tensor) -> None:
-        self.correct += (met & counts).sum()
+        self.correct += met.sum()
         self.total += counts.sum()
 
     def compute(self) -> Tensor:

@@ -20,6 +20,7 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
 from lockstep.train.names import takes_tensors
+from lockstep.train.own_step import OwnStep
 
 Loss = Callable[[Any, Any], Any]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -133,6 +134,7 @@ class TrainSetup:
     precision: Precision
     optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
+    own_step: OwnStep | None = None  # the ``train_step`` of a subclass of Model
 
 
 def make_setup(

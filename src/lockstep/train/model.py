@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
@@ -28,8 +31,9 @@ from lockstep.train.arrays import (
     prediction_data,
     training_data,
 )
+from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint
+from lockstep.train.callbacks.progress import write_fingerprint, write_line
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
@@ -53,11 +57,13 @@ from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.names import loss_named, metrics_named, optimizer_named
+from lockstep.train.own_step import ShardLoss, TrainStep
+from lockstep.train.summary import noting_shapes, summary_table
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
     [
-        *("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
+        *("test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
         *("make_train_function", "make_test_function", "make_predict_function"),
         *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
     ]
@@ -68,7 +74,7 @@ def _refuse_own_steps(names: Iterable[str], where: str) -> None:
     for name in _NOT_CALLED.intersection(names):
         raise UsageError(
             f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
-            "is given to Model, and a step as loss and metrics, or in a loop with strategy.run(step, (batch,))"
+            "is given to Model, and a step as train_step, or in a loop with strategy.run(step, (batch,))"
         )
 
 
@@ -118,6 +124,8 @@ class Model:
         _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train_step":
+            raise UsageError("train_step was set on an object; override it in a subclass of Model")
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
@@ -233,6 +241,18 @@ class Model:
         self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._batch_loop = None
         self._module.compile_as(compilation)
+
+    def train_step(self, step: TrainStep) -> ShardLoss:
+        """Computes the loss of one replica's shard. Override it in a subclass; each replica calls it in its thread.
+
+        It may change inputs and targets, and run the module several times. It returns what ``step.loss`` gives; then
+        Lockstep runs backward and updates, exactly as on one device if what it computes of a row depends on that row
+        alone. ``evaluate`` does not call it.
+
+        Args:
+            step: the shard, with ``x``, ``y``, ``sample_weight``, ``forward`` and ``loss``.
+        """
+        return step.loss(step.forward(step.x), step.y)
 
     def fit(
         self,
@@ -392,6 +412,22 @@ class Model:
             self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
         )
 
+    def summary(self, example: Any = None, *, depth: int | None = None) -> None:
+        """Writes a table of the layers, their parameters and their memory, fitted to the terminal.
+
+        Args:
+            example: an input, as for ``predict_on_batch``, to show the shapes of the outputs; then every worker must
+                call it.
+            depth: modules that are nested deeper count in the one that holds them; None shows all.
+        """
+        shapes: dict[str, str] = {}
+        if example is not None:
+            args, kwargs = module_arguments(example)
+            with noting_shapes(self.module) as shapes, torch.no_grad():
+                self(*args, **kwargs)
+        if self.strategy.workers.is_chief:
+            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
+
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
 
@@ -442,7 +478,12 @@ class Model:
         setup = self._compiled(caller)
         if setup.optimizer is None:
             raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        return setup
+        if type(self).train_step is Model.train_step:
+            return setup
+        if self._module.pipeline is not None:
+            raise UsageError("a pipeline runs the model in parts, so train_step cannot; use another strategy for it")
+        weak = weakref.ref(self)  # a loop of train_on_batch outlives the call
+        return replace(setup, own_step=lambda step: cast("Model", weak()).train_step(step))
 
     @property
     def _precision(self) -> Precision:

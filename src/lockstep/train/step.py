@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.loss import ReplicaLoss, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
+from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
@@ -93,6 +95,8 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             batch = unpack_labelled(item)
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
+            elif setup.own_step is not None:
+                total, count = _own_sums(setup, setup.own_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -166,6 +170,17 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
     state.reset_sums()
     if setup.optimizer is not None:
         setup.optimizer.zero_grad()
+
+
+def _own_sums(
+    setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
+) -> tuple[Count, Count]:
+    """The sums of a shard's loss by the user's ``train_step``; updates the metrics."""
+    step = TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state))
+    with setup.precision.autocast(), keep_logits_sharded():
+        loss = run_own_step(own_step, step)
+    _update_metrics(state, loss.outputs, loss.batch, loss.rows)
+    return loss.sums
 
 
 def _pipeline_sums(

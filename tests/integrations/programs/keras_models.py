@@ -165,12 +165,14 @@ def top_2() -> keras.Metric:
     return keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")
 
 
-def train(program: Program, strategy: ls.Strategy | None, *, epochs: int = 2) -> tuple[Any, dict[str, list[float]]]:
+def train(
+    program: Program, strategy: ls.Strategy | None, *, epochs: int = 2, sync_batchnorm: bool = True
+) -> tuple[Any, dict[str, list[float]]]:
     """Trains on the replicas of a strategy, or by Keras alone. Returns the model and its history."""
     keras.utils.set_random_seed(1)
     model = program.model()
     if strategy is not None:
-        model = distribute(model, strategy, sync_batchnorm=True)
+        model = distribute(model, strategy, sync_batchnorm=sync_batchnorm)
     program.compiled(model)
     keras.utils.set_random_seed(2)
     history = model.fit(**program.fitted, batch_size=BATCH, epochs=epochs, verbose=0)

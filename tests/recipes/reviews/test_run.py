@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback, pipeline
 from transformers.utils import logging
 
@@ -86,14 +87,19 @@ def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strate
 def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):
-    config, places = tiny(epochs=2, dropout=0.3, hide=0.3), RunPaths(checkpoints=tmp_path / "checkpoints")
+    config, logs = tiny(epochs=2, dropout=0.3, hide=0.3), tmp_path / "logs"
 
-    whole = train(config, make_strategy(2), paths=places)
-    again = train(config, make_strategy(2), paths=RunPaths(resume=tmp_path / "checkpoints" / "checkpoint-8"))
+    whole = train(config, make_strategy(2), paths=RunPaths(checkpoints=tmp_path / "checkpoints", logs=logs))
+    for file in logs.rglob("events.*"):  # as of an earlier second, since readers sort them by name
+        file.rename(file.with_name(file.name.replace("tfevents.", "tfevents.0")))
+    again = train(config, make_strategy(2), paths=RunPaths(resume=tmp_path / "checkpoints" / "checkpoint-8", logs=logs))
 
     assert again.history.epoch == [1]
     assert again.history.history["loss"] == whole.history.history["loss"][1:]
     assert again.history.history["val_loss"] == whole.history.history["val_loss"][1:]
+    events = EventAccumulator(str(logs / "train"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("batch_loss")] == [8, 10, 16]
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):

@@ -5,6 +5,7 @@
     variables    each replica's values of the model's variables, and what becomes of them after a step
     losses       losses that are divided by the numbers of the whole batch
     batchnorm    batch norms that take their statistics from the whole batch
+    kernels      faster kernels for batch norms and images
     first_batch  compares the first batch with Keras's own numbers
 
 Importing it needs Keras on torch: ``pip install 'torch-lockstep[keras]'`` and the environment variable

@@ -27,6 +27,7 @@ from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.first_batch import check_first_batch
+from lockstep.integrations.keras.kernels import fuse_batchnorms
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables, UnseededDraws
 from lockstep.replicas.context import get_replica_context
@@ -81,8 +82,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
             f"the layer {wrapped[0]!r} wraps a torch module, whose parameters Keras's replicas would share; build the "
             "model of Keras's layers, or train the torch module by ls.Model"
         )
-    if sync_batchnorm:
-        synchronize_batchnorms(model)
+    (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
     object.__setattr__(model, "_distribution", Distribution(strategy))  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)

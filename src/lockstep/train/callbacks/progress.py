@@ -13,6 +13,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 from lockstep import console
@@ -163,7 +164,7 @@ class _NotebookBar(_Display):
     def close(self) -> None: ...
 
     def _display(self, items: Sequence[str], step: int) -> None:
-        ipython = require("IPython.display", "train")  # a kernel is running, so it is there
+        ipython = import_module("IPython.display")  # a kernel is running, so it is there
         done = step / self.steps if self.steps else None
         bar = _NotebookText(f"{self.title}: {', '.join(items)}", done=done)
         if self._handle is None:

@@ -1,0 +1,95 @@
+"""The table of ``Model.summary``: a line for each layer, and the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep._torch_compat import tree_leaves
+
+_GAP = "  "
+_LEAST_NAME = 12
+"""Columns that the names of layers keep in the narrowest terminal."""
+_MIB = 2**20
+
+
+def summary_table(module: nn.Module, shapes: Mapping[str, str], *, depth: int | None, width: int | None) -> str:
+    """The table as text of at most ``width`` columns, if that is enough for the numbers.
+
+    Args:
+        module: the module.
+        shapes: the output shape of each layer, by name; empty without an example input.
+        depth: modules that are nested deeper count in the one that holds them.
+        width: columns to fit into; None for any number.
+    """
+    headings = ["layer", "output shape", "parameters", "trained"]
+    rows = [
+        [f"{name} ({type(layer).__name__})", shapes.get(name, ""), f"{own:,}", f"{trained:,}"]
+        for name, layer, own, trained in _layers(module, depth)
+    ]
+    if not shapes:
+        headings, rows = [headings[0], *headings[2:]], [[row[0], *row[2:]] for row in rows]
+    sizes = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    if width is not None:
+        sizes[0] = max(min(sizes[0], width - sum(sizes[1:]) - len(_GAP) * (len(sizes) - 1)), _LEAST_NAME)
+    cells = [headings, ["-" * size for size in sizes], *rows]
+    lines = [_GAP.join(map(_cell, row, sizes)) for row in cells]
+    return "\n".join([*(line.rstrip() for line in lines), "", *_sums(module)])
+
+
+@contextmanager
+def noting_shapes(module: nn.Module) -> Iterator[dict[str, str]]:
+    """A block that runs the module once; the dict gets the shape of each submodule's outputs, by name."""
+    shapes: dict[str, str] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, outputs: Any) -> None:
+            found = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            shapes[name] = str(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
+
+        return note
+
+    with ExitStack() as stack:
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_hook(noting(name)).remove)
+        yield shapes
+
+
+def _layers(module: nn.Module, depth: int | None) -> Iterator[tuple[str, nn.Module, int, int]]:
+    """Name, module, and numbers of parameters and of trained ones.
+
+    Layers are modules without children, with parameters of their own, or at ``depth``. A parameter that two of them
+    share counts in the first.
+    """
+    seen: set[int] = set()
+    for name, part in module.named_modules():
+        level = name.count(".") + 1 if name else 0
+        if depth is not None and level > depth:
+            continue
+        is_last = depth is not None and level == depth
+        own = [each for each in part.parameters(recurse=is_last) if id(each) not in seen]
+        seen.update(map(id, own))
+        if is_last or own or not any(part.children()):
+            numbers = [sum(each.numel() for each in own if each.requires_grad or kept) for kept in (True, False)]
+            yield name or "(itself)", part, numbers[0], numbers[1]
+
+
+def _cell(text: str, size: int) -> str:
+    if len(text) > size:
+        text = text[: size - 1] + "…"
+    return text.rjust(size) if text.replace(",", "").isdecimal() else text.ljust(size)
+
+
+def _sums(module: nn.Module) -> Iterator[str]:
+    parameters = list(module.parameters())
+    trained = [each for each in parameters if each.requires_grad]
+    memory, gradients = (sum(map(_bytes, each)) / _MIB for each in ([*parameters, *module.buffers()], trained))
+    yield f"parameters: {sum(each.numel() for each in parameters):,}, {sum(each.numel() for each in trained):,} trained"
+    yield f"memory of each replica: {memory:,.1f} MiB of weights, {gradients:,.1f} MiB of gradients"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
