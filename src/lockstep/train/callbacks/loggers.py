@@ -21,6 +21,8 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.train.callbacks.base import Callback, Logs, check_path
 from lockstep.train.logs import EpochTiming
 
+_FLUSH_S = 2
+
 
 class CSVLogger(Callback):
     """Writes the logs of every epoch to a CSV file, flushed after each line. Arguments as in Keras.
@@ -262,7 +264,10 @@ class TensorBoard(ScalarLogger):
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
             module = require("torch.utils.tensorboard", "train")
-            self._writers[run] = module.SummaryWriter(str(self.log_dir / run), purge_step=self._purge_step)
+            # After a Ctrl-C inside a write, close waits until the writer's thread next flushes by itself.
+            self._writers[run] = module.SummaryWriter(
+                str(self.log_dir / run), purge_step=self._purge_step, flush_secs=_FLUSH_S
+            )
         return self._writers[run]
 
 
