@@ -15,8 +15,8 @@ import os
 import sys
 import traceback as tracebacks
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +69,26 @@ def run_command(arguments: Sequence[str]) -> int | InWorkers:
         return job if isinstance(job, int) else job()
 
 
+@contextmanager
+def naming_what_resumes(find_flag: Callable[[], str | None]) -> Iterator[None]:
+    """After Ctrl-C in the block, the last line names the flag that continues the run, if there is one then."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if flag := find_flag():
+            interrupt.add_note(f"the same command with {flag} continues it")
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class InWorkers:
-    """Returned by a job that is to run again in ``workers`` processes.
+    """Returned by a job that is to run again in ``workers`` processes; ``resume_flag`` finds what resumes it.
 
     They are in sessions of their own: Ctrl-C reaches only this process, which ends them.
     """
 
     workers: int
+    resume_flag: Callable[[], str | None] = lambda: None
 
     def run(self, command: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> int:
         """Calls ``command(arguments)`` in all workers, showing the chief's output, and returns the exit code.
@@ -90,7 +102,8 @@ class InWorkers:
 
         job = FunctionJob(workers=self.workers, limits=Limits(), preloaded=_PRELOADED)
         try:
-            return int(job.run(command, (tuple(arguments),), {}))
+            with naming_what_resumes(self.resume_flag):
+                return int(job.run(command, (tuple(arguments),), {}))
         except ClusterError as error:
             cause = error.__cause__
             if isinstance(cause, SystemExit) and isinstance(cause.code, int):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -25,7 +26,7 @@ from lockstep.cli.devices import (
     make_strategy,
     take_own_devices,
 )
-from lockstep.cli.entry_point import InWorkers
+from lockstep.cli.entry_point import InWorkers, naming_what_resumes
 from lockstep.cli.flags import (
     NO_FLAG,
     CommandsHelp,
@@ -181,8 +182,8 @@ class TrainingCommand(ABC):
         if self.mesh.asked:
             self.check(self.mesh.fewest_workers if workers is None else workers)
             if workers is None and self.mesh.fewest_workers > 1:
-                self.check_output()
-                return InWorkers(workers=self.mesh.fewest_workers)
+                saved = partial(self.resume_flag, _new_folders(self.check_output()))
+                return InWorkers(workers=self.mesh.fewest_workers, resume_flag=saved)
         return self._run()
 
     def check(self, workers: int) -> None:
@@ -210,15 +211,11 @@ class TrainingCommand(ABC):
         if is_chief():  # importing them takes two seconds, and other workers do not need them
             require("matplotlib", "plots")
             require("tensorboard", "train")
-        folders = RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
+        folders = _new_folders(output)
         with closing(self._strategy()) as strategy:
             _say("reading the data and building the model; then the first step")
-            try:
+            with naming_what_resumes(partial(self.resume_flag, folders)):
                 trained = self.train(strategy, folders, 0 if self.quiet else 1)
-            except KeyboardInterrupt as interrupt:
-                if resume := self.resume_flag(folders):
-                    interrupt.add_note(f"the same command with {resume} continues it")
-                raise
             if strategy.workers.is_chief:
                 self._report(trained, strategy, folders)
                 self.backup.remove(output)
@@ -268,6 +265,10 @@ class TrainingCommand(ABC):
         values = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
         given = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         return f"{datetime.now():%Y-%m-%d %H:%M}, lockstep {__version__}, torch {torch.__version__}: {given}"
+
+
+def _new_folders(output: Path) -> RunFolders:
+    return RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
 
 
 def _say(text: str) -> None:
