@@ -60,8 +60,8 @@ class ArrayOptions:
         if given:
             raise ConfigError(
                 f"{' and '.join(given)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "
-                "or (x, y, sample_weight), and decides their size and order; leave out, or give x and y as tensors or "
-                "NumPy arrays. Batches to validate with are validation_data=..."
+                "or (x, y, sample_weight), and decides their size and order; leave it out, or give x and y as tensors "
+                "or NumPy arrays. Batches to validate with are validation_data=..."
             )
 
 
