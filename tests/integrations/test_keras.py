@@ -64,6 +64,77 @@ def test_weights_and_history_are_those_of_keras_alone(
     assert KERAS.largest_difference(state, expected_state) < EXACT
 
 
+class OwnMetrics(keras.Model):
+    """As in Keras's documentation of ``compute_loss``: ``metrics`` leaves out Keras's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.tracked = keras.metrics.Mean(name="tracked")
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+        loss = keras.ops.mean((y_pred[:, 0] - keras.ops.cast(y, "float32")) ** 2)
+        self.tracked.update_state(loss, sample_weight=keras.ops.shape(y_pred)[0])
+        return loss
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracked]
+
+
+def test_a_model_with_its_own_property_metrics(make_strategy: MakeStrategy):
+    program = KERAS.Program(
+        model=OwnMetrics, compiled=lambda model: model.compile("sgd"), fitted={"x": KERAS.X, "y": KERAS.LABELS}
+    )
+    expected, history = KERAS.train(program, None)
+
+    model, found = KERAS.train(program, make_strategy(3))
+
+    assert list(found) == ["tracked"]
+    assert KERAS.largest_difference(found, history) < 20 * EXACT
+    assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
+
+
+METRICS = [
+    *(
+        "AUC",
+        "BinaryAccuracy",
+        "CosineSimilarity",
+        "F1Score",
+        "FalseNegatives",
+        "Hinge",
+        "KLDivergence",
+        "LogCoshError",
+    ),
+    *(
+        "MeanAbsolutePercentageError",
+        "Poisson",
+        "Precision",
+        "R2Score",
+        "Recall",
+        "RootMeanSquaredError",
+        "TruePositives",
+    ),
+]
+
+
+def test_metrics_of_keras_have_the_values_of_one_device(make_strategy: MakeStrategy):
+    found = []
+    for strategy in (None, make_strategy(3)):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, activation="sigmoid")])
+        metrics = [getattr(keras.metrics, name)() for name in METRICS]
+        model = compiled(model if strategy is None else distribute(model, strategy), loss="mse", metrics=metrics)
+        targets = (KERAS.X[:, :2] > 0).astype("float32")
+        found.append(model.evaluate(KERAS.X, targets, batch_size=34, verbose=0))
+
+    assert len(found[0]) == len(METRICS) + 1
+    assert KERAS.largest_difference(found[1], found[0]) < 20 * EXACT
+
+
 @pytest.mark.parametrize(
     "optimizer",
     ["SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl", "Lion", "Lamb", "Muon"],
@@ -287,6 +358,10 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
+def one_output() -> Any:
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+
 class ByItself(keras.Sequential):
     def train_step(self, data: Any) -> dict[str, Any]:
         return {"loss": 0.0}
@@ -297,6 +372,7 @@ class ByItself(keras.Sequential):
     [
         (KERAS.sequential, {"loss": contrast}, "loss"),
         (KERAS.sequential, {"metrics": [Largest()]}, "'largest'"),
+        (one_output, {"loss": "mse", "metrics": [keras.metrics.PearsonCorrelation("r", axis=0)]}, "'r'"),
         (KERAS.sequential, {"run_eagerly": True}, "run_eagerly=True"),
         (KERAS.sequential, {"jit_compile": True}, "jit_compile=True"),
         (lambda: ByItself([keras.Input((8,)), keras.layers.Dense(3)]), {}, "ByItself.train_step"),

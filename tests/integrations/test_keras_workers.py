@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ def job(program: str, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
-    strategy = ls.MultiWorkerMirroredStrategy()
+    strategy = ls.MultiWorkerMirroredStrategy(replicas=4, seed=0)
     found: dict[str, Any] = {}
     for name in ("functional", "recurrent"):
         model, history = programs.train(programs.PROGRAMS[name], strategy)
@@ -84,6 +86,17 @@ def test_every_worker_has_all_predictions_and_the_chief_alone_saves(results: dic
     for worker in ("chief", "other"):
         assert programs.largest_difference([results[worker]["predicted"].numpy()], [expected]) < 1e-6
     assert [path.name for path in results["folder"].iterdir()] == ["0.keras"]
+
+
+def test_the_bits_are_those_of_four_replicas_in_one_process(
+    results: dict[str, Any], split_cpu: Callable[[int], tuple[Any, ...]]
+):
+    programs = load()
+    with closing(ls.MirroredStrategy(split_cpu(1), replicas=4, seed=0)) as strategy:
+        for name in NAMES:
+            model, _ = programs.train(programs.PROGRAMS[name], strategy)
+            weights, _ = results["chief"][name]
+            assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["error", "weights"])

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,44 +286,62 @@ def test_every_other_worker_of_three_names_the_same_one(start_job: Any, worker: 
         assert_ends(job[other], lost(worker, ""), since=since)
 
 
-def test_a_program_that_was_started_by_hand_ends_like_this_too(tmp_path, free_ports: Callable[[int], list[int]]):
-    program = tmp_path / "train.py"
-    program.write_text(f"import runpy\nrunpy.run_path({__file__!r})['own_loop'](0, 'step', 'waits')\n")
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    with ExitStack() as stack:
-        chief, other = (stack.enter_context(python(program, addresses, index)) for index in range(2))
-        assert chief.stdout is not None
-        assert [chief.stdout.readline() for _ in range(2)] == ["in trouble\n", "waits\n"]
+StartByHand = Callable[[str], list[subprocess.Popen[str]]]
 
-        chief.kill()
 
-        _, errors = other.communicate(timeout=60)
-        chief.communicate()
+@pytest.fixture
+def start_by_hand(tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Iterator[StartByHand]:
+    """``start_by_hand(program)``: two processes that find their job in TF_CONFIG; killed at the end of the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(program: str) -> list[subprocess.Popen[str]]:
+        (tmp_path / "train.py").write_text(
+            f"import runpy\nown_loop = runpy.run_path({__file__!r})['own_loop']\n{program}"
+        )
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+        for index in range(2):
+            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            command = ["env", f"TF_CONFIG={json.dumps(task)}", sys.executable, str(tmp_path / "train.py")]
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            started.append(subprocess.Popen(command, text=True, **pipes))
+        return started
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert f"{line}\n" in iter(process.stdout.readline, "")
+
+
+def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: StartByHand):
+    chief, other = start_by_hand("own_loop(0, 'step', 'waits')")
+    wait_for(chief, "waits")
+
+    chief.kill()
+
+    _, errors = other.communicate(timeout=60)
     assert other.returncode == 1
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
 
 
-def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(
-    tmp_path, free_ports: Callable[[int], list[int]]
-):
-    program = tmp_path / "train.py"
-    program.write_text(f"import runpy\nrunpy.run_path({__file__!r})['own_loop'](0, 'loop', 'waits for a line')\n")
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    with ExitStack() as stack:
-        chief, other = (stack.enter_context(python(program, addresses, index)) for index in range(2))
-        assert chief.stdout is not None
-        assert [chief.stdout.readline() for _ in range(2)] == ["in trouble\n", "waits\n"]
+def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_by_hand: StartByHand):
+    chief, other = start_by_hand("own_loop(0, 'loop', 'waits for a line')")
+    wait_for(chief, "waits")
 
-        other.kill()
-        other.communicate()
+    other.kill()
+    other.communicate()
 
-        _, errors = chief.communicate("\n", timeout=60)
+    _, errors = chief.communicate("\n", timeout=60)
     assert chief.returncode == 1
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
 
 
 SAYS_THAT_THE_INTERPRETER_ENDS = """
-import os, runpy
+import os
 
 class Last:
     def __del__(self, write=os.write, read=os.read):
@@ -334,29 +352,12 @@ last = Last()
 """
 
 
-def test_an_interpreter_that_ends_while_a_connection_breaks_is_not_aborted(
-    tmp_path, free_ports: Callable[[int], list[int]]
-):
-    program = tmp_path / "train.py"
-    program.write_text(f"{SAYS_THAT_THE_INTERPRETER_ENDS}runpy.run_path({__file__!r})['own_loop'](1, 'loop', 'exits')")
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    with ExitStack() as stack:
-        job = [stack.enter_context(python(program, addresses, index)) for index in range(2)]
-        for each in job:
-            assert each.stdout is not None
-            assert "the interpreter ends\n" in iter(each.stdout.readline, "")
+def test_an_interpreter_that_ends_while_a_connection_breaks_is_not_aborted(start_by_hand: StartByHand):
+    job = start_by_hand(f"{SAYS_THAT_THE_INTERPRETER_ENDS}own_loop(1, 'loop', 'exits')")
+    for each in job:
+        wait_for(each, "the interpreter ends")
 
-        job[1].communicate(timeout=60)  # which ends it
-        _, errors = job[0].communicate(timeout=60)
+    job[1].communicate(timeout=60)  # which ends it
+    _, errors = job[0].communicate(timeout=60)
+
     assert job[0].returncode == 1, errors
-
-
-def python(program: Any, addresses: list[str], index: int) -> subprocess.Popen[str]:
-    task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    return subprocess.Popen(
-        ["env", f"TF_CONFIG={json.dumps(task)}", sys.executable, str(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -80,7 +80,7 @@ class TreeSums:
         return job
 
     def close(self) -> None:
-        """Ends the thread, once it has done what was started. Waits a few seconds at most."""
+        """Ends the thread; sums that are still in flight stay so. Waits a few seconds at most."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_END_LIMIT_S)

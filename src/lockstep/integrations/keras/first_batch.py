@@ -11,12 +11,11 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.step import Step
-from lockstep.integrations.keras.variables import Changes, ModelVariables
+from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
 
 _LOSS_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
@@ -40,7 +39,7 @@ def check_first_batch(
         run: runs a step in each local replica, on its shard of the batch.
         rows: of the batch.
     """
-    whole = _computed_whole(model, data, rows)
+    whole = _metrics_of_whole(model, variables, data, rows)
     with torch.no_grad():
         sums = variables.sum_metrics(run(Step(model=model, variables=variables, rows=rows).evaluate))
     states = {id(each): (one, other) for each, one, other in zip(variables.metrics, sums, whole, strict=True)}
@@ -60,18 +59,17 @@ def check_first_batch(
             )
 
 
-def _computed_whole(model: Any, data: Any, rows: int) -> list[Tensor]:
-    """The states of Keras's metrics after one batch, on one device."""
-    x, y, weight = unpack_x_y_sample_weight(data)
-    variables = model.metrics_variables
-    with torch.no_grad(), keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope:
-        scope.state_mapping.update((id(each), each._value) for each in model.trainable_variables)
-        scope.state_mapping.update((id(each), torch.zeros_like(each._value)) for each in variables)
+def _metrics_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> list[Tensor]:
+    """The values of the metrics' variables after one batch, by Keras alone on one device."""
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    with torch.no_grad(), stateless_scope() as scope:
+        scope.state_mapping.update((id(each), each.value) for each in variables.trainable)
+        scope.state_mapping.update((id(each), torch.zeros_like(each.value)) for each in variables.metrics)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         model._loss_tracker.update_state(loss, sample_weight=rows)
         model.compute_metrics(x, y, outputs, sample_weight=weight)
-    return [scope.get_current_value(each) for each in variables]
+    return [scope.get_current_value(each) for each in variables.metrics]
 
 
 def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import keras
 import torch
 from keras.src.losses import loss as keras_losses
 from torch import Tensor
@@ -69,6 +70,7 @@ def _of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         shard = current_shard.get()
+        values = keras.ops.convert_to_tensor(values)
         if shard is None or reduction in (None, "none") or values.dim() == 0:
             return loss
         if reduction == "sum":

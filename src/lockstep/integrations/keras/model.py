@@ -22,14 +22,14 @@ import torch
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.readers import batch_digest
-from lockstep.data.sharding import batch_rows, local_rows
+from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.first_batch import check_first_batch
 from lockstep.integrations.keras.kernels import fuse_batchnorms
 from lockstep.integrations.keras.step import Step
-from lockstep.integrations.keras.variables import Changes, ModelVariables, UnseededDraws
+from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -95,14 +95,14 @@ class Distribution:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._unseeded = UnseededDraws(strategy)
+        self._default_generators = DefaultGenerators(strategy)
         self.first_batch_is_checked = False  # since the model was compiled
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
 
     def variables(self, model: Any) -> ModelVariables:
         """The model's variables, for one step."""
-        return ModelVariables(model, self.strategy, self._unseeded.generators())
+        return ModelVariables(model, self.strategy, self._default_generators.generators())
 
     def divide(self, data: Any) -> tuple[tuple[PerReplica[Any], PerReplica[int]], int]:
         """Divides a batch of all workers. Returns the local replicas' shards with their rows, and the rows of all.
@@ -163,15 +163,15 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             warnings.warn("the model has no trainable weights", stacklevel=2)
             return self.test_step(data)
         step, shards = self._step(data)
-        gradients = step.variables.take_in(self._run(step.train, shards))
-        with torch.no_grad():
+        gradients = step.variables.apply(self._run(step.train, shards))
+        with torch.no_grad(), self._distribution.strategy.computing_alike():
             self.optimizer.apply(gradients, step.variables.trainable)
         return self._ended()
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """The loss and metrics of a batch of all replicas, added to those before. Outside replicas."""
         step, shards = self._step(data)
-        step.variables.take_in(self._run(step.evaluate, shards))
+        step.variables.apply(self._run(step.evaluate, shards))
         return self._ended()
 
     def predict_step(self, data: Any) -> Any:
@@ -183,21 +183,24 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             return strategy.gather(strategy.run(step.predict, shards), axis=0)
 
     def make_train_function(self, force: bool = False) -> None:
-        """Keras's own, for a model that replicas can run."""
-        self._refuse_options()
-        super().make_train_function(force)
-        self.train_function = self._stepping(self.train_function, "train_step")
+        """Keras's own, which must come to ``train_step`` of this class."""
+        if force or self.train_function is None:
+            self._refuse_options()
+            super().make_train_function(force)
+            self.train_function = self._checked(self.train_function, "train_step")
 
     def make_test_function(self, force: bool = False) -> None:
-        """Keras's own, for a model that replicas can run."""
-        self._refuse_options()
-        super().make_test_function(force)
-        self.test_function = self._stepping(self.test_function, "test_step")
+        """Keras's own, which must come to ``test_step`` of this class."""
+        if force or self.test_function is None:
+            self._refuse_options()
+            super().make_test_function(force)
+            self.test_function = self._checked(self.test_function, "test_step")
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Keras's own."""
-        super().make_predict_function(force)
-        self.predict_function = self._stepping(self.predict_function, "predict_step")
+        """Keras's own, which must come to ``predict_step`` of this class."""
+        if force or self.predict_function is None:
+            super().make_predict_function(force)
+            self.predict_function = self._checked(self.predict_function, "predict_step")
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's own, by the chief alone; every worker calls it."""
@@ -254,10 +257,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             option = "run_eagerly" if self.run_eagerly else "jit_compile"
             raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; leave it out")
 
-    def _stepping(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        """A step function of Keras, which must come to a step of all replicas."""
-        if getattr(function, "comes_to", None) == name:
-            return function
+    def _checked(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """A step function of Keras, which raises a ConfigError if it has not come to a step of all replicas."""
 
         def step(data: Any) -> Any:
             self._distribution.has_stepped = False
@@ -269,12 +270,12 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                 )
             return result
 
-        step.comes_to = name  # type: ignore[attr-defined]
         return step
 
 
 def _on_host(leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, (str, int, float)) else keras.ops.convert_to_tensor(leaf).cpu()
+    leaf = as_tensor("a leaf of the batch", leaf)
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _digest(variables: Sequence[Any]) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from torch import Tensor
 
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
@@ -57,7 +56,7 @@ class Step:
         """The outputs."""
         context = replica_of_step()
         with self._variables(context):
-            x, _, _ = unpack_x_y_sample_weight(_moved(data, context))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
             return keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
 
     def _variables(self, context: ReplicaContext) -> AbstractContextManager[ReplicaVariables]:
@@ -69,7 +68,7 @@ class Step:
     def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
         """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
-        x, y, weight = unpack_x_y_sample_weight(_moved(data, context))
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
             loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)

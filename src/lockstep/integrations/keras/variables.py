@@ -2,8 +2,7 @@
 
     trainable           the same values in every replica; the optimizer updates them once, outside the replicas
     metrics             start at 0 in every replica; what they come to is added
-    seed generators     replica 0 draws as Keras alone would; every other one has seeds of its own, and each has a
-                        generator for what is drawn without one
+    seed generators     replica 0 has the seeds that Keras alone would have, and every other one seeds of its own
     others that change  averaged over the rows, as the statistics of batch norms; integers are a replica's own
 
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
@@ -25,7 +24,7 @@ from torch import Tensor
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.strategies.base import Strategy
 
-_SEEDS_APART = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
+_SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +46,16 @@ class Changes:
     counted: list[tuple[Any, Tensor]]
 
 
-def apart(number: int) -> int:
-    """How far the seeds of a replica lie from those of replica 0."""
-    return number * _SEEDS_APART % 2**32
+def seed_offset(number: int) -> int:
+    """What is added to the seeds of replica 0 for those of another one."""
+    return number * _SEED_STRIDE % 2**32
 
 
-class UnseededDraws:
-    """One seed generator for each local replica, for random numbers that a layer draws without giving a seed.
+class DefaultGenerators:
+    """Keras's global seed generators, which layers draw from that give no seed: one for each local replica.
 
-    Keras has one for each thread, with a seed from Python's generator; in a ``StatelessScope`` it would draw the same
-    numbers at every step.
+    Keras makes one in each thread, with a seed from Python's generator. Inside a ``StatelessScope`` its state would not
+    be kept, so that it gave the same numbers at every step.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -69,7 +68,7 @@ class UnseededDraws:
         seed = torch.initial_seed()
         if seed != self._seed:
             numbers = range(self._first, self._first + self._number)
-            self._generators = [keras.random.SeedGenerator((seed + apart(each)) % 2**31) for each in numbers]
+            self._generators = [keras.random.SeedGenerator((seed + seed_offset(each)) % 2**31) for each in numbers]
             self._seed = seed
         return self._generators
 
@@ -80,13 +79,16 @@ class ModelVariables:
     Args:
         model: the model.
         strategy: the strategy.
-        unseeded: a seed generator for each local replica.
+        default_generators: a seed generator for each local replica.
     """
 
-    def __init__(self, model: Any, strategy: Strategy, unseeded: Sequence[Any]) -> None:
-        self._strategy, self._unseeded = strategy, unseeded
+    def __init__(self, model: Any, strategy: Strategy, default_generators: Sequence[Any]) -> None:
+        self._strategy, self._default_generators = strategy, default_generators
         self.trainable = list(model.trainable_variables)
-        self.metrics = list(model.metrics_variables)
+        metrics = {id(each): each for each in model.metrics_variables}
+        # A model with a property ``metrics`` of its own may leave it out, and it is updated all the same.
+        metrics |= {id(each): each for each in getattr(model._loss_tracker, "variables", ())}
+        self.metrics = list(metrics.values())
         self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
         first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
         self.others = [each for each in model.non_trainable_variables if id(each) not in first]
@@ -100,16 +102,16 @@ class ModelVariables:
     @contextmanager
     def in_replica(self, replica: int, number: int) -> Iterator[ReplicaVariables]:
         """The variables inside a local replica; ``number`` is its number among those of all workers."""
-        device, unseeded = self._strategy.devices[replica].torch_device, self._unseeded[replica]
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, unseeded)  # of this thread
-        with keras.device(str(device)), _scope() as scope:
+        device, generator = self._strategy.devices[replica].torch_device, self._default_generators[replica]
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
+        with keras.device(str(device)), stateless_scope() as scope:
             yield ReplicaVariables(self, scope, device, self._copies.get(device, {}), number)
-        drawn = scope.get_current_value(unseeded.state)
+        drawn = scope.get_current_value(generator.state)
         if drawn is not None:
-            unseeded.state.assign(drawn)
+            generator.state.assign(drawn)
 
-    def take_in(self, changes: Sequence[Changes]) -> list[Tensor | None]:
-        """Sums what the local replicas' steps have made of the variables, and changes these.
+    def apply(self, changes: Sequence[Changes]) -> list[Tensor | None]:
+        """Adds up what the steps of all replicas have changed, and assigns it to all variables but the trainable ones.
 
         Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
         """
@@ -157,8 +159,8 @@ class ReplicaVariables:
         ]
         values.update((id(each), value) for each, value in zip(model.trainable, self.trainable, strict=True))
         values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
-        away = torch.tensor([apart(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
-        values.update((id(each), each.value.to(device) + away.to(device, each.value.dtype)) for each in model.seeds)
+        offset = torch.tensor([seed_offset(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
+        values.update((id(each), each.value.to(device) + offset.to(device, each.value.dtype)) for each in model.seeds)
         self._before = dict(values)
 
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
@@ -185,7 +187,8 @@ class ReplicaVariables:
         )
 
 
-def _scope() -> Any:
+def stateless_scope() -> Any:
+    """A block in which Keras's variables have the values that its ``state_mapping`` gives them by id."""
     return keras.StatelessScope(collect_losses=True, initialize_variables=False)
 
 
