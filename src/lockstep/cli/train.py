@@ -52,7 +52,7 @@ from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_reviews
 from lockstep.recipes.training import Result
-from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line
+from lockstep.report import epochs_table, metrics_line, write_curves
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
@@ -241,15 +241,14 @@ class TrainingCommand(ABC):
 
     def _report(self, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
         result = trained.result
-        columns = history_columns(result.history)
         where = ", ".join(device.name for device in strategy.devices)
         if isinstance(strategy, ParallelStrategy):
             where = str(strategy.grid)
         curves = folders.output / "curves.png"
         title = f"{self.title} on {where}"
-        draw_curves(columns, curves, title=title, settings=self._settings(), test=result.test_metrics)
+        write_curves(result.history, curves, title=title, settings=self._settings(), test=result.test_metrics)
         lines = [
-            f"\n{epochs_table(columns)}\n",
+            f"\n{epochs_table(result.history)}\n",
             *trained.notes,
             f"test    {metrics_line(result.test_metrics)}",
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
