@@ -509,7 +509,10 @@ class DefaultStrategy(Strategy):
         )
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Releases the device, which may then be divided again. The next use takes a device anew."""
+        if "devices" in vars(self):
+            release_devices(self.devices)
+            del self.devices
 
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """There is one replica."""
