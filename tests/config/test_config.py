@@ -67,6 +67,21 @@ def test_devices_are_divided_again_when_every_strategy_on_them_is_closed(cpu):
     third.close()
 
 
+def test_a_model_without_a_scope_lets_go_of_its_device_and_goes_on(cpu):
+    ls.get_strategy().close()  # another test may have used it
+    model, row = ls.Model(torch.nn.Linear(2, 1)), torch.ones(1, 2)
+    expected = model(row)
+    with pytest.raises(RuntimeError, match=r"cpu:0 cannot be divided again: .*model\.strategy\.close"):
+        config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+    for _ in range(2):
+        model.strategy.close()
+
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+
+    assert torch.equal(model(row), expected)
+    model.strategy.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "hint"),
     [

@@ -270,6 +270,11 @@ class History:
     timing: list[EpochTiming] = field(default_factory=list)
     logged_in: dict[str, list[int]] = field(default_factory=dict)
 
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> History:
+        """The History that ``dataclasses.asdict`` made ``saved`` of."""
+        return cls(**{**saved, "timing": [EpochTiming(**each) for each in saved["timing"]]})
+
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""
         self.epoch.append(epoch)

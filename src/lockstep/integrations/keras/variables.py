@@ -51,6 +51,12 @@ def seed_offset(number: int) -> int:
     return number * _SEED_STRIDE % 2**32
 
 
+def seed_of_replica(state: Tensor, number: int) -> Tensor:
+    """The state [2] of a seed generator in a replica, from that of the whole program."""
+    offset = torch.tensor([seed_offset(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
+    return state + offset.to(state.device, state.dtype)
+
+
 class DefaultGenerators:
     """Keras's global seed generators, which layers draw from that give no seed: one for each local replica.
 
@@ -159,8 +165,7 @@ class ReplicaVariables:
         ]
         values.update((id(each), value) for each, value in zip(model.trainable, self.trainable, strict=True))
         values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
-        offset = torch.tensor([seed_offset(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
-        values.update((id(each), each.value.to(device) + offset.to(device, each.value.dtype)) for each in model.seeds)
+        values.update((id(each), seed_of_replica(each.value.to(device), number)) for each in model.seeds)
         self._before = dict(values)
 
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
