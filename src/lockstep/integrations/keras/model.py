@@ -180,7 +180,9 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
         step = Step(model=self, variables=self._distribution.variables(self), rows=rows)
         with torch.no_grad():
-            return strategy.gather(strategy.run(step.predict, shards), axis=0)
+            outputs, changes = strategy.run(step.predict, shards)
+            step.variables.apply(strategy.local_results(changes))
+            return strategy.gather(outputs, axis=0)
 
     def make_train_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``train_step`` of this class."""
@@ -256,6 +258,11 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if self.run_eagerly or self.jit_compile:
             option = "run_eagerly" if self.run_eagerly else "jit_compile"
             raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; leave it out")
+        if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
+            raise ConfigError(
+                f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
+                "train with a policy of float32 or mixed_bfloat16"
+            )
 
     def _checked(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """A step function of Keras, which raises a ConfigError if it has not come to a step of all replicas."""
