@@ -54,6 +54,12 @@ def seed_offset(number: int) -> int:
     return number * _SEED_STRIDE % 2**32
 
 
+def seed_of_replica(state: Tensor, number: int) -> Tensor:
+    """The state [2] of a seed generator in a replica, from that of the whole program."""
+    offset = torch.tensor([seed_offset(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
+    return state + offset.to(state.device, state.dtype)
+
+
 class DefaultGenerators:
     """Keras's global seed generators, which layers draw from that give no seed: one for each local replica.
 
@@ -155,8 +161,7 @@ class ReplicaVariables:
         for each in model.trainable:
             values[id(each)] = copies.get(id(each), each.value.detach()).detach().requires_grad_()
         values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
-        offset = torch.tensor([seed_offset(number), 0]).to(torch.int32)  # as Keras's seeds, modulo 2**32
-        values.update((id(each), each.value.to(device) + offset.to(device, each.value.dtype)) for each in model.seeds)
+        values.update((id(each), seed_of_replica(each.value.to(device), number)) for each in model.seeds)
         self._before = dict(values)
 
     @property
