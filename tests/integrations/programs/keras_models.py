@@ -190,7 +190,8 @@ class Counted(layers.Layer):
 
 
 def with_states() -> keras.Model:
-    return keras.Sequential([keras.Input((8,)), Counted(), layers.SpectralNormalization(layers.Dense(6)), layers.Dense(3)])
+    hidden = layers.SpectralNormalization(layers.Dense(6))
+    return keras.Sequential([keras.Input((8,)), Counted(), hidden, layers.Dense(3)])
 
 
 def autoencoder() -> keras.Model:

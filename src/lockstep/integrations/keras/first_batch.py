@@ -1,7 +1,8 @@
 """Compares the first batch with Keras's own numbers, before anything is updated with it.
 
 The loss, the metrics and what layers assign for the whole batch on one device, in evaluation mode, must be what those
-of the shards add up to. They are not where one is no mean or sum over rows: a contrastive loss, a correlation, a maximum.
+of the shards add up to. They are not where one is no mean or sum over rows: a contrastive loss, a correlation, a
+maximum.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def check_first_batch(
 
 
 def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:
-    """By how much one batch changes the metrics, which start at 0, and other variables: by Keras alone, by their id."""
+    """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by their id."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
     with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole):

@@ -212,8 +212,8 @@ class _ReplicaScope(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
         variable, value = update
         if id(variable) not in self._known:
             raise UsageError(
-                f"a replica has assigned the variable {variable.path!r}, which the model does not know; make it, or the "
-                "metric or seed generator that it belongs to, in the __init__ of a layer or of the model"
+                f"a replica has assigned the variable {variable.path!r}, which the model does not know; make it, or "
+                "the metric or seed generator that it belongs to, in the __init__ of a layer or of the model"
             )
         is_trainable = id(variable) in self._trainable
         super().add_update((variable, value.detach().requires_grad_() if is_trainable else value))
