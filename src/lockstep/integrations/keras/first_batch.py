@@ -69,7 +69,7 @@ def check_first_batch(
 
 
 def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:
-    """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by their id."""
+    """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by id."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
     with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole):
