@@ -62,8 +62,8 @@ def check_first_batch(
     for each, change in sums[len(variables.metrics) :]:
         if not _close(change, whole[id(each)], _METRIC_TOLERANCE):
             raise ConfigError(
-                f"the variable {each.path!r} cannot be merged: what the shards of the first batch add to it has not the "
-                'mean that the whole batch adds; give add_weight aggregation="sum" if it holds a sum over rows, or '
+                f"the variable {each.path!r} cannot be merged: the shards of the first batch do not change it by the "
+                'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
                 '"only_first_replica" if it counts batches'
             )
 
