@@ -93,7 +93,7 @@ class BenchScaling:
             check_file(file)
         chosen = usual_replicas(len(logical)) if self.replicas is None else parse_replicas(self.replicas)
         result = measure_scaling(
-            self.recipe.name,
+            self.recipe,
             self.config,
             replace(self.settings, replicas=chosen),
             devices=devices,

@@ -51,16 +51,6 @@ class ExactnessReport:
     sgd: Difference
     adam: Difference
 
-    @property
-    def max_loss_difference(self) -> float:
-        """The larger loss difference of both optimizers."""
-        return max(self.sgd.loss, self.adam.loss)
-
-    @property
-    def max_weight_difference(self) -> float:
-        """The weight difference with SGD."""
-        return self.sgd.weight
-
     def __str__(self) -> str:
         title = f"{self.compared} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
         lines = [
