@@ -81,7 +81,6 @@ class BenchScaling:
     config: Any
 
     def __call__(self) -> int:
-        """Measures, prints the tables and writes the report."""
         # What would fail at the end fails now:
         for package in ("jinja2", "matplotlib"):
             require(package, "plots")
@@ -132,7 +131,6 @@ class BenchPipeline:
     settings: pipeline.PipelineSettings
 
     def __call__(self) -> int:
-        """Measures, prints the table and writes the report."""
         settings = replace(self.settings, schedules=pipeline.parse_schedules(self.schedules))
         output = self.output.expanduser()
         # What would fail at the end fails now:

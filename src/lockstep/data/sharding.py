@@ -48,7 +48,6 @@ class LocalRows:
 
     @property
     def stop(self) -> int:
-        """The index after the last row."""
         return self.start + sum(self.sizes)
 
 

@@ -106,7 +106,6 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, strategy)
 
     def mirror_optimizer(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
-        """Makes an optimizer whose step updates all replicas."""
         self._partition.check(optimizer)
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
         groups = storage_groups(strategy.devices)
@@ -170,7 +169,6 @@ class MirroredObjects:
                 self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
 
     def add_variable(self, variable: MirroredVariable) -> None:
-        """Registers a variable."""
         self._variables[id(variable)] = variable
 
     def parameters(self) -> set[int]:

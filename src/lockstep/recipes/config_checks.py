@@ -1,10 +1,11 @@
-"""Checks of the settings of a recipe. Each raises ConfigError with the value, and what was expected."""
+"""The check of a recipe's settings."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lockstep.checks import check_choice
 from lockstep.errors import ConfigError
 
 ABOVE_ZERO = sys.float_info.min
@@ -18,7 +19,7 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
     """
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal:
-            one_of(name, getattr(config, name), get_args(kind))
+            check_choice(name, getattr(config, name), get_args(kind))
     common = {
         "epochs": (1, UNBOUNDED),
         "accumulate": (1, UNBOUNDED),
@@ -31,28 +32,3 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
             lower = "a number above 0" if least == ABOVE_ZERO else f"at least {least}"
             upper = "" if most == UNBOUNDED else f" and at most {most}"
             raise ConfigError(f"{name}={value} was given, expected {lower}{upper}")
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    """Checks that a number is ``least`` or more."""
-    if value < least:
-        raise ConfigError(f"{name}={value} was given, expected at least {least}")
-
-
-def at_least_each(config: Any, least: int, *names: str) -> None:
-    """Checks that each of these fields is ``least`` or more."""
-    for name in names:
-        at_least(name, getattr(config, name), least)
-
-
-def divides(name: str, value: int, of: str, total: int) -> None:
-    """Checks that ``value`` divides ``total``; the message lists what does."""
-    if total % value:
-        divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-        raise ConfigError(f"{name}={value} does not divide {of}={total}; choose one of {divisors}")
-
-
-def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Checks that a string is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import ConfigError
 from lockstep.recipes.training import MakeOptimizer, Task
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -68,6 +69,9 @@ def compare(
 
     Every worker of the strategy must call it.
     """
+
+    if not batches:
+        raise ConfigError("steps=0 was given, expected at least 1")
 
     def difference(make_optimizer: MakeOptimizer) -> Difference:
         with strategy.scope():

@@ -142,7 +142,6 @@ class ResumeCheck(Callback):
         return dict(self._find())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings."""
         return dict(self._settings)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def test_what_is_done_about_memory_is_one_object():
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"limit": -1}, "limit=-1"),
         ({"max_tokens": 2}, "max_tokens=2"),
-        ({"heads": 3}, "heads=3 does not divide hidden=128; choose one of 1, 2, 4"),
+        ({"heads": 3}, "heads=3 does not divide hidden=128; choose 1, 2, 4"),
         ({"test_fraction": 0.0}, "test_fraction=0.0 was given, expected a number above 0"),
         ({"valid_fraction": 0.6}, "valid_fraction=0.6"),
         ({"hide": 1.0}, "hide=1.0"),

@@ -88,7 +88,6 @@ class ImagesConfig:
 
     @property
     def num_workers(self) -> int:
-        """The number of processes that decode images."""
         return len(os.sched_getaffinity(0)) if self.workers is None else self.workers
 
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lockstep.extras import require
 from lockstep.recipes import training
-from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
@@ -155,7 +154,6 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
     float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas, digits, SGD with 0.1). Every
     worker must call it. ``steps`` are global batches, one update each.
     """
-    at_least("steps", steps, 1)
     task = build_images(replace(config, sync_batchnorm=True))
     task.module.double()
     first = islice(task.train, steps)

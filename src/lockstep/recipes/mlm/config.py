@@ -100,7 +100,6 @@ class MlmConfig:
 
     @property
     def shape(self) -> BertShape:
-        """The size of a model with random weights."""
         return BertShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -113,7 +112,6 @@ class MlmConfig:
 
     @property
     def tokenizer(self) -> WordPieceSettings:
-        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary)
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.checks import check_divides
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings, divides
+from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -112,7 +113,7 @@ class ReviewsConfig:
             weight_decay=(0, UNBOUNDED),
             clip_norm=(0, UNBOUNDED),
         )
-        divides("heads", self.heads, "hidden", self.hidden)
+        check_divides("heads", self.heads, ("hidden", self.hidden))
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
             raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
         try:
@@ -139,19 +140,16 @@ class ReviewsConfig:
 
     @property
     def hidden_fraction(self) -> float:
-        """The fraction of the training tokens that are masked."""
         if self.hide is not None:
             return self.hide
         return 0.4 if self.pretrained is None else 0.0
 
     @property
     def tokenizer(self) -> WordPieceSettings:
-        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary, chinese="words")
 
     @property
     def memory(self) -> MemoryChoices:
-        """The settings that reduce memory."""
         return MemoryChoices(
             lora=None if self.lora is None else Lora.parse(self.lora),
             load_in=self.load_in,

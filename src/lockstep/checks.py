@@ -1,0 +1,44 @@
+"""Checks of settings. Each raises a ConfigError that says what was given, what was expected, and what would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.errors import ConfigError
+
+
+def check_least(config: object, least: int, *names: str) -> None:
+    """Checks that each of these fields is ``least`` or more; None is a field that was not given."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} was given, expected at least {least}")
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Checks that a string is one of ``known``."""
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:
+    """Checks that ``value`` divides all sizes, which are given with their names."""
+    for of, size in sizes:
+        if size % value:
+            fitting = divisors(math.gcd(*(each for _, each in sizes)))
+            raise ConfigError(f"{name}={value} does not divide {of}={size}; choose {alternatives(fitting)}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def alternatives(numbers: Sequence[int], most: int = 12) -> str:
+    """``1, 2, 4 or 8``; the middle of a long list is left out."""
+    if len(numbers) > most:
+        return f"{', '.join(map(str, numbers[: most - 1]))} ... or {numbers[-1]}"
+    *rest, last = map(str, numbers)
+    return f"{', '.join(rest)} or {last}" if rest else last
