@@ -10,7 +10,7 @@ import pytest
 from lockstep.checks import alternatives, divisors
 from lockstep.errors import ConfigError
 from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
-from lockstep.recipes.mlm.config import mlm
+from lockstep.recipes.mlm.config import MlmConfig
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -95,7 +95,7 @@ def test_a_shape_is_a_shape():
 
 
 def test_the_recipe_is_bert_tiny_that_is_asked_about_its_masked_tokens():
-    shape, config = shape_of("mlm"), mlm()
+    shape, config = shape_of("mlm"), MlmConfig()
 
     for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary"):
         assert getattr(shape, name) == getattr(config, name)

@@ -30,8 +30,6 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
     bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer()
-    bench.callback()(_bench)
-    scaling.callback()(_scaling)
     for recipe in RECIPES.values():
         example = f"Example: lockstep bench scaling {recipe.name} --devices cpu:2"
         scaling.command(recipe.name, epilog=example)(
@@ -53,14 +51,6 @@ def add_to(app: typer.Typer) -> None:
         command(BenchPipeline, settings=Nested(kind=pipeline.PipelineSettings, given={"schedules": SCHEDULES}))
     )
     app.add_typer(bench, name="bench", help=COMMANDS["bench"], epilog=EXAMPLE)
-
-
-def _bench() -> None:
-    """Measure how fast a recipe trains."""
-
-
-def _scaling() -> None:
-    """Measure a recipe on one device and on N."""
 
 
 @dataclass(frozen=True, kw_only=True)

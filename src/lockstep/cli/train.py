@@ -62,7 +62,6 @@ from lockstep.train.fit import Verbose
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep train`` and its commands."""
     train = typer.Typer(cls=CommandsHelp)
-    train.callback()(_train_help)
     own = {"devices": "Devices", "output": "Output"}
     backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
     text = {"data": "Data", "pretrained": "Model"}
@@ -91,10 +90,6 @@ def add_to(app: typer.Typer) -> None:
         epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews',
     )(command(TrainReviews, groups=own, config=Nested(kind=ReviewsConfig, groups=reviews)))
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
-
-
-def _train_help() -> None:
-    """Train one of the recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)

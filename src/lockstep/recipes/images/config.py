@@ -89,18 +89,3 @@ class ImagesConfig:
     @property
     def num_workers(self) -> int:
         return len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-
-
-def images(*, data: Path | None = None) -> ImagesConfig:
-    """Returns the complete configuration: MobileNetV2 with random weights.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: folder of class folders; None is scikit-learn's digits.
-
-    Example:
-        >>> images().batch_size, images().learning_rate
-        (64, 0.001)
-    """
-    return ImagesConfig(data=data)

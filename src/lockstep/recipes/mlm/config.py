@@ -5,7 +5,6 @@ The defaults are the published ones, except where a field says otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -113,20 +112,3 @@ class MlmConfig:
     @property
     def tokenizer(self) -> WordPieceSettings:
         return WordPieceSettings(vocabulary=self.vocabulary)
-
-
-def mlm(*, data: Path | None = None, pretrained: str | None = None) -> MlmConfig:
-    """Returns the complete configuration: bert_tiny at batch size 128 for five epochs.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: folder in the layout of WikiText; None is the embedded text.
-        pretrained: folder or name of a BERT to start from; None is random weights.
-
-    Example:
-        >>> mlm().batch_size, mlm().learning_rate, mlm(pretrained="bert-tiny").learning_rate
-        (128, 0.001, 0.0001)
-    """
-    config = MlmConfig(data=data, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.first_rate)

@@ -8,7 +8,6 @@ measurements.
 from __future__ import annotations
 
 import codecs
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -155,20 +154,3 @@ class ReviewsConfig:
             load_in=self.load_in,
             gradient_checkpointing=self.gradient_checkpointing,
         )
-
-
-def reviews(*, data: Path | None = None, pretrained: str | None = None) -> ReviewsConfig:
-    """Returns the complete configuration: a small BERT, with 64 reviews per replica.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: CSV file with the columns label and review; None is the embedded reviews.
-        pretrained: folder or name of a BERT to start from; None is random weights.
-
-    Example:
-        >>> reviews().per_device_train_batch_size, reviews().learning_rate, reviews(pretrained="bert").learning_rate
-        (64, 0.001, 2e-05)
-    """
-    config = ReviewsConfig(data=data, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_fraction)
