@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.parameter_hooks import refuse_hooks
+from lockstep.mirroring.gradients.state import refuse_hooks
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module

@@ -33,7 +33,7 @@ from lockstep.collectives.tree import Node, tree_sum
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, spread, views_of
-from lockstep.mirroring.gradients.parameter_hooks import EngineHook
+from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 

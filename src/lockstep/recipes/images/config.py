@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)

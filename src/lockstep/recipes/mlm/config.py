@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.recipes.mlm.model import BertShape
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 

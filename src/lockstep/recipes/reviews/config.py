@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.checks import check_divides
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_divides, check_settings
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
