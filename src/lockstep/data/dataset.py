@@ -106,7 +106,7 @@ class DistributedIterable:
         """Begins an iteration that continues where another one stopped.
 
         The first ``skip`` global batches, or rounds of per-replica batches, are read again, so that everything the
-        source draws comes out as if they had been used. Of a map-style dataset that several workers read, or that is read
+        source draws comes out as if they had been used. Of a map-style dataset that several workers read, or one read
         with ``replicas=``, only their indices are: what a row draws there depends on nothing before it.
 
         ``random`` is the result of ``random_state()`` when the first iteration began, or None to leave the generators
