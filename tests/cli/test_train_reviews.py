@@ -66,7 +66,8 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     answers = [line for line in printed if line.endswith(("书不错。", "服务很差。"))]
     assert len(answers) == 2
     assert all(re.match(r"(好评！|差评！)  [01]\.\d{3}  ", line) for line in answers)
-    assert re.fullmatch("fingerprint [0-9a-f]{16}", printed[-1])
+    (fingerprint,) = [line for line in printed if line.startswith("fingerprint")]
+    assert re.fullmatch("fingerprint [0-9a-f]{16}", fingerprint)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "checkpoints",
         "curves.png",
@@ -141,8 +142,10 @@ def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path)
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
-    process = start_lockstep("train", "reviews", *SMALL, "--devices", "cpu:2", "--epochs", "5000")
+@pytest.mark.workers
+def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(start_lockstep, tmp_path: Path):
+    train = ("lockstep", "train", "reviews", *SMALL, "--devices", "cpu:2", "--epochs", "5000")
+    process = start_lockstep("run", "--quiet", *train)
     for line in process.stdout:
         if line.startswith("epoch 2/5000"):
             break
@@ -150,7 +153,8 @@ def test_ctrl_c_ends_a_run_in_one_line(start_lockstep, tmp_path: Path):
     _, said = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert re.fullmatch(r"lockstep: interrupted; .* --resume.*\n", said)
+    resume = re.fullmatch(r"lockstep: interrupted; .* --resume (out/checkpoints/\S+/checkpoint-\d+) .*\n", said)
+    assert (tmp_path / resume[1] / "trainer_state.json").is_file()
     assert not (tmp_path / "out" / "model").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_devices_are_divided_again_when_every_strategy_on_them_is_closed(cpu):
     third.close()
 
 
+def test_a_model_without_a_scope_lets_go_of_its_device_and_goes_on(cpu):
+    ls.get_strategy().close()  # another test may have used it
+    model, row = ls.Model(torch.nn.Linear(2, 1)), torch.ones(1, 2)
+    expected = model(row)
+    with pytest.raises(RuntimeError, match=r"cpu:0 cannot be divided again: .*model\.strategy\.close"):
+        config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+    for _ in range(2):
+        model.strategy.close()
+
+    config.set_logical_device_configuration(cpu, [LogicalDeviceConfiguration()] * 3)
+
+    assert torch.equal(model(row), expected)
+    model.strategy.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "hint"),
     [
@@ -83,6 +99,17 @@ def test_devices_are_divided_again_when_every_strategy_on_them_is_closed(cpu):
 def test_names_of_tensorflow_lead_to_ours(owner, name: str, hint: str):
     with pytest.raises(AttributeError, match=hint):
         getattr(owner, name)
+
+
+class Failing(ls.MirroredStrategy):
+    @property
+    def grid(self) -> str:
+        return self.nonsense_inside  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_error_inside_a_property_of_a_strategy_is_its_own(cpu):
+    with closing(Failing()) as strategy, pytest.raises(AttributeError, match="nonsense_inside"):
+        _ = strategy.grid
 
 
 def test_devices_that_could_not_be_resolved_are_not_in_use(cpu):

@@ -69,8 +69,16 @@ def run_command(arguments: Sequence[str]) -> int | InWorkers:
         return job if isinstance(job, int) else job()
 
 
+ResumeFlag = Callable[[], str | None]
+"""Finds the flag that continues an interrupted run, such as "--resume"; None if nothing was saved."""
+
+
+def nothing_saved() -> None:
+    """The ResumeFlag of what saves nothing."""
+
+
 @contextmanager
-def naming_what_resumes(find_flag: Callable[[], str | None]) -> Iterator[None]:
+def naming_what_resumes(find_flag: ResumeFlag) -> Iterator[None]:
     """After Ctrl-C in the block, the last line names the flag that continues the run, if there is one then."""
     try:
         yield
@@ -88,7 +96,7 @@ class InWorkers:
     """
 
     workers: int
-    resume_flag: Callable[[], str | None] = lambda: None
+    resume_flag: ResumeFlag = nothing_saved
 
     def run(self, command: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> int:
         """Calls ``command(arguments)`` in all workers, showing the chief's output, and returns the exit code.

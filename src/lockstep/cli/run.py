@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lockstep.cli.entry_point import discard_broken_streams
+from lockstep.cli.entry_point import ResumeFlag, discard_broken_streams, naming_what_resumes, nothing_saved
 from lockstep.cli.flags import BEFORE_A_PROGRAM, command
 from lockstep.errors import ConfigError
 from lockstep.launch.output import complain
@@ -75,12 +75,14 @@ class Run:
 
         given = tuple(self.arguments or ())
         minimum, workers = _read_workers(self.workers)
+        resume_flag: ResumeFlag = nothing_saved
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
             possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
-            exit_code = _check_command(given, possible)
-            if exit_code is not None:
-                return exit_code
+            checked = _check_command(given, possible)
+            if isinstance(checked, int):
+                return checked
+            resume_flag = checked
         target = "lockstep.cli" if is_lockstep else self.program
         program = Program(target=target, is_module=self.module or is_lockstep, arguments=given)
         hosts = self._hosts(self.job or program.job)
@@ -96,7 +98,8 @@ class Run:
             output=self.output,
         )
         try:
-            return _report(launch.run((lambda line: None) if self.quiet else complain))
+            with naming_what_resumes(resume_flag):
+                return _report(launch.run((lambda line: None) if self.quiet else complain))
         finally:
             discard_broken_streams()
 
@@ -141,19 +144,21 @@ def _read_workers(text: str | None) -> tuple[int | None, int | None]:
         raise ConfigError(f"--workers {text!r} was given, expected a number, or MIN:MAX as in 1:4") from None
 
 
-def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | None:
-    """Parses a command of ours before any worker does, so that an error in it is printed once; None means: run it.
+def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | ResumeFlag:
+    """Parses a command of ours before any worker does, so that an error in it is printed once.
 
-    ``possible`` are the numbers of workers that it may have to train with, as far as they are known.
+    ``possible`` are the numbers of workers that it may have to train with, as far as they are known. Returns the
+    command's ResumeFlag, or an exit code if there is nothing to run.
     """
     from lockstep.cli.app import parse  # imports this module
     from lockstep.cli.train import TrainingCommand
 
     job = parse(arguments or ["--help"])
-    if isinstance(job, TrainingCommand):
-        for workers in possible:
-            job.check(workers)
-    return job if isinstance(job, int) else None
+    if not isinstance(job, TrainingCommand):
+        return job if isinstance(job, int) else nothing_saved
+    for workers in possible:
+        job.check(workers)
+    return job.find_resume_flag()
 
 
 def _report(outcome: Outcome) -> int:

@@ -27,7 +27,7 @@ from lockstep.cli.devices import (
     make_strategy,
     take_own_devices,
 )
-from lockstep.cli.entry_point import InWorkers, naming_what_resumes
+from lockstep.cli.entry_point import InWorkers, ResumeFlag, naming_what_resumes
 from lockstep.cli.flags import (
     NO_FLAG,
     CommandsHelp,
@@ -52,7 +52,7 @@ from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_reviews
 from lockstep.recipes.training import Result
-from lockstep.report import draw_curves, epochs_table, history_columns, metrics_line
+from lockstep.report import epochs_table, metrics_line, write_curves
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
@@ -165,6 +165,10 @@ class TrainingCommand(ABC):
         """The flag that continues this run from what it has saved; None if it has saved nothing."""
         return None if self.backup.newest(folders.output) is None else "--resume"
 
+    def find_resume_flag(self) -> ResumeFlag:
+        """For a launcher: checks the output, and returns what calls ``resume_flag`` for workers that begin now."""
+        return partial(self.resume_flag, _new_folders(self.check_output()))
+
     def _places(self, folders: RunFolders, verbose: Verbose) -> dict[str, Any]:
         """Where a recipe of ``Model`` writes, and what it prints."""
         callbacks = self.backup.callbacks(folders.output)
@@ -176,8 +180,7 @@ class TrainingCommand(ABC):
         if self.mesh.asked:
             self.check(self.mesh.fewest_workers if workers is None else workers)
             if workers is None and self.mesh.fewest_workers > 1:
-                saved = partial(self.resume_flag, _new_folders(self.check_output()))
-                return InWorkers(workers=self.mesh.fewest_workers, resume_flag=saved)
+                return InWorkers(workers=self.mesh.fewest_workers, resume_flag=self.find_resume_flag())
         return self._run()
 
     def check(self, workers: int) -> None:
@@ -235,23 +238,23 @@ class TrainingCommand(ABC):
 
     def _report(self, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
         result = trained.result
-        columns = history_columns(result.history)
         where = ", ".join(device.name for device in strategy.devices)
         if isinstance(strategy, ParallelStrategy):
             where = str(strategy.grid)
         curves = folders.output / "curves.png"
         title = f"{self.title} on {where}"
-        draw_curves(columns, curves, title=title, settings=self._settings(), test=result.test_metrics)
+        write_curves(result.history, curves, title=title, settings=self._settings(), test=result.test_metrics)
         lines = [
-            f"\n{epochs_table(columns)}\n",
+            f"\n{epochs_table(result.history)}\n",
             *trained.notes,
             f"test    {metrics_line(result.test_metrics)}",
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
             f"logs    tensorboard --logdir {folders.output / 'logs'}",
             f"curves  {curves}",
             *trained.last,
-            f"fingerprint {trained.result.fingerprint}",
         ]
+        if self.quiet:  # else it stands below the epochs, where fit writes it
+            lines.append(f"fingerprint {result.fingerprint}")
         print("\n".join(lines))
 
     def _settings(self) -> str:
@@ -360,10 +363,13 @@ class TrainReviews(TrainingCommand):
         return output
 
     def resume_flag(self, folders: RunFolders) -> str | None:
-        """Names the newest checkpoint of the Trainer."""
-        kept = [path for path in folders.checkpoints.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-        newest = max(kept, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-        return None if newest is None else f"--resume {newest}"
+        """Names the newest checkpoint of the Trainer; workers began, and named their folder, a little later."""
+        kept = [
+            (path.parent.name, int(path.name.rpartition("-")[2]), path)
+            for path in folders.checkpoints.parent.glob("*/checkpoint-*")
+            if path.parent.name >= folders.logs.name and (path / "trainer_state.json").is_file()
+        ]
+        return f"--resume {max(kept)[-1]}" if kept else None
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
@@ -376,6 +382,8 @@ class TrainReviews(TrainingCommand):
         )
         bar = ProgressBar(verbose) if verbose else None
         result = reviews_recipe.train_reviews(self.config, task, strategy, texts=self.text, paths=paths, bar=bar)
+        if verbose:
+            _say(f"fingerprint {result.fingerprint}")
         trained = result.trained_parameters
         of_which = f", {trained:,} of them trained" if trained != result.parameters else ""
         classified = [f"{each.label}  {each.score:.3f}  {each.text}" for each in result.classified]

@@ -188,7 +188,8 @@ class DeviceRegistry:
         if used:
             raise UsageError(
                 f"{physical.name} cannot be divided again: {used[0]} is in use by a strategy and would change; "
-                "divide devices before the first strategy is made, or after strategy.close() of all that use them"
+                "divide devices before the first strategy or model is made, or after strategy.close() of each strategy "
+                "that uses them, which is model.strategy.close() for a model"
             )
 
 

@@ -28,7 +28,7 @@ from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.fit import TrainLoop
-from lockstep.train.logs import EpochTiming, History, RunningLoss
+from lockstep.train.logs import History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TrainingState(StateAdapter):
         """Loop, data and callbacks are restored during a fit only."""
         shared = saved.shared
         self.run, self._position, history = shared["run"], Position(**shared["position"]), shared["history"]
-        self._model.history = History(**history | {"timing": [EpochTiming(**each) for each in history["timing"]]})
+        self._model.history = History.restored(history)
         if self._fit is None:
             return
         loop, data, callbacks = self._fit

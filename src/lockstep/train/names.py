@@ -3,7 +3,7 @@
     compile("adam", "cross_entropy", metrics=["accuracy"])
 
 A loss is the function of torch.nn.functional with that name, an optimizer the class of torch.optim with its own
-defaults, a metric one of torchmetrics or ``Accuracy``.
+defaults, a metric one of torchmetrics, ``Accuracy`` or ``F1``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -157,12 +158,12 @@ def logits_of(outputs: Any) -> Any:
 
 
 def _metric_named(name: str, loss: object) -> Any:
-    _check("metric", name, {"accuracy": None, **_METRICS}, "a torchmetrics Metric, such as MulticlassF1Score(10)")
-    if name == "accuracy":
+    known = {"accuracy": "Accuracy", "f1": "F1"}
+    _check("metric", name, {**known, **_METRICS}, "a torchmetrics Metric, such as MulticlassAUROC(10)")
+    if name in known:
         require("torchmetrics", "train")
-        from lockstep.train.accuracy import Accuracy  # which needs torchmetrics
-
-        return Accuracy(_outputs_of(loss))
+        classification = import_module("lockstep.train.classification")  # which needs torchmetrics
+        return getattr(classification, known[name])(_outputs_of(loss))
     of, settings = _METRICS[name]
     return getattr(require("torchmetrics.regression", "train"), of)(**settings)
 

@@ -85,7 +85,7 @@ class Prediction:
 
 def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard, then the update if it is due. Every replica must call it."""
-    context, rows, module = replica_of_step(), batch_rows(item), setup.module
+    rows, module = batch_rows(item), setup.module
     total: Count = 0.0
     count: Count = 0.0
     with nullcontext() if update else module.no_sync():
@@ -95,8 +95,8 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             batch = unpack_labelled(item)
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
-            elif setup.own_step is not None:
-                total, count = _own_sums(setup, setup.own_step, state, batch, rows)
+            elif setup.train_step is not None:
+                total, count = _own_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -104,7 +104,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
                     total, count = _loss_sums(setup, state, outputs, batch, rows)
                 _update_metrics(state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
-            scale = setup.precision.scale(context, count)
+            scale = setup.precision.scale(replica_of_step(), count)
             if isinstance(total, Tensor):
                 _check_graph(total)
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
@@ -122,6 +122,8 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     batch = unpack_labelled(item)
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
+    elif setup.test_step is not None:
+        total, count = _own_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
@@ -175,10 +177,9 @@ def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
 def _own_sums(
     setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Count, Count]:
-    """The sums of a shard's loss by the user's ``train_step``; updates the metrics."""
-    step = TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state))
+    """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
-        loss = run_own_step(own_step, step)
+        loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
 

@@ -74,5 +74,6 @@ def test_a_run_of_the_program_is_used_and_left_open(logged_fit: Fit, client: Any
     with mlflow.start_run() as own:
         logged_fit(MLflow())
         assert mlflow.active_run() is own
+        assert client.get_run(own.info.run_id).info.status == "RUNNING"
 
     assert list(scalars(client, client.get_run(own.info.run_id))["epoch_loss"]) == [0, 1]

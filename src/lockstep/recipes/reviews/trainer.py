@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,8 @@ from lockstep.train.callbacks import Callback
 from lockstep.train.callbacks.loggers import ScalarLogger
 from lockstep.train.checkpointing import Position
 from lockstep.train.logs import History, StepClock
+
+_SAVED_AS = "lockstep.History"
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -116,9 +119,10 @@ class _TrainerView:
 class HistoryCallback(TrainerCallback):
     """Records the epochs of a training as ``Model.fit`` does, and stops at a loss that is not finite.
 
-    The loss of an epoch is the mean over its updates; metrics of the validation have names that begin with ``val_``.
-    ``batch_size`` is the number of rows of an update. ``bar`` is a progress bar of ``lockstep.train``, which sees every
-    update, and ``logger`` a logger, which sees those whose loss the Trainer logs.
+    Checkpoints hold the history, so that a resumed training has all epochs. The loss of an epoch is the mean over its
+    updates; metrics of the validation have names that begin with ``val_``. ``batch_size`` is the number of rows of an
+    update. ``bar`` is a progress bar of ``lockstep.train``, which sees every update, and ``logger`` a logger, which
+    sees those whose loss the Trainer logs.
     """
 
     def __init__(
@@ -140,6 +144,10 @@ class HistoryCallback(TrainerCallback):
         self._epoch = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Restores the history from the checkpoint, if there is one; starts the progress bar and the logger."""
+        saved: Any = state.stateful_callbacks  # by name
+        if _SAVED_AS in saved:
+            self.history = History.restored(saved[_SAVED_AS])
         self._logged = state.global_step
         self._view.training_state.position = Position(step=state.global_step)
         steps = math.ceil(self._rows / self._batch_size)
@@ -192,6 +200,8 @@ class HistoryCallback(TrainerCallback):
         logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
         self.history.add(self._epoch, logs)
         self.history.timing.append(self._view.clock.summary(self._epoch))
+        saved: Any = state.stateful_callbacks
+        saved[_SAVED_AS] = asdict(self.history)
         for callback in (self._bar, self._logger):
             callback.on_epoch_end(self._epoch, logs)
 
