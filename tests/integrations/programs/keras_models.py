@@ -171,6 +171,88 @@ LOOP_OPTIMIZERS = {
 }
 
 
+class Counted(layers.Layer):
+    """Holds numbers of its own: a sum over rows, a count of rows, a count of batches, and the mean of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_weight(shape=(8,), initializer="zeros", trainable=False, aggregation="sum")
+        self.rows = self.add_weight(initializer="zeros", dtype="int32", trainable=False, aggregation="sum")
+        self.batches = self.add_weight(initializer="zeros", trainable=False, aggregation="only_first_replica")
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x: Any) -> Any:
+        self.total.assign_add(keras.ops.sum(x, axis=0))
+        self.rows.assign_add(keras.ops.shape(x)[0])
+        self.batches.assign_add(1.0)
+        self.size.update_state(keras.ops.mean(keras.ops.abs(x)))
+        return x
+
+
+def with_states() -> keras.Model:
+    hidden = layers.SpectralNormalization(layers.Dense(6))
+    return keras.Sequential([keras.Input((8,)), Counted(), hidden, layers.Dense(3)])
+
+
+def autoencoder() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((10, 10, 3)),
+            layers.Conv2D(4, 3, activation="relu", padding="same"),
+            layers.MaxPooling2D(2, padding="same"),
+            layers.Conv2DTranspose(4, 3, strides=2, activation="relu", padding="same"),
+            layers.Conv2D(1, 3, activation="sigmoid", padding="same"),
+        ]
+    )
+
+
+def tagger() -> keras.Model:
+    return keras.Sequential([keras.Input((9,)), layers.Embedding(20, 8, mask_zero=True), layers.Dense(4)])
+
+
+class TorchModules(keras.Model):
+    """Of torch's modules, with buffers, and with one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.nn.Linear(8, 8)
+        self.inner = torch.nn.Sequential(shared, torch.nn.BatchNorm1d(8), torch.nn.ReLU(), shared)
+        self.frozen = layers.TorchModuleWrapper(torch.nn.Linear(8, 8), trainable=False)
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.frozen(self.inner(x)))
+
+
+PUBLISHED = {
+    "autoencoder": Program(
+        model=autoencoder,
+        compiled=lambda model: model.compile("adam", "binary_crossentropy"),
+        fitted={"x": IMAGES, "y": (IMAGES[..., :1] > 0).astype("float32")},
+    ),
+    "weights of time steps": Program(
+        model=tagger,
+        compiled=lambda model: model.compile("adam", entropy()),
+        fitted={"x": TOKENS, "y": TOKENS % 4, "sample_weight": RANDOM.uniform(size=TOKENS.shape).astype("float32")},
+    ),
+    "torch modules": Program(
+        model=TorchModules,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS, "validation_split": 0.1},
+    ),
+    "layers with states": Program(
+        model=with_states,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=[mean_size]),
+        fitted={"x": X, "y": LABELS},
+    ),
+}
+"""After programs of keras.io."""
+
+
+def mean_size(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y_pred))
+
+
 def top_2() -> keras.Metric:
     return keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")
 
