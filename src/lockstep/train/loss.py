@@ -124,28 +124,25 @@ class LossTotals:
         return float(total), float(count)
 
 
-class ReplicaLoss:
-    """The loss on one replica, in one pass over data."""
+def checked_sums(
+    loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool, step: int
+) -> tuple[Tensor, Tensor | float]:
+    """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
 
-    def __init__(self) -> None:
-        self._steps = 0
+    ``step`` counts the shards of a pass from 1: the first ones are checked.
 
-    def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
-        """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
-
-        Raises:
-            ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
-        """
-        sums = _totals(loss, sharded, shard)
-        self._steps += 1
-        if sharded and not has_sharded_logits(shard.outputs):
-            on_cpu, step = context.device.kind == "CPU", self._steps
-            if sums.label_means and (on_cpu or step == 1):
-                _check_label_means(loss, sums.label_means, on_cpu)
-            again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
-            if step == 1 or (on_cpu and sums.assumed_mean and again):
-                _check_parts(loss, shard, sums, context)
-        return sums
+    Raises:
+        ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
+    """
+    sums = _totals(loss, sharded, shard)
+    if sharded and not has_sharded_logits(shard.outputs):
+        on_cpu = context.device.kind == "CPU"
+        if sums.label_means and (on_cpu or step == 1):
+            _check_label_means(loss, sums.label_means, on_cpu)
+        again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
+        if step == 1 or (on_cpu and sums.assumed_mean and again):
+            _check_parts(loss, shard, sums, context)
+    return sums.total, sums.count
 
 
 def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:

@@ -33,7 +33,7 @@ from lockstep.train.arrays import (
 )
 from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint, write_line
+from lockstep.train.callbacks.progress import write_fingerprint
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
@@ -434,7 +434,7 @@ class Model:
             with noting_shapes(self.module) as shapes, torch.no_grad():
                 self(*args, **kwargs)
         if self.strategy.workers.is_chief:
-            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
+            console.write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.

@@ -31,7 +31,7 @@ from lockstep.train.batch import (
     unpack_labelled,
 )
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.loss import ReplicaLoss, no_examples
+from lockstep.train.loss import checked_sums, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
@@ -45,13 +45,13 @@ MetricInputs = list[tuple[Any, Any]]
 
 
 class ReplicaState:
-    """What one replica keeps from step to step: its metrics by name, its loss, and its sums since the last update."""
+    """What one replica keeps from step to step: its metrics by name, and its sums since the last update."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
         self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
-        self.loss = ReplicaLoss()
+        self.losses = 0  # how many shards, or microbatches, had a loss
         self.reset_sums()
 
     def reset_sums(self) -> None:
@@ -228,8 +228,9 @@ def _loss_sums(
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
     if setup.config.loss_takes_tensors:
         outputs = logits_of(outputs)
-    sums = state.loss.sums(setup.config.loss, ShardRows(outputs, batch, rows), context, sharded=sharded)
-    return sums.total, sums.count
+    state.losses += 1
+    shard = ShardRows(outputs, batch, rows)
+    return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses)
 
 
 def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:
