@@ -23,8 +23,10 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.train.batch import (
+    Count,
     LabelledBatch,
     ShardRows,
+    Sums,
     module_arguments,
     replica_of_step,
     unpack_inputs,
@@ -39,7 +41,6 @@ from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
-Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
 """The (outputs, targets) that the metrics of a replica are to be updated with."""
 
@@ -218,9 +219,7 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
-def _loss_sums(
-    setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int
-) -> tuple[Tensor, Count]:
+def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return no_examples(next(floating))
