@@ -34,6 +34,8 @@ def test_every_field_is_documented():
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 was given, expected at least 1"),
+        ({"layers": 0}, "layers=0 was given, expected at least 1"),
+        ({"dropout": 1.0}, "dropout=1.0 was given, expected at least 0 and at most 0.9"),
         ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
         ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
