@@ -42,6 +42,8 @@ def job(program: str, folder: str) -> dict[str, Any]:
     for name in ("functional", "recurrent"):
         model, history = programs.train(programs.PROGRAMS[name], strategy)
         found[name] = [torch.from_numpy(each) for each in model.get_weights()], history
+    loop = programs.train_in_loop("adam", strategy)
+    found["loop"] = {kind: [torch.as_tensor(each) for each in loop[kind]] for kind in loop}
     found["predicted"] = torch.from_numpy(model.predict(programs.TOKENS[:7], verbose=0))
     model.save(f"{folder}/{strategy.workers.index}.keras")
     try:
@@ -76,6 +78,15 @@ def test_weights_and_history_are_those_of_keras_alone(results: dict[str, Any], n
         assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) < 1e-6
         assert programs.largest_difference(found, history) < 2e-5
     assert all(map(lambda one, other: bool((one == other).all()), results["chief"][name][0], results["other"][name][0]))
+
+
+def test_a_loop_of_its_own_has_the_numbers_of_keras_alone(results: dict[str, Any]):
+    programs = load()
+    expected = programs.train_in_loop("adam", None)
+
+    for worker in ("chief", "other"):
+        for kind, found in results[worker]["loop"].items():
+            assert programs.largest_difference([each.numpy() for each in found], expected[kind]) < 2e-5
 
 
 def test_every_worker_has_all_predictions_and_the_chief_alone_saves(results: dict[str, Any]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -53,6 +53,13 @@ from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
 from lockstep.tracebacks import OwnFramesHidden
+
+Surround = Callable[
+    ["Strategy", Callable[..., Any], Sequence[int | None]],
+    AbstractContextManager[Callable[[], AbstractContextManager[None]]],
+]
+"""Given a strategy, a step function and the rows of each local shard: a block around the run of the step. It yields a
+block around the step in each replica."""
 
 _open: ContextVar[tuple[Strategy, ...]] = ContextVar("lockstep_scopes", default=())
 """The open scopes, the innermost last: all of one strategy."""
@@ -112,6 +119,7 @@ class Strategy(ABC):
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())
+        self._surrounds: list[Surround] = []
 
     @property
     @abstractmethod
@@ -161,7 +169,9 @@ class Strategy(ABC):
     if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
 
         def __getattr__(self, name: str) -> object:
-            raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
+            if name in tensorflow_names.STRATEGY:
+                raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
+            return object.__getattribute__(self, name)  # raises again what a property has raised, if it is one
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -226,10 +236,17 @@ class Strategy(ABC):
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
-        with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)):
+        with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)), ExitStack() as around:
+            for surround in self._surrounds:
+                in_replica = around.enter_context(surround(self, fn, rows))
+                bodies = [partial(_guarded, in_replica, body) for body in bodies]
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
+
+    def surround_steps(self, surround: Surround) -> None:
+        """Has every run from now on surrounded by what another library keeps for each run and each thread."""
+        self._surrounds.append(surround)
 
     def changes_spread(self) -> AbstractContextManager[None]:
         """A block during a run whose changes of the users' modules reach all copies."""

@@ -134,7 +134,8 @@ class TrainSetup:
     precision: Precision
     optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
-    own_step: OwnStep | None = None  # the ``train_step`` of a subclass of Model
+    train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
+    test_step: OwnStep | None = None
 
 
 def make_setup(

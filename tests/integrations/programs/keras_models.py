@@ -11,6 +11,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import numpy as np
+import torch
 from keras import layers
 
 import lockstep as ls
@@ -25,6 +26,7 @@ WEIGHTS = RANDOM.uniform(size=ROWS).astype("float32")
 IMAGES = RANDOM.normal(size=(ROWS, 10, 10, 3)).astype("float32")
 TOKENS = RANDOM.integers(1, 20, size=(ROWS, 9))
 TOKENS[np.arange(9)[None] >= RANDOM.integers(2, 10, size=ROWS)[:, None]] = 0  # ragged, 0 being the padding
+LOOP_BATCHES = [(torch.from_numpy(IMAGES[at : at + 16]), torch.from_numpy(LABELS[at : at + 16])) for at in (0, 16, 68)]
 ENTROPY = "SparseCategoricalCrossentropy"
 
 
@@ -161,6 +163,96 @@ PROGRAMS = {
 }
 
 
+LOOP_OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 20), global_clipnorm=0.1),
+    "scaled sgd": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9), initial_scale=64.0
+    ),
+}
+
+
+class Counted(layers.Layer):
+    """Holds numbers of its own: a sum over rows, a count of rows, a count of batches, and the mean of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_weight(shape=(8,), initializer="zeros", trainable=False, aggregation="sum")
+        self.rows = self.add_weight(initializer="zeros", dtype="int32", trainable=False, aggregation="sum")
+        self.batches = self.add_weight(initializer="zeros", trainable=False, aggregation="only_first_replica")
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x: Any) -> Any:
+        self.total.assign_add(keras.ops.sum(x, axis=0))
+        self.rows.assign_add(keras.ops.shape(x)[0])
+        self.batches.assign_add(1.0)
+        self.size.update_state(keras.ops.mean(keras.ops.abs(x)))
+        return x
+
+
+def with_states() -> keras.Model:
+    hidden = layers.SpectralNormalization(layers.Dense(6))
+    return keras.Sequential([keras.Input((8,)), Counted(), hidden, layers.Dense(3)])
+
+
+def autoencoder() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((10, 10, 3)),
+            layers.Conv2D(4, 3, activation="relu", padding="same"),
+            layers.MaxPooling2D(2, padding="same"),
+            layers.Conv2DTranspose(4, 3, strides=2, activation="relu", padding="same"),
+            layers.Conv2D(1, 3, activation="sigmoid", padding="same"),
+        ]
+    )
+
+
+def tagger() -> keras.Model:
+    return keras.Sequential([keras.Input((9,)), layers.Embedding(20, 8, mask_zero=True), layers.Dense(4)])
+
+
+class TorchModules(keras.Model):
+    """Of torch's modules, with buffers, and with one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.nn.Linear(8, 8)
+        self.inner = torch.nn.Sequential(shared, torch.nn.BatchNorm1d(8), torch.nn.ReLU(), shared)
+        self.frozen = layers.TorchModuleWrapper(torch.nn.Linear(8, 8), trainable=False)
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.frozen(self.inner(x)))
+
+
+PUBLISHED = {
+    "autoencoder": Program(
+        model=autoencoder,
+        compiled=lambda model: model.compile("adam", "binary_crossentropy"),
+        fitted={"x": IMAGES, "y": (IMAGES[..., :1] > 0).astype("float32")},
+    ),
+    "weights of time steps": Program(
+        model=tagger,
+        compiled=lambda model: model.compile("adam", entropy()),
+        fitted={"x": TOKENS, "y": TOKENS % 4, "sample_weight": RANDOM.uniform(size=TOKENS.shape).astype("float32")},
+    ),
+    "torch modules": Program(
+        model=TorchModules,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS, "validation_split": 0.1},
+    ),
+    "layers with states": Program(
+        model=with_states,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=[mean_size]),
+        fitted={"x": X, "y": LABELS},
+    ),
+}
+"""After programs of keras.io."""
+
+
+def mean_size(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y_pred))
+
+
 def top_2() -> keras.Metric:
     return keras.metrics.SparseTopKCategoricalAccuracy(2, name="top_2")
 
@@ -177,6 +269,58 @@ def train(
     keras.utils.set_random_seed(2)
     history = model.fit(**program.fitted, batch_size=BATCH, epochs=epochs, verbose=0)
     return model, history.history
+
+
+class Network(keras.Model):
+    """Not built before its first call; has batch norm, frozen weights and regularised ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = layers.Conv2D(6, 3, strides=2, use_bias=False, kernel_regularizer="l2")
+        self.norm, self.pool = layers.BatchNormalization(), layers.GlobalAveragePooling2D()
+        self.frozen = layers.Dense(8, activation="tanh", trainable=False)
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = keras.ops.relu(self.norm(self.convolution(x), training=training))
+        return self.out(self.frozen(self.pool(hidden)))
+
+
+class Loop:
+    """A model, an optimizer and a metric, and a step as TensorFlow's guide of distributed loops has it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.model, self.optimizer = Network(), optimizer
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy()
+        self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(self, x: Any, y: Any) -> Any:
+        logits = self.model(x, training=True)
+        loss = ls.compute_average_loss(self.loss(y, logits))
+        loss = loss + ls.scale_regularization_loss(sum(self.model.losses))
+        self.model.zero_grad()
+        self.optimizer.scale_loss(loss).backward()
+        weights = self.model.trainable_weights
+        gradients = [each.value.grad for each in weights]
+        with torch.no_grad():
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.accuracy.update_state(y, logits)
+        return loss.detach()
+
+
+def train_in_loop(optimizer: str, strategy: ls.Strategy | None) -> dict[str, list[Any]]:
+    """Trains in a loop of its own. Returns losses and accuracies, the weights, and the optimizer's state."""
+    keras.utils.set_random_seed(1)
+    loop, seen = Loop(LOOP_OPTIMIZERS[optimizer]()), []
+    if strategy is not None:
+        distribute(loop.model, strategy, sync_batchnorm=True)
+    for _ in range(2):
+        for batch in LOOP_BATCHES if strategy is None else strategy.distribute_dataset(LOOP_BATCHES):
+            losses = loop.step(*batch) if strategy is None else strategy.run(loop.step, args=batch)
+            seen.append(float(losses if strategy is None else strategy.reduce("SUM", losses)))
+        seen.append(float(loop.accuracy.result()))
+    state = [each.numpy() for each in loop.optimizer.variables]
+    return {"seen": seen, "weights": loop.model.get_weights(), "state": state}
 
 
 def largest_difference(one: Any, other: Any) -> float:

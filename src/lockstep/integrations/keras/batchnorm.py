@@ -24,11 +24,11 @@ def synchronize_batchnorms(model: Any) -> None:
 def _moments(layer: Any, alone: Callable[..., Any], inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mean and variance over all axes but the layer's own, each of shape [channels]."""
     context, shard = get_replica_context(), current_shard.get()
-    if context is None or shard is None:
+    if context is None:
         return alone(inputs, mask)  # type: ignore[no-any-return]
     axes = tuple(layer._reduction_axes)
     weights = torch.ones((), dtype=inputs.dtype, device=inputs.device) if mask is None else mask[..., None]
-    weights = weights.to(inputs.dtype).expand_as(inputs) * (shard.rows > 0)
+    weights = weights.to(inputs.dtype).expand_as(inputs) * (shard is None or shard.rows > 0)
     size = _summed(context, weights, axes)
     mean = _summed(context, inputs * weights, axes) / size
     shape = [1 if axis in axes else length for axis, length in enumerate(inputs.shape)]

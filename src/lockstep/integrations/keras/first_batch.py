@@ -1,7 +1,8 @@
 """Compares the first batch with Keras's own numbers, before anything is updated with it.
 
-The loss and the metrics of the whole batch on one device, in evaluation mode, must be what those of the shards add up
-to. They are not where a loss or a metric is no mean or sum over rows: a contrastive loss, a correlation, a maximum.
+The loss, the metrics and what layers assign for the whole batch on one device, in evaluation mode, must be what those
+of the shards add up to. They are not where one is no mean or sum over rows: a contrastive loss, a correlation, a
+maximum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
 
@@ -30,7 +32,7 @@ def check_first_batch(
     run: Callable[[Callable[[Any, int], Changes]], list[Changes]],
     rows: int,
 ) -> None:
-    """Raises a ConfigError that names the loss or metric which shards of a batch cannot compute.
+    """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
         model: a compiled model, whose variables stay as they are.
@@ -39,10 +41,10 @@ def check_first_batch(
         run: runs a step in each local replica, on its shard of the batch.
         rows: of the batch.
     """
-    whole = _metrics_of_whole(model, variables, data, rows)
+    whole = _changes_of_whole(model, variables, data, rows)
     with torch.no_grad():
-        sums = variables.sum_metrics(run(Step(model=model, variables=variables, rows=rows).evaluate))
-    states = {id(each): (one, other) for each, one, other in zip(variables.metrics, sums, whole, strict=True)}
+        sums = list(variables.sum_changes(run(Step(model=model, variables=variables, rows=rows).evaluate)))
+    states = {id(each): (change, whole[id(each)]) for each, change in sums}
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
     exact = all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
     if not _close(total, expected, _LOSS_TOLERANCE if exact else _HALF_TOLERANCE):
@@ -57,19 +59,28 @@ def check_first_batch(
                 f"the metric {metric.name!r} cannot be merged: its state after the first batch is not the sum of those "
                 "after the shards of the batch; compute it from model.predict after the training"
             )
+    for each, change in sums[len(variables.metrics) :]:
+        if not _close(change, whole[id(each)], _METRIC_TOLERANCE):
+            raise ConfigError(
+                f"the variable {each.path!r} cannot be merged: the shards of the first batch do not change it by the "
+                'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
+                '"only_first_replica" if it counts batches'
+            )
 
 
-def _metrics_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> list[Tensor]:
-    """The values of the metrics' variables after one batch, by Keras alone on one device."""
+def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:
+    """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by id."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    with torch.no_grad(), stateless_scope() as scope:
-        scope.state_mapping.update((id(each), each.value) for each in variables.trainable)
-        scope.state_mapping.update((id(each), torch.zeros_like(each.value)) for each in variables.metrics)
+    whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
+    with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole):
+        before = {id(each): torch.zeros_like(each.value) for each in variables.metrics}
+        before |= {id(each): each.value for each in (*variables.trainable, *variables.others)}
+        scope.state_mapping.update(before)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         model._loss_tracker.update_state(loss, sample_weight=rows)
         model.compute_metrics(x, y, outputs, sample_weight=weight)
-    return [scope.get_current_value(each) for each in variables.metrics]
+    return {each: scope.state_mapping[each] - value for each, value in before.items() if value.dtype != torch.bool}
 
 
 def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:

@@ -60,5 +60,23 @@ def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return transpose
 
 
+def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``_transpose_conv_kernel`` of Keras, with strides that torch's backward takes for a single row.
+
+    It refuses those of a kernel with one output channel, in Keras alone too, where a batch of one row is rare.
+    """
+
+    @wraps(original)
+    def transpose(kernel: Tensor) -> Tensor:
+        kernel = original(kernel)
+        if kernel.dim() != 4 or kernel.shape[0] != 1 or get_replica_context() is None:
+            return kernel
+        return kernel.clone(memory_format=torch.contiguous_format)
+
+    return transpose
+
+
 if hasattr(keras_nn, "_transpose_spatial_inputs"):
     keras_nn._transpose_spatial_inputs = _without_copy(keras_nn._transpose_spatial_inputs)
+if hasattr(keras_nn, "_transpose_conv_kernel"):
+    keras_nn._transpose_conv_kernel = _with_plain_strides(keras_nn._transpose_conv_kernel)

@@ -26,9 +26,11 @@ from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
+from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
 from lockstep.integrations.keras.first_batch import check_first_batch
 from lockstep.integrations.keras.kernels import fuse_batchnorms
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.torch_modules import replicate_torch_modules
 from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
@@ -53,7 +55,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         The same model. ``compile``, ``fit``, ``evaluate``, ``predict``, callbacks and ``save`` are Keras's own.
 
     Raises:
-        ConfigError: a layer wraps a torch module, or the strategy divides models.
+        ConfigError: the strategy divides models.
         TypeError: ``model`` is no Keras model.
         UsageError: the model belongs to another strategy already.
 
@@ -76,17 +78,13 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         if model._distribution.strategy is not strategy:
             raise UsageError("this model belongs to another strategy already; build it anew for this one")
         return model
-    wrapped = [each.name for each in model._flatten_layers() if isinstance(each, keras.layers.TorchModuleWrapper)]
-    if wrapped:
-        raise ConfigError(
-            f"the layer {wrapped[0]!r} wraps a torch module, whose parameters Keras's replicas would share; build the "
-            "model of Keras's layers, or train the torch module by ls.Model"
-        )
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
+    replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
     object.__setattr__(model, "_distribution", Distribution(strategy))  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
     model.train_function = model.test_function = model.predict_function = None
+    allow_custom_steps(model, strategy)
     return model
 
 
@@ -128,7 +126,10 @@ class Distribution:
         return (PerReplica(shards), PerReplica(own.sizes)), rows
 
     def compare_weights(self, model: Any) -> None:
-        """Raises a UsageError if workers have models with different variables."""
+        """Raises a UsageError if workers have models with different variables. Compares them once."""
+        if self.weights_are_compared:
+            return
+        self.weights_are_compared = True
         if other := self._other("weights of a Keras model", lambda: _digest(model.variables)):
             raise UsageError(
                 f"{other} has other weights than {self.strategy.workers.names[0]}; call keras.utils.set_random_seed "
@@ -151,6 +152,23 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
     train_function: Any
     test_function: Any
     predict_function: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own, in a step of all replicas too."""
+        context = get_replica_context()
+        if context is not None and context.strategy is not self._distribution.strategy:
+            raise UsageError(f"the model {self.name!r} is called in a step of another strategy than its own")
+        if context is not None and not self._distribution.weights_are_compared:
+            prepare_in_step(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of torch; in a replica for the gradients of the replica."""
+        if get_replica_context() is None:
+            super().zero_grad(set_to_none)
+        else:
+            for each in self.trainable_variables:
+                each.value.grad = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Keras's own."""
@@ -180,7 +198,9 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
         step = Step(model=self, variables=self._distribution.variables(self), rows=rows)
         with torch.no_grad():
-            return strategy.gather(strategy.run(step.predict, shards), axis=0)
+            outputs, changes = strategy.run(step.predict, shards)
+            step.variables.apply(strategy.local_results(changes))
+            return strategy.gather(outputs, axis=0)
 
     def make_train_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``train_step`` of this class."""
@@ -224,9 +244,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         distribution, strategy = self._distribution, self._distribution.strategy
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
-        if not distribution.weights_are_compared:
-            distribution.compare_weights(self)
-            distribution.weights_are_compared = True
+        distribution.compare_weights(self)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
             check_first_batch(self, distribution.variables(self), data, lambda step: self._run(step, shards), rows)
             distribution.first_batch_is_checked = True
@@ -256,6 +274,11 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if self.run_eagerly or self.jit_compile:
             option = "run_eagerly" if self.run_eagerly else "jit_compile"
             raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; leave it out")
+        if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
+            raise ConfigError(
+                f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
+                "train with a policy of float32 or mixed_bfloat16"
+            )
 
     def _checked(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """A step function of Keras, which raises a ConfigError if it has not come to a step of all replicas."""

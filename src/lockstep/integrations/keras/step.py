@@ -52,12 +52,13 @@ class Step:
             share, _ = self._loss(context, data, rows, training=False)
             return values.changes((), share)
 
-    def predict(self, data: Any, rows: int) -> Any:
-        """The outputs."""
+    def predict(self, data: Any, rows: int) -> tuple[Any, Changes]:
+        """The outputs, and what layers have assigned and drawn."""
         context = replica_of_step()
-        with self._variables(context):
+        with self._variables(context) as values:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
-            return keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
+            outputs = keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
+            return outputs, values.changes((), rows / self.rows)
 
     def _variables(self, context: ReplicaContext) -> AbstractContextManager[ReplicaVariables]:
         return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
@@ -72,9 +73,9 @@ class Step:
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
             loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
-        with torch.no_grad():
-            self.model._loss_tracker.update_state(loss, sample_weight=rows)
-            self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+            with torch.no_grad():
+                self.model._loss_tracker.update_state(loss, sample_weight=rows)
+                self.model.compute_metrics(x, y, outputs, sample_weight=weight)
         return shard.share, loss
 
 

@@ -1,0 +1,336 @@
+"""Custom training loops: Keras's variables, metrics and optimizers in a step that the user gives ``strategy.run``.
+
+    a weight                a leaf of its own in each replica, so ``loss.backward()`` leaves ``weight.value.grad`` there
+    optimizer.apply         waits for all replicas, sums their gradients and updates the weights once
+    metric.update_state     counts in the replica; after the run the states of all replicas are added up
+    other state of layers   averaged over the rows after the run, as by ``fit``
+
+Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import keras
+import torch
+from keras.src.backend.common import global_state
+from keras.src.losses import loss as keras_losses
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import ConfigError, UsageError
+from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.torch_modules import buffer_variables
+from lockstep.integrations.keras.variables import DefaultGenerators, seed_of_replica
+from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.strategies.base import Strategy
+from lockstep.train.batch import replica_of_step
+
+_SCOPE = "stateless_scope"
+"""Keras's name for the scope of a thread."""
+_SEED_NAME = "seed_generator_state"
+"""Keras's name for the variable of every seed generator."""
+
+
+class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types
+    """The values that variables have in one replica during one step. A value is made when it is first asked for.
+
+    In a ``merge_call``, which runs once for all replicas, variables have their own values.
+
+    Args:
+        context: of the replica.
+        keeps: whether a layer of a distributed model keeps a variable, such as statistics.
+        default_seed: the variable of the replica's own default seed generator.
+
+    Attributes:
+        assigned: the variables that the step has assigned, by id.
+    """
+
+    def __init__(self, context: ReplicaContext, keeps: Callable[[Any], bool], default_seed: Any) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.assigned: dict[int, Any] = {}
+        self._context, self._keeps, self._default_seed = context, keeps, default_seed
+        self._known: dict[int, Any] = {}  # a variable that is gone would leave its id to another one
+
+    def get_current_value(self, variable: Any) -> Tensor | None:
+        """Called by Keras for a variable's value; None is for the variable's own."""
+        return None if self._is_direct(variable) or variable._value is None else self._value(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Called by Keras when a variable is assigned. Raises a UsageError if the replicas' values cannot be merged."""
+        variable, value = update
+        if self._is_direct(variable):
+            variable._direct_assign(value)
+            return
+        is_merged = variable.aggregation != "none" or _is_seed(variable) or self._keeps(variable)
+        if variable.trainable or not is_merged:
+            what = "is trained" if variable.trainable else "has aggregation='none' and is in no distributed model"
+            raise UsageError(
+                f"the step assigns the variable {variable.path!r} in each replica, and it {what}; assign it outside "
+                "strategy.run, or give a variable that is not trained aggregation='sum', 'mean' or 'only_first_replica'"
+            )
+        self._known[id(variable)] = self.assigned[id(variable)] = variable
+        self.state_mapping[id(variable)] = value
+
+    def holds(self, tensors: set[int]) -> bool:
+        """Whether the step has used a variable whose own value is one of these tensors, given by their ids."""
+        return any(id(each._value) in tensors for each in self._known.values())
+
+    def forget(self, variables: Sequence[Any]) -> None:
+        """Has the next value of each variable be its own at that time, without a gradient."""
+        for each in variables:
+            self.state_mapping.pop(id(each), None)
+
+    def part(self, variable: Any, share: float) -> Tensor:
+        """What is added up over the replicas for a variable. ``share`` is that of this replica's rows in the batch."""
+        value = self._value(variable)
+        if variable.aggregation == "sum":
+            return value
+        if _is_seed(variable):
+            value = value - self._first_value(variable)
+        elif value.is_floating_point() and variable.aggregation != "only_first_replica":
+            return value * share
+        return value if self._context.replica_id_in_sync_group == 0 else torch.zeros_like(value)
+
+    def _value(self, variable: Any) -> Tensor:
+        if id(variable) not in self.state_mapping:
+            self._known[id(variable)] = variable
+            self.state_mapping[id(variable)] = self._first_value(variable)
+        value: Tensor = self.state_mapping[id(variable)]
+        return value
+
+    def _first_value(self, variable: Any) -> Tensor:
+        value: Tensor = variable._value.detach().to(self._context.device.torch_device)
+        if variable.aggregation == "sum":
+            return torch.zeros_like(value)
+        if _is_seed(variable):
+            return seed_of_replica(value, self._context.replica_id_in_sync_group)
+        return value.requires_grad_() if variable.trainable and value.is_floating_point() else value
+
+    def _is_direct(self, variable: Any) -> bool:
+        return variable is self._default_seed or get_replica_context() is None
+
+
+class CustomSteps:
+    """Surrounds the steps that a strategy runs, once it has a Keras model.
+
+    Attributes:
+        models: the models that the strategy has.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.models: WeakSet[Any] = WeakSet()
+        self._default_generators = DefaultGenerators(strategy)
+        strategy.surround_steps(self._surround)
+
+    @contextmanager
+    def _surround(
+        self, strategy: Strategy, fn: Callable[..., Any], rows: Sequence[int | None]
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Around a run of ``fn``. Yields the block around it in each replica; afterwards merges what they assigned."""
+        if isinstance(getattr(fn, "__self__", None), Step):  # of fit, which does all this by itself
+            yield nullcontext
+            return
+        generators = self._default_generators.generators()
+        steps: dict[int, StepVariables] = {}
+        kept: set[int] = set()
+
+        def keeps(variable: Any) -> bool:
+            if id(variable) not in kept:  # at first none is, and a model may be built in the step
+                kept.update(
+                    id(each)
+                    for model in self.models
+                    for each in (*model.non_trainable_variables, *buffer_variables(model))
+                )
+            return id(variable) in kept
+
+        @contextmanager
+        def in_replica() -> Iterator[None]:
+            context = replica_of_step()
+            generator = generators[context.local_replica]
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
+            steps[context.local_replica] = StepVariables(context, keeps, generator.state)
+            with keras.device(str(context.device.torch_device)), steps[context.local_replica]:
+                yield
+
+        yield in_replica
+        _merge(strategy, [steps[replica] for replica in sorted(steps)], rows)
+
+
+_custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
+
+
+def allow_custom_steps(model: Any, strategy: Strategy) -> None:
+    """Has the steps that a strategy runs train a model as ``fit`` would."""
+    if strategy not in _custom_steps:
+        _custom_steps[strategy] = CustomSteps(strategy)
+    _custom_steps[strategy].models.add(model)
+
+
+def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
+    """Before the first call of a model in a step: builds it, and compares its weights with those of other workers.
+
+    Every replica calls it, with the arguments of its call.
+    """
+    context = replica_of_step()
+
+    def prepare(given: list[Any]) -> None:
+        args, kwargs = keras.tree.map_structure(_symbolic, given[0])
+        with _without_scope(context.strategy.devices[0].torch_device):
+            if not model.built:
+                model(*args, **kwargs)
+            model._distribution.compare_weights(model)
+
+    context.meet(f"the first call of {model.name}", (args, kwargs), prepare)
+
+
+@torch.no_grad()
+def _merge(strategy: Strategy, steps: Sequence[StepVariables], rows: Sequence[int | None]) -> None:
+    """Brings what the steps of all replicas have assigned to the variables themselves."""
+    assigned = {key: each for step in steps for key, each in step.assigned.items()}
+    if not assigned:
+        return
+    counts = [1 if each is None else each for each in rows]
+    total = max(1, int(strategy.reduce("sum", PerReplica(counts))))
+    parts = [
+        [step.part(each, count / total) for each in assigned.values()]
+        for step, count in zip(steps, counts, strict=True)
+    ]
+    for each, value in zip(assigned.values(), _summed(strategy, parts), strict=True):
+        if each.aggregation == "sum" or _is_seed(each):
+            each.assign_add(value)
+        else:
+            each.assign(value)
+
+
+def _summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
+    like = parts[0]
+    dtypes = list(dict.fromkeys(each.dtype for each in like))
+    flat = [
+        PerReplica([torch.cat([each.reshape(-1) for each in own if each.dtype == dtype]) for own in parts])
+        for dtype in dtypes
+    ]
+    sums = {
+        dtype: iter(total.split([each.numel() for each in like if each.dtype == dtype]))
+        for dtype, total in zip(dtypes, strategy.reduce("sum", flat), strict=True)
+    }
+    return [next(sums[each.dtype]).view(each.shape) for each in like]
+
+
+def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.apply``, which in a replica is one update with the sums of all replicas' gradients."""
+
+    @wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        context = get_replica_context()
+        if context is None:
+            return original(self, grads, trainable_variables)
+        step = global_state.get_global_attribute(_SCOPE)
+        if not isinstance(step, StepVariables):
+            raise UsageError(
+                f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
+                "model = distribute(model) in the strategy's scope before strategy.run"
+            )
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        strategy = context.strategy
+
+        @torch.no_grad()
+        def update(given: list[list[Tensor | None]]) -> None:
+            with _without_scope(variables[0]._value.device):
+                original(self, _sums(strategy, given, variables), variables)
+
+        context.meet(f"{self.name}.apply", list(grads), update)
+        step.forget(variables)
+        return None
+
+    return apply
+
+
+def _sums(
+    strategy: Strategy, given: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
+) -> list[Tensor | None]:
+    """The sums of the replicas' gradients of each variable; None where no replica has one."""
+    parts = [
+        [
+            *(
+                torch.zeros_like(each._value) if gradient is None else gradient.detach()
+                for each, gradient in zip(variables, own, strict=True)
+            ),
+            torch.tensor([float(gradient is not None) for gradient in own]),
+        ]
+        for own in given
+    ]
+    *sums, used = _summed(strategy, parts)
+    return [
+        each.to(variable._value.device) if is_used else None
+        for each, variable, is_used in zip(sums, variables, used.tolist(), strict=True)
+    ]
+
+
+def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``reduce_weighted_values`` of Keras, without the means of a shard, which do not add up to that of the batch."""
+
+    @wraps(original)
+    def reduce(values: Any, *args: Any, **kwargs: Any) -> Any:
+        reduction = kwargs.get("reduction", args[2] if len(args) > 2 else "sum_over_batch_size")
+        own = isinstance(global_state.get_global_attribute(_SCOPE), StepVariables)
+        context = get_replica_context() if own and reduction not in (None, "none", "sum") else None
+        if context is not None and context.num_replicas_in_sync > 1 and keras.ops.ndim(values):
+            raise ConfigError(
+                f"a loss with reduction={reduction!r} in a step is the mean of one replica's shard, and the means of "
+                "shards do not add up to that of the batch; make it with reduction=None, and give what it returns to "
+                "ls.compute_average_loss(losses, global_batch_size=...)"
+            )
+        return original(values, *args, **kwargs)
+
+    return reduce
+
+
+def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises a UsageError if a step updates the weights of a Keras model by an optimizer of torch."""
+    step = global_state.get_global_attribute(_SCOPE)
+    if isinstance(step, StepVariables) and step.holds(
+        {id(p) for each in optimizer.param_groups for p in each["params"]}
+    ):
+        raise UsageError(
+            f"torch's {type(optimizer).__name__}.step was called in a replica on the weights of a Keras model, which "
+            "have no gradients there; use an optimizer of Keras: optimizer.apply(gradients, model.trainable_variables)"
+        )
+
+
+def _is_seed(variable: Any) -> bool:
+    return variable.name == _SEED_NAME  # type: ignore[no-any-return]
+
+
+def _symbolic(leaf: Any) -> Any:
+    return (
+        keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+    )
+
+
+@contextmanager
+def _without_scope(device: torch.device) -> Iterator[None]:
+    """A block in which a thread's variables have their own values, and new ones are made on ``device``."""
+    scope = global_state.get_global_attribute(_SCOPE)
+    global_state.set_global_attribute(_SCOPE, None)
+    try:
+        with keras.device(str(device)):
+            yield
+    finally:
+        global_state.set_global_attribute(_SCOPE, scope)
+
+
+# Keras has no other place between a gradient and its use, nor between the values of a loss and their mean. Outside
+# replicas nothing changes.
+for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+    _optimizer.apply = _updating_once(_optimizer.apply)
+keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
+register_optimizer_step_pre_hook(_refuse_torch_step)

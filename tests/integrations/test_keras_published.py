@@ -1,0 +1,95 @@
+"""Programs after those of keras.io on replicas, beside the same programs by Keras alone on one device."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+keras = pytest.importorskip("keras")
+
+import lockstep as ls  # noqa: E402
+from lockstep.errors import ConfigError, UsageError  # noqa: E402
+from lockstep.integrations.keras import distribute  # noqa: E402
+
+PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
+KERAS = SimpleNamespace(**runpy.run_path(PROGRAM, run_name="keras_models"))
+EXACT = 1e-6
+MakeStrategy = Callable[..., ls.MirroredStrategy]
+
+
+@pytest.mark.parametrize("name", list(KERAS.PUBLISHED))
+def test_weights_history_and_predictions_are_those_of_keras_alone(name: str, make_strategy: MakeStrategy):
+    program = KERAS.PUBLISHED[name]
+    expected, history = KERAS.train(program, None)
+    expected_outputs = expected.predict(program.fitted["x"], verbose=0)
+
+    for replicas in (2, 3):
+        model, found = KERAS.train(program, make_strategy(replicas))
+        outputs = model.predict(program.fitted["x"], verbose=0)
+
+        assert KERAS.largest_difference(found, history) < 20 * EXACT
+        assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
+        assert KERAS.largest_difference([outputs], [expected_outputs]) < 20 * EXACT
+
+
+class AlwaysNoisy(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+
+
+def test_predictions_that_are_drawn_differ_from_call_to_call(make_strategy: MakeStrategy):
+    model = distribute(keras.Sequential([keras.Input((8,)), AlwaysNoisy()]), make_strategy(2))
+
+    drawn = [model.predict(KERAS.X[:8], verbose=0) for _ in range(2)]
+
+    assert (drawn[0] != drawn[1]).all()
+
+
+class Total(keras.layers.Layer):
+    """Adds up its inputs without saying so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.add_weight(shape=(8,), initializer="zeros", trainable=False, name="of_rows")
+
+    def call(self, x: Any) -> Any:
+        self.total.assign_add(keras.ops.sum(x, axis=0))
+        return x
+
+
+def quantized() -> Any:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    model.quantize("float8")
+    return model
+
+
+def drawing_from(generator: Any) -> Any:
+    noise = keras.layers.Lambda(lambda x: x + keras.random.normal(keras.ops.shape(x), seed=generator))
+    return keras.Sequential([keras.Input((8,)), noise, keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "named"),
+    [
+        (lambda: keras.Sequential([keras.Input((8,)), Total(), keras.layers.Dense(3)]), ConfigError, "of_rows"),
+        (quantized, ConfigError, "float8"),
+        (lambda: drawing_from(keras.random.SeedGenerator(1)), UsageError, "seed_generator"),
+    ],
+)
+def test_variables_that_replicas_cannot_merge_are_refused(
+    model: Callable[[], Any], error: type[Exception], named: str, make_strategy: MakeStrategy
+):
+    ours = distribute(model(), make_strategy(2))
+    ours.compile("sgd", KERAS.entropy())
+
+    with pytest.raises(error, match=named):
+        ours.fit(KERAS.X, KERAS.LABELS, verbose=0)
