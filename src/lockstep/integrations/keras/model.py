@@ -3,8 +3,8 @@
     Keras's loop -> batch -> shards -> step in each replica -> sums over the replicas -> Keras's optimizer, once
 
 The model stays the object that it was, with its layers, variables and optimizer; its class becomes a subclass of its
-own, in which the steps are ours. A ``train_step`` of the model's class that calls ``super().train_step`` calls ours; one
-that computes the step by itself runs in each replica.
+own, in which the steps are ours. A ``train_step`` of the model's class that calls ``super().train_step`` calls ours;
+one that computes the step by itself runs in each replica.
 """
 
 from __future__ import annotations
