@@ -153,7 +153,7 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
     def _with_gradient(self, value: Tensor) -> Tensor:
         value.requires_grad_()
         if self.sums_gradients:
-            value.register_hook(self._refuse_shard)
+            value.register_hook(self._refuse_shard)  # type: ignore[no-untyped-call]
         return value
 
     def _refuse_shard(self, _: Tensor) -> None:

@@ -310,11 +310,11 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":
             return results[0]
-        results = [
+        outputs = [
             keras.tree.map_structure(lambda output, size=size: output[:size], result)
             for result, size in zip(results, sizes, strict=True)
         ]
-        return distribution.strategy.gather(merge(results), axis=0)
+        return distribution.strategy.gather(merge(outputs), axis=0)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -154,7 +154,7 @@ class WholeGradients(TorchFunctionMode):
         for dtype in dict.fromkeys(each.dtype for each in own):
             parts = [each for each in own if each.dtype == dtype]
             total: Tensor = self._context.all_reduce("sum", torch.cat([each.reshape(-1) for each in parts]))
-            sums[dtype] = iter(total.split([each.numel() for each in parts]))
+            sums[dtype] = iter(total.split([each.numel() for each in parts]))  # type: ignore[no-untyped-call]
         return [next(sums[each.dtype]).view(each.shape) for each in own]
 
 
