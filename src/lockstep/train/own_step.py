@@ -19,11 +19,10 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.data.structure import named_leaves, rows_of
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.train.batch import LabelledBatch, module_arguments
+from lockstep.train.batch import LabelledBatch, Sums, module_arguments
 
 OwnStep = WeakMethod[Callable[["TrainStep"], Any]]
 """The ``train_step`` or ``test_step`` of a Model, which owns what holds this."""
-Sums = tuple[Tensor, Tensor | float]
 Measure = Callable[[Any, LabelledBatch, int], Sums]
 """Computes the total and the count of the compiled loss, of outputs and targets of a number of rows."""
 
@@ -73,7 +72,7 @@ class TrainStep:
         if self._loss is not None:
             raise UsageError("step.loss was called twice in one step; give it the outputs of all passes at once")
         batch = LabelledBatch(self.x, y, self.sample_weight if sample_weight is None else sample_weight)
-        found = (rows_of(leaf) for _, leaf in named_leaves([y]))
+        found = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
         rows = next((rows for rows in found if rows is not None), self._rows)
         self._loss = ShardLoss(outputs, batch, rows, self._measure(outputs, batch, rows))
         return self._loss
