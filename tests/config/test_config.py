@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -98,6 +99,17 @@ def test_a_model_without_a_scope_lets_go_of_its_device_and_goes_on(cpu):
 def test_names_of_tensorflow_lead_to_ours(owner, name: str, hint: str):
     with pytest.raises(AttributeError, match=hint):
         getattr(owner, name)
+
+
+class Failing(ls.MirroredStrategy):
+    @property
+    def grid(self) -> str:
+        return self.nonsense_inside  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_error_inside_a_property_of_a_strategy_is_its_own(cpu):
+    with closing(Failing()) as strategy, pytest.raises(AttributeError, match="nonsense_inside"):
+        _ = strategy.grid
 
 
 def test_devices_that_could_not_be_resolved_are_not_in_use(cpu):

@@ -134,6 +134,27 @@ def test_validation_data_is_a_tuple_of_arrays(make_strategy: MakeStrategy, weigh
     assert history.history["val_loss"] == [pytest.approx(expected, abs=1e-6)]
 
 
+def test_validation_takes_its_own_batch_size_and_the_first_batches(make_strategy: MakeStrategy):
+    x, y = rows()
+    model, sizes = make_model(make_strategy(2)), []
+    count = LambdaCallback(on_test_batch_begin=lambda batch, logs: sizes.append(batch))
+    held_out, settings = (x[:10], y[:10]), {"epochs": 2, "shuffle": False, "callbacks": [count], "verbose": 0}
+
+    history = model.fit(
+        x, y, 5, validation_data=held_out, validation_batch_size=3, validation_steps=2, **settings
+    ).history["val_loss"]
+
+    first = nn.functional.cross_entropy(nn.functional.linear(x[:6], *weights(model)), y[:6]).item()
+    assert history[-1] == pytest.approx(first, abs=1e-6)
+    assert sizes == [0, 1, 0, 1]
+    batches = ((x[start : start + 3], y[start : start + 3]) for _ in range(2) for start in (0, 3, 6))
+    other = make_model(make_strategy(2))
+    endless = other.fit(x, y, 5, validation_data=batches, validation_steps=2, **(settings | {"epochs": 1}))
+    assert endless.history["val_loss"] == [pytest.approx(history[0], abs=1e-6)]
+    few = other.fit(x, y, 5, validation_split=0.5, validation_batch_size=4, validation_steps=9, **settings)
+    assert few.epoch == [0, 1]
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +182,51 @@ def test_several_inputs_are_a_dict_or_a_tuple(make_strategy: MakeStrategy):
         )
     assert_close(trained[0], trained[1])
     assert_close(trained[0], trained[2])
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inner = TwoInputs()
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(left, right), self.inner(right, left)
+
+
+def test_validation_data_may_be_tuples_of_several_inputs_and_targets(make_strategy: MakeStrategy):
+    x, _ = rows(8)
+    inputs, targets = (x[:, :2], x[:, 2:]), (x[:, :3], x[:, 1:])
+    with make_strategy(2).scope():
+        model = Model(TwoOutputs())
+    model.compile("sgd", lambda found, meant: (found[0] - meant[0]).square() + (found[1] - meant[1]).abs())
+    held_out = (tuple(each[:5] for each in inputs), tuple(each[:5] for each in targets))
+
+    history = model.fit(inputs, targets, 4, validation_data=held_out, verbose=0)
+
+    left, right = model.predict(held_out[0], 5)
+    expected = ((left - targets[0][:5]).square() + (right - targets[1][:5]).abs()).mean().item()
+    assert history.history["val_loss"] == [pytest.approx(expected, abs=1e-6)]
+
+
+def test_tables_of_pandas_train_as_their_numbers_do(make_strategy: MakeStrategy):
+    pandas = pytest.importorskip("pandas")
+    x, y = rows()
+    frame = pandas.DataFrame(x.double().numpy(), columns=list("abcd"))
+    frame["d"] = frame["d"] > 0
+    numbers = torch.cat([x[:, :3], (x[:, 3:] > 0).float()], 1)
+    model = make_model(make_strategy(2))
+    torch.manual_seed(11)
+
+    weight = pandas.Series(torch.ones(22).numpy())
+    model.fit(frame, pandas.Series(y.numpy()), 5, 2, sample_weight=weight, validation_data=(frame, y), verbose=0)
+
+    assert_close(weights(model), by_hand(numbers, y))
+    torch.testing.assert_close(model.predict(frame), model.predict(numbers))
+    torch.testing.assert_close(model(frame[:3]), model(numbers[:3]))
+    torch.testing.assert_close(model.predict({"input": frame.convert_dtypes()}), model.predict(numbers))
+    with pytest.raises(DataError, match="x has columns that are no numbers: name"):
+        model.predict(frame.assign(name="a"))
 
 
 def test_a_fit_on_arrays_resumes_at_the_sample(make_strategy: MakeStrategy, tmp_path: Path):
@@ -235,6 +301,26 @@ MISTAKES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
         ConfigError,
         ("validation_split", "validation_data"),
         lambda model, x, y: model.fit(x, y, validation_split=0.5, validation_data=(x, y)),
+    ),
+    "validation size of batches": (
+        ConfigError,
+        ("validation_batch_size",),
+        lambda model, x, y: model.fit(x, y, validation_data=[(x, y)], validation_batch_size=2),
+    ),
+    "validation size without validation": (
+        ConfigError,
+        ("validation_batch_size",),
+        lambda model, x, y: model.fit(x, y, validation_batch_size=2),
+    ),
+    "validation steps without validation": (
+        ConfigError,
+        ("validation_steps",),
+        lambda model, x, y: model.fit(x, y, validation_steps=2),
+    ),
+    "no validation steps": (
+        ConfigError,
+        ("validation_steps=0",),
+        lambda model, x, y: model.fit(x, y, validation_split=0.5, validation_steps=0),
     ),
     "batch of none": (ConfigError, ("batch_size=0",), lambda model, x, y: model.fit(x, y, 0)),
     "epochs as batches": (ConfigError, ("batch_size=[",), lambda model, x, y: model.fit(x, y, [x])),

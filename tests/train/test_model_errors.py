@@ -225,7 +225,7 @@ class OwnLoss:
     def compute_loss(self, *_: Any) -> None: ...
 
 
-@pytest.mark.parametrize("name", ["test_step", "predict_step", "compute_loss", "forward"])
+@pytest.mark.parametrize("name", ["training_step", "predict_step", "compute_loss", "forward"])
 def test_steps_in_a_subclass_are_refused_when_it_is_defined(name: str):
     with pytest.raises(UsageError, match=f"class Distiller defines {name}"):
         type("Distiller", (Model,), {name: lambda self, batch: None})
@@ -235,7 +235,9 @@ def test_steps_of_a_mixin_or_set_on_an_object_are_refused_too(model: Model):
     with pytest.raises(UsageError, match=r"class Mixed defines compute_loss.*strategy\.run"):
         type("Mixed", (OwnLoss, Model), {})
     with pytest.raises(UsageError, match="train_step"):
-        model.train_step = lambda batch: None  # type: ignore[attr-defined]
+        model.train_step = lambda batch: None  # type: ignore[method-assign, assignment, misc]
+    with pytest.raises(UsageError, match="test_step"):
+        model.test_step = lambda batch: None  # type: ignore[method-assign, assignment, misc]
 
 
 def test_a_subclass_with_other_methods_trains(make_strategy: MakeStrategy, batches: Batches):

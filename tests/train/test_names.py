@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.train.accuracy import Accuracy
+from lockstep.train.classification import Accuracy
 from lockstep.train.model import Model
 
 if TYPE_CHECKING:
@@ -146,6 +146,41 @@ def test_accuracy_knows_its_outputs_by_the_loss_and_the_shapes(make_strategy: Ma
     assert metric.compute() == pytest.approx(expected)
 
 
+# Scores by hand: 2 * found / (decided + meant) of each class, and their mean.
+F1_SCORES: dict[str, tuple[str, Tensor, Tensor, float]] = {
+    "classes": ("cross_entropy", torch.eye(3)[[0, 0, 1, 1, 2, 0]], torch.tensor([0, 0, 0, 1, 2, 2]), 2 / 3),
+    "a class that is not there": ("cross_entropy", torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1]), 4 / 9),
+    "one-hot": ("cross_entropy", torch.eye(2)[[0, 1, 1, 1]], torch.eye(2)[[0, 1, 1, 0]], (2 / 3 + 4 / 5) / 2),
+    "tokens, some ignored": (
+        "cross_entropy",
+        torch.eye(3)[torch.tensor([[0, 1], [2, 0]])],
+        torch.tensor([[0, 1], [2, -100]]),
+        1.0,
+    ),
+    "logits": (
+        "binary_cross_entropy_with_logits",
+        torch.tensor([[0.1], [0.9], [-2.0]]),
+        torch.tensor([0, 1, 1]),
+        1 / 2,
+    ),
+    "labels": (
+        "binary_cross_entropy",
+        torch.tensor([[0.9, 0.1], [0.2, 0.7], [0.6, 0.6]]),
+        torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]),
+        (4 / 5 + 1 / 2) / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", F1_SCORES)
+def test_f1_is_the_mean_over_classes_or_that_of_yes_whatever_the_shards(make_strategy: MakeStrategy, kind: str):
+    loss, outputs, targets, expected = F1_SCORES[kind]
+    with make_strategy(4).scope():
+        model = Model(nn.Identity())
+        model.compile(loss=loss, metrics=["f1"])
+    assert model.evaluate(outputs, targets, len(outputs) - 1, verbose=0)["f1"] == pytest.approx(expected)
+
+
 def test_metrics_are_a_list_of_names_and_metrics(make_strategy: MakeStrategy):
     x, y = inputs(ROWS, 4), labels(3, ROWS)
     with make_strategy(3).scope():
@@ -221,7 +256,7 @@ def test_your_own_loss_gets_all_outputs(make_strategy: MakeStrategy):
     [
         ({"loss": "crossentropy"}, ("'crossentropy'", "'cross_entropy'", "'mse'")),
         ({"loss": "mse", "optimizer": "adamax2"}, ("'adamax2'", "'adam'", "'sgd'")),
-        ({"loss": "mse", "metrics": ["f1"]}, ("'f1'", "'accuracy'", "'mae'")),
+        ({"loss": "mse", "metrics": ["auc"]}, ("'auc'", "'f1'", "'accuracy'", "'mae'")),
         ({"loss": "mse", "metrics": "accuracy"}, ("['accuracy']",)),
         ({"loss": "mse", "metrics": [BinaryF1Score(), BinaryF1Score()]}, ("binary_f1_score", "dict")),
     ],

@@ -131,6 +131,41 @@ def test_evaluation_is_that_of_the_model(make_strategy: MakeStrategy):
     assert model.evaluate(x, y, SIZE, verbose=0) == plain.evaluate(x, y, SIZE, verbose=0)
 
 
+class ScaledTest(Model):
+    """Evaluates the mean of two passes, and trains as ever."""
+
+    def test_step(self, step: TrainStep) -> ShardLoss:
+        assert not self.module.training
+        return step.loss((step.forward(step.x) + step.forward(step.x * 2)) / 2, step.y)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_test_step_evaluates_and_validates(make_strategy: MakeStrategy, replicas: int):
+    x, y, weight = data()
+    metric = MulticlassAccuracy(3, average="micro", ignore_index=-100)
+    model = make(make_strategy(replicas), ScaledTest, metrics={"accuracy": metric})
+    plain = make(make_strategy(replicas), Model)
+
+    logs = model.evaluate(x, y, SIZE, sample_weight=weight, verbose=0)
+    by_row = F.cross_entropy(network()(x * 1.5), y, reduction="none")
+    assert logs["loss"] == pytest.approx((by_row * weight).sum().item() / int((y >= 0).sum()), abs=1e-6)
+    assert logs["accuracy"] == pytest.approx(metric(network()(x * 1.5), y).item())
+    history = model.fit(x, y, SIZE, shuffle=False, validation_data=(x, y), verbose=0)
+    plain.fit(x, y, SIZE, shuffle=False, verbose=0)
+
+    assert all(map(torch.equal, weights(model), weights(plain)))
+    expected = F.cross_entropy(F.linear(x * 1.5, *weights(model)), y).item()
+    assert history.history["val_loss"] == [pytest.approx(expected, abs=1e-6)]
+    assert model.test_on_batch(x, y)["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_test_step_returns_what_the_loss_gave(make_strategy: MakeStrategy):
+    x, y, _ = data()
+    model = make(make_strategy(2), type("Mine", (Model,), {"test_step": own_loss}))
+    with pytest.raises(UsageError, match="returned a Tensor"):
+        model.evaluate(x, y, verbose=0)
+
+
 def as_in_keras(model: Any, step: TrainStep) -> Any:
     x, y = step
     return {"loss": F.cross_entropy(model(x), y)}

@@ -10,6 +10,7 @@ import typer
 
 from lockstep import console
 from lockstep.cli.flags import GroupedHelp, command, flag_name
+from lockstep.console import text_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
@@ -19,7 +20,6 @@ from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_so
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PrecisionName, precision_named
-from lockstep.report import text_table
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -78,7 +78,6 @@ class PlanCommand:
                 raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
     def __call__(self) -> int:
-        """Prints the plan."""
         print(console.fill(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top)))
         return 0
 

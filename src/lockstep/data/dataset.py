@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lockstep.checks import check_choice
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
-from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
-from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
+from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, ReadAhead, checked_depth
+from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
 from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.resume import (
     DEFAULT,
@@ -106,8 +107,8 @@ class DistributedIterable:
         """Begins an iteration that continues where another one stopped.
 
         The first ``skip`` global batches, or rounds of per-replica batches, are read again, so that everything the
-        source draws comes out as if they had been used. Of a map-style dataset read with ``replicas=`` only their
-        indices are: what a row draws there depends on nothing before it.
+        source draws comes out as if they had been used. Of a map-style dataset that several workers read, or one read
+        with ``replicas=``, only their indices are: what a row draws there depends on nothing before it.
 
         ``random`` is the result of ``random_state()`` when the first iteration began, or None to leave the generators
         as they are. torch's default generator belongs to the caller: it is put back once the iteration has begun.
@@ -129,7 +130,7 @@ class DistributedIterable:
             if not skip:  # a sampler draws its seed with the first batch
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
-        ahead = read_ahead(batches, self._prefetch)
+        ahead = ReadAhead(batches, self._prefetch)
         return transfer.received(self._sync.wrap(ahead, self._reader.left_out))
 
     def random_state(self) -> RandomState:
@@ -199,8 +200,7 @@ class DistributedDataset(DistributedIterable):
         lists: Lists = "auto",
         items: bool = False,
     ) -> None:
-        if shard not in get_args(Shard):
-            raise ConfigError(f'shard={shard!r} is unknown; choose "batch" or "off"')
+        check_choice("shard", shard, get_args(Shard))
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)
@@ -259,8 +259,7 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
             'one without it, which Lockstep divides, or distribute it with shard="off"'
         )
     if loads_by_index(dataset) and (several or workers.any_layout):
-        kind = ReplicaRowsReader if workers.any_layout else IndexShardedReader
-        return kind(dataset, workers, layout)
+        return ReplicaRowsReader(dataset, workers, layout)
     rows = partial(local_rows, workers=workers)
     return BatchReader(dataset, layout, rows, with_digest=several, any_layout=workers.any_layout)
 

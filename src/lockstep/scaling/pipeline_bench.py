@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.atomic_files import atomic_write
+from lockstep.checks import check_choice, check_least
+from lockstep.console import text_table
 from lockstep.errors import ConfigError
-from lockstep.extras import require
 from lockstep.parallel.pipeline_config import (
     SCHEDULES,
     PipelineConfig,
@@ -30,8 +31,9 @@ from lockstep.parallel.pipeline_config import (
     choose_pipeline_config,
 )
 from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
-from lockstep.recipes.config_checks import at_least, one_of
-from lockstep.report import markdown_table, text_table
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import new_bert
+from lockstep.report import markdown_table
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.plots import draw_pipelines
 
@@ -59,19 +61,29 @@ class PipelineSettings:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 2)
-        for name in ("layers", "hidden", "steps", "rounds"):
-            at_least(name, getattr(self, name), 1)
+        check_least(self, 2, "workers")
+        check_least(self, 1, "layers", "hidden", "steps", "rounds")
         if self.hidden % _HEAD:
             raise ConfigError(f"hidden={self.hidden} is no multiple of {_HEAD}, the width of a head; give one")
         if not self.schedules:
             raise ConfigError(f"no schedule was named; choose some of {', '.join(SCHEDULES)}")
         for schedule in self.schedules:
-            one_of("schedule", schedule, SCHEDULES)
+            check_choice("schedule", schedule, SCHEDULES)
             check_layers(self.pipelining(schedule), self.layers)
 
+    @property
+    def model(self) -> MlmConfig:
+        return MlmConfig(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.hidden // _HEAD,
+            feed_forward=4 * self.hidden,
+            vocabulary=_VOCABULARY,
+            sequence_length=_SEQUENCE,
+            dropout=0.0,
+        )
+
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
-        """How the strategy runs a schedule."""
         return choose_pipeline_config(schedule, self.microbatches, self.workers)
 
 
@@ -86,7 +98,7 @@ def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
         return SCHEDULES
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        one_of("--schedules", name, SCHEDULES)
+        check_choice("--schedules", name, SCHEDULES)
     return tuple(known for known in SCHEDULES if known in names)
 
 
@@ -113,7 +125,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
     )  # fmt: skip
     steps: list[PipelineTrace] = []
     with closing(strategy), strategy.scope():
-        model = ls.Model(_bert(settings))
+        model = ls.Model(new_bert(settings.model))
         model.compile(_optimizer, _loss)
         sharded: Any = model.module
         record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
@@ -127,25 +139,8 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, _RATE)
 
 
-def _loss(outputs: Any, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.transpose(1, 2), tokens, reduction="none")
-
-
-def _bert(settings: PipelineSettings) -> nn.Module:
-    transformers = require("transformers", "transformers")
-    transformers.logging.set_verbosity_error()
-    config = transformers.BertConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden // _HEAD,
-        intermediate_size=4 * settings.hidden,
-        max_position_embeddings=_SEQUENCE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    module: nn.Module = transformers.BertForMaskedLM(config)
-    return module
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
 
 @dataclass(frozen=True, kw_only=True)

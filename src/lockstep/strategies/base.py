@@ -169,7 +169,9 @@ class Strategy(ABC):
     if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
 
         def __getattr__(self, name: str) -> object:
-            raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
+            if name in tensorflow_names.STRATEGY:
+                raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
+            return object.__getattribute__(self, name)  # raises again what a property has raised, if it is one
 
     @property
     def num_replicas_in_sync(self) -> int:

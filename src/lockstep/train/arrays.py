@@ -1,6 +1,6 @@
 """Arrays as data: what fit, evaluate and predict make of ``x`` and ``y`` that hold all rows.
 
-    x, y, sample_weight: tensors or NumPy arrays, also in dicts and tuples
+    x, y, sample_weight: tensors, NumPy arrays or objects of pandas, also in dicts and tuples
         -> Arrays: tensors, cut for validation, weighted by class
         -> a DataLoader of them -> DistributedDataset: the way of every other data set
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,13 +40,16 @@ class ArrayOptions:
     batch_size: int | None = None
     shuffle: bool | None = None
     validation_split: float = 0.0
+    validation_batch_size: int | None = None
     class_weight: Mapping[int, float] | None = None
     sample_weight: Any = None
 
     def __post_init__(self) -> None:
-        size, split = self.batch_size, self.validation_split
-        if size is not None and (type(size) is not int or size < 1):
-            raise ConfigError(f"batch_size={size!r}; give the number of rows of a global batch")
+        for name in ("batch_size", "validation_batch_size"):
+            size = getattr(self, name)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"{name}={size!r}; give the number of rows of a global batch")
+        split = self.validation_split
         if self.shuffle not in (None, True, False):
             raise ConfigError(f"shuffle={self.shuffle!r}; give True or False")
         if isinstance(split, bool) or not isinstance(split, (int, float)) or not (split == 0 or 0 < split < 1):
@@ -54,9 +57,8 @@ class ArrayOptions:
 
     def refuse_beside_batches(self, x: Any, y: Any) -> None:
         """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
-        values = {"y": y, **{each.name: getattr(self, each.name) for each in fields(self)}}
-        values["validation_split"] = self.validation_split or None
-        given = [name for name, value in values.items() if value is not None]
+        values = {"y": y, **vars(self), "validation_split": self.validation_split or None}
+        given = [name for name, value in values.items() if value is not None and name != "validation_batch_size"]
         if given:
             raise ConfigError(
                 f"{' and '.join(given)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "
@@ -80,7 +82,8 @@ class Arrays(Dataset[Any]):
         """
         given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
         columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
-        lengths = {name: leaf.shape[0] for top in columns for name, leaf in _leaves(top, columns[top])}
+        leaves = (leaf for name, column in columns.items() for leaf in named_leaves(column, name=name))
+        lengths = {name: leaf.shape[0] for name, leaf in leaves}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
             raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
@@ -131,7 +134,8 @@ class Arrays(Dataset[Any]):
         # Without shuffling, nothing is drawn from the caller's generator: validating leaves the training order alone.
         generator = None if shuffle else torch.Generator()
         size = batch_size or DEFAULT_BATCH_SIZE
-        loader = DataLoader(self, size, shuffle=shuffle, generator=generator, collate_fn=_whole)
+        # The rows that the loader asks for come as one batch, so that nothing is left to collate.
+        loader = DataLoader(self, size, shuffle=shuffle, generator=generator, collate_fn=lambda batch: batch)
         return DistributedDataset(
             loader, strategy.devices, workers=strategy.workers, prefetch=DEFAULT_DEPTH, lists="columns", items=True
         )
@@ -160,30 +164,31 @@ def training_data(
     """What fit trains and validates with. Every worker must call it."""
     if options.validation_split and validation_data is not None:
         raise ConfigError("both validation_split and validation_data were given; give one of them")
-    validation = _validation_data(strategy, module, validation_data, options.batch_size)
-    if not is_arrays(x, with_y=is_arrays(y, with_y=True)):
-        options.refuse_beside_batches(x, y)
-        return x, validation
-    if y is None:
-        raise DataError(f"fit got a {type(x).__name__} as x and no y; give y, the targets, or batches (x, y)")
-    rows = Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
-    if options.validation_split:
-        rows, last = rows.split(options.validation_split)
-        validation = last.distributed(strategy, options.batch_size, shuffle=False)
+    rows = _labelled_rows("fit", module, x, y, options)
+    held_out: Arrays | None = None
+    if rows is not None and options.validation_split:
+        rows, held_out = rows.split(options.validation_split)
+    else:
+        held_out = _validation_rows(module, validation_data, beside_arrays=rows is not None)
+    validation_size = options.validation_batch_size or options.batch_size
+    if held_out is not None:
+        validation_data = held_out.distributed(strategy, validation_size, shuffle=False)
+    elif options.validation_batch_size is not None:
+        what = "no validation data" if validation_data is None else "validation data that gives whole batches"
+        raise ConfigError(
+            f"validation_batch_size came with {what}; give validation_data=(x, y) of arrays, or leave it out"
+        )
+    if rows is None:
+        return x, validation_data
     if options.class_weight is not None:
         rows = rows.weighted(options.class_weight)
-    return rows.distributed(strategy, options.batch_size, shuffle=options.shuffle is not False), validation
+    return rows.distributed(strategy, options.batch_size, shuffle=options.shuffle is not False), validation_data
 
 
 def evaluation_data(strategy: Strategy, module: nn.Module, x: Any, y: Any, options: ArrayOptions) -> Data:
     """What evaluate reads. Every worker must call it."""
-    if not is_arrays(x, with_y=is_arrays(y, with_y=True)):
-        options.refuse_beside_batches(x, y)
-        return x  # type: ignore[no-any-return]  # checked by DistributedDataset
-    if y is None:
-        raise DataError(f"evaluate got a {type(x).__name__} as x and no y; give y, the targets, or batches (x, y)")
-    rows = Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
-    return rows.distributed(strategy, options.batch_size, shuffle=False)
+    rows = _labelled_rows("evaluate", module, x, y, options)
+    return x if rows is None else rows.distributed(strategy, options.batch_size, shuffle=False)
 
 
 def prediction_data(strategy: Strategy, module: nn.Module, x: Any, options: ArrayOptions) -> Data:
@@ -191,8 +196,38 @@ def prediction_data(strategy: Strategy, module: nn.Module, x: Any, options: Arra
     if not is_arrays(x, with_y=isinstance(x, tuple) and options.batch_size is not None):
         options.refuse_beside_batches(x, None)
         return x  # type: ignore[no-any-return]  # checked by DistributedDataset
-    rows = Arrays.of(x, floats=floats_of(module))
-    return rows.distributed(strategy, options.batch_size, shuffle=False)
+    return Arrays.of(x, floats=floats_of(module)).distributed(strategy, options.batch_size, shuffle=False)
+
+
+def _labelled_rows(caller: str, module: nn.Module, x: Any, y: Any, options: ArrayOptions) -> Arrays | None:
+    """The rows of ``x`` and ``y``; None if ``x`` gives batches."""
+    if not is_arrays(x, with_y=is_arrays(y, with_y=True)):
+        options.refuse_beside_batches(x, y)
+        return None
+    if y is None:
+        raise DataError(f"{caller} got a {type(x).__name__} as x and no y; give y, the targets, or batches (x, y)")
+    return Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
+
+
+def _validation_rows(module: nn.Module, given: Any, *, beside_arrays: bool) -> Arrays | None:
+    """The rows of a tuple (x, y) or (x, y, sample_weight) of arrays; None if ``given`` gives batches.
+
+    Beside arrays a tuple may hold several inputs or targets, as in ((x1, x2), (y1, y2)). Beside batches this is two
+    batches, and so is a list.
+    """
+    if is_arrays(given, with_y=False):
+        raise ConfigError(
+            f"validation_data is a {type(given).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
+        )
+    nested = beside_arrays and isinstance(given, tuple)
+    if not isinstance(given, (tuple, list)) or not any(is_arrays(each, with_y=nested) for each in given):
+        return None
+    if len(given) not in (2, 3):
+        raise ConfigError(
+            f"validation_data is a {type(given).__name__} of {len(given)}; give (x, y) or (x, y, sample_weight) of "
+            "arrays, or a list of batches"
+        )
+    return Arrays.of(*given, floats=floats_of(module))
 
 
 def floats_of(module: nn.Module) -> torch.dtype:
@@ -212,42 +247,41 @@ def on_device(arguments: Any, device: torch.device, floats: torch.dtype) -> Any:
     return tree_map(moved, arguments)
 
 
-def _validation_data(strategy: Strategy, module: nn.Module, given: Any, batch_size: int | None) -> Data | None:
-    """Batches as they are; a tuple (x, y) or (x, y, sample_weight) of arrays as batches of them."""
-    if is_arrays(given, with_y=False):
-        raise ConfigError(
-            f"validation_data is a {type(given).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
-        )
-    if not isinstance(given, (tuple, list)) or not any(is_arrays(each, with_y=False) for each in given):
-        return given  # type: ignore[no-any-return]  # checked by DistributedDataset
-    if len(given) not in (2, 3):
-        raise ConfigError(
-            f"validation_data is a {type(given).__name__} of {len(given)}; give (x, y) or (x, y, sample_weight)"
-        )
-    return Arrays.of(*given, floats=floats_of(module)).distributed(strategy, batch_size, shuffle=False)
-
-
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # there is no array where it has not been imported
-    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
-
-
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The leaves by name: ``y``, ``x["ids"]``, ``x[0]``."""
-    return [(name + each.removeprefix("batch[0]"), leaf) for each, leaf in named_leaves([value])]
+    """Whether it is a tensor, a NumPy array, or a DataFrame or Series of pandas, which are read as arrays."""
+    # There is no such object where its library has not been imported, and this package needs neither.
+    numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
+    return (
+        isinstance(value, Tensor)
+        or (numpy is not None and isinstance(value, numpy.ndarray))
+        or (pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series)))
+    )
 
 
 def _as_tensors(name: str, value: Any, floats: torch.dtype) -> Any:
-    def converted(inner: str, leaf: Any) -> Tensor:
-        here = name + inner.removeprefix("batch[0]")
+    def converted(here: str, leaf: Any) -> Tensor:
         if not _is_array(leaf):
             raise DataError(f"{here} is a {type(leaf).__name__}; give tensors or NumPy arrays, also in dicts or tuples")
-        tensor: Tensor = as_tensor(here, leaf)
+        tensor: Tensor = as_tensor(here, _numpy_of(here, leaf))
         if not tensor.dim():
             raise DataError(f"{here} has no dimension; its first one is the rows")
         return tensor if isinstance(leaf, Tensor) or tensor.dtype is not torch.float64 else tensor.to(floats)
 
-    return map_leaves(converted, [value])[0]
+    return map_leaves(converted, value, name=name)
+
+
+def _numpy_of(name: str, table: Any) -> Any:
+    """The numbers of a DataFrame or Series of pandas; a NumPy array as it is."""
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(table, (pandas.DataFrame, pandas.Series)):
+        return table
+    columns = table.to_frame() if isinstance(table, pandas.Series) else table
+    is_number = pandas.api.types.is_numeric_dtype
+    others = [str(column) for column, dtype in columns.dtypes.items() if not is_number(dtype)]
+    if others:
+        raise DataError(f"{name} has columns that are no numbers: {', '.join(others)}; encode them, or leave them out")
+    array = table.to_numpy()
+    return array if array.dtype != object else table.to_numpy(dtype="float64")  # columns of numbers and of booleans
 
 
 def _classes(y: Any) -> Tensor:
@@ -263,8 +297,3 @@ def _classes(y: Any) -> Tensor:
             f"class_weight came with y of shape {tuple(y.shape)}; give one class number per row, or one-hot rows"
         )
     return labels.argmax(1)
-
-
-def _whole(batch: Sequence[Any]) -> Any:
-    """The collate_fn: ``Arrays`` gives whole batches."""
-    return batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
@@ -35,28 +36,33 @@ class EpochIterator:
     """The batches of each epoch.
 
     Without ``steps_per_epoch`` an epoch is one iteration of the data. With it an epoch is that many global batches, and
-    the next one goes on where it ended. When the data ends it is iterated again, as in Keras.
+    the next one goes on where it ended. When the data ends it is iterated again, as in Keras. With ``first`` an epoch
+    is the first so many global batches, the same ones each time.
 
     ``name`` is for messages, such as "the training data".
     """
 
-    def __init__(self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None) -> None:
-        if steps_per_epoch is not None and (type(steps_per_epoch) is not int or steps_per_epoch < 1):
-            raise ConfigError(f"steps_per_epoch={steps_per_epoch!r}; give a number of global batches, or None")
-        self._data, self._name, self._steps = data, name, steps_per_epoch
+    def __init__(
+        self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None, first: int | None = None
+    ) -> None:
+        for argument, value in (("steps_per_epoch", steps_per_epoch), ("validation_steps", first)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{argument}={value!r}; give a number of global batches, or None")
+        self._data, self._name, self._steps, self._first = data, name, steps_per_epoch, first
         self._gave = False
         self._open: _Iteration | None = None
         self._saved: Mapping[str, Any] | None = None
 
     @property
     def steps(self) -> int | None:
-        """Global batches per epoch; None if unknown."""
+        """Global batches per epoch, at most if their number is only limited; None if unknown."""
         if self._steps is not None:
             return self._steps
         try:
-            return len(self._data)
+            batches = len(self._data)
         except TypeError:
-            return None
+            return self._first
+        return batches if self._first is None else min(batches, self._first)
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Generator[Any, None, None]:
         """The batches of an epoch, counted from 0. Close the generator, or read it to its end.
@@ -100,7 +106,7 @@ class EpochIterator:
         iteration = self._open = self._begin(epoch, saved, skip)
         with closing(iteration.batches):
             try:
-                for batch in iteration.batches:
+                for batch in islice(iteration.batches, self._first):
                     iteration.passed += 1
                     self._gave = True
                     yield batch

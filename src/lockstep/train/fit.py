@@ -17,8 +17,7 @@ from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
-from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import ProgressBar
+from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import CompileConfig, TrainSetup
 from lockstep.train.cuda_graphs.steps import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
@@ -26,7 +25,7 @@ from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, train_step, update_weights
+from lockstep.train.step import ReplicaState, StepOutput, train_step, update_weights
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -47,18 +46,6 @@ class Epochs:
             least = 0 if name == "initial_epoch" else 1
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
-
-
-def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Callback]:
-    """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
-    if verbose not in (0, 1, 2):
-        raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
-    if isinstance(given, Callback):
-        raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
-    callbacks = list(given or ())
-    if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        callbacks.append(ProgressBar(verbose))
-    return callbacks
 
 
 def agree_on_fit(
@@ -175,9 +162,9 @@ class TrainLoop:
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         replicas = setup.strategy.num_replicas_in_sync
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
-        setup.strategy.run(clear_gradients, (setup, self._states))
         self._graphs = GraphedSteps.create(setup, self._states)
         if setup.optimizer is not None:
+            setup.optimizer.zero_grad()
             setup.optimizer.reset_nonfinite()
 
     def run_epoch(self, data: EpochIterator, clock: StepClock) -> dict[str, float]:
@@ -199,11 +186,10 @@ class TrainLoop:
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
                 watching, self._watching_loss = self._watching_loss, nullcontext()
                 with naming_step(self.epoch, self.batch + 1), watching:
-                    if self._graphs is None:
+                    outputs = None if self._graphs is None else self._graphs.run(batch, epoch=self.epoch)
+                    if outputs is None:
                         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
                         outputs = self._strategy.local_results(results)
-                    else:
-                        outputs = self._graphs.run(batch, epoch=self.epoch)
                 self._count(outputs, outputs[0].update)
                 self.batch, self.step = self.batch + 1, self.step + 1
                 self.pending = 0 if due else self.pending + 1

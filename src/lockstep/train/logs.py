@@ -18,8 +18,9 @@ from typing import Any
 from lockstep.collectives.tree import tree_sum
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.extras import require
-from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.mirroring.optim.step import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
+from lockstep.train.curves import draw_curves
 
 MOST_AHEAD = 2
 """How many steps the loop may be ahead of the last step whose numbers it has read: with two steps queued a GPU never
@@ -291,22 +292,10 @@ class History:
             DataError: nothing was logged.
             MissingExtraError: matplotlib is not installed.
         """
-        names = list(dict.fromkeys(name.removeprefix("val_") for name in self.history))
-        if not names:
-            raise DataError("the history has no epoch to draw; train first")
         pyplot = require("matplotlib.pyplot", "plots")
-        figure, panels = pyplot.subplots(1, len(names), figsize=(4.4 * len(names), 3.6), squeeze=False, layout="tight")
+        figure = pyplot.figure()
         pyplot.close(figure)  # otherwise a notebook would show it twice
-        for axes, name in zip(panels[0], names, strict=True):
-            for column, label in ((name, "training"), (f"val_{name}", "validation")):
-                values = self.history.get(column, [])
-                epochs = [epoch + 1 for epoch in self.logged_in.get(column, ())]
-                if values:
-                    axes.plot(epochs, values, label=label, marker="o")
-            axes.set(title=name, xlabel="epoch")
-            axes.locator_params(axis="x", integer=True)
-            axes.grid(axis="y")
-            axes.legend()
+        draw_curves(figure, self)
         return figure
 
     def __repr__(self) -> str:

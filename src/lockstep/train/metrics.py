@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ LEAST_ROWS = 3
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
     """The metrics given to ``compile`` as a dict of name to torchmetrics Metric, or a ConfigError."""
-    if metrics is None:
-        return {}
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "
@@ -74,15 +73,17 @@ class ReplicaMetrics:
         """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
         if self._checks_inputs:
             self._checks_inputs = False
-            for part in (
-                part for own in self.per_replica for metric in own.values() for part in nested_metrics(metric)
-            ):
-                if getattr(part, "validate_args", False):
-                    part.validate_args = False
+            for metric in self._all():
+                for part in nested_metrics(metric):
+                    if getattr(part, "validate_args", False):
+                        part.validate_args = False
 
     def reset(self) -> None:
-        for metric in (metric for own in self.per_replica for metric in own.values()):
+        for metric in self._all():
             metric.reset()
+
+    def _all(self) -> Iterator[Any]:
+        return chain.from_iterable(own.values() for own in self.per_replica)
 
     def compute(self) -> dict[str, float]:
         """The values over the rows of all replicas, by name. Every worker must call it, outside the replicas."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import asdict, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -33,14 +34,12 @@ from lockstep.train.arrays import (
 )
 from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint, write_line
+from lockstep.train.callbacks.progress import ProgressBar, write_fingerprint
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
-    checkpoint_of,
     load_weights,
     save_weights,
-    training_fingerprint,
 )
 from lockstep.train.compile import (
     CompileConfig,
@@ -53,17 +52,17 @@ from lockstep.train.compile import (
     make_setup,
 )
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit, with_progress
+from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.names import loss_named, metrics_named, optimizer_named
-from lockstep.train.own_step import ShardLoss, TrainStep
+from lockstep.train.own_step import OwnStep, ShardLoss, TrainStep
 from lockstep.train.summary import noting_shapes, summary_table
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
     [
-        *("test_step", "predict_step", "compute_loss", "compute_metrics", "forward", "call"),
+        *("predict_step", "compute_loss", "compute_metrics", "forward", "call"),
         *("make_train_function", "make_test_function", "make_predict_function"),
         *("training_step", "validation_step", "configure_optimizers", "optimizer_step"),
     ]
@@ -74,7 +73,7 @@ def _refuse_own_steps(names: Iterable[str], where: str) -> None:
     for name in _NOT_CALLED.intersection(names):
         raise UsageError(
             f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
-            "is given to Model, and a step as train_step, or in a loop with strategy.run(step, (batch,))"
+            "is given to Model, and a step as train_step or test_step, or in a loop with strategy.run(step, (batch,))"
         )
 
 
@@ -124,8 +123,8 @@ class Model:
         _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train_step":
-            raise UsageError("train_step was set on an object; override it in a subclass of Model")
+        if name in ("train_step", "test_step"):
+            raise UsageError(f"{name} was set on an object; override it in a subclass of Model")
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
@@ -238,7 +237,8 @@ class Model:
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
         config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
-        self._setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
+        setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
+        self._setup = replace(setup, train_step=self._own_step("train_step"), test_step=self._own_step("test_step"))
         self._batch_loop = None
         self._module.compile_as(compilation)
 
@@ -251,6 +251,13 @@ class Model:
 
         Args:
             step: the shard, with ``x``, ``y``, ``sample_weight``, ``forward`` and ``loss``.
+        """
+        return step.loss(step.forward(step.x), step.y)
+
+    def test_step(self, step: TrainStep) -> ShardLoss:
+        """Computes the loss of one replica's shard in ``evaluate`` and in the validation of ``fit``.
+
+        A subclass may override it, as ``train_step``. The module is in evaluation mode, and nothing has gradients.
         """
         return step.loss(step.forward(step.x), step.y)
 
@@ -270,29 +277,34 @@ class Model:
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
         validation_freq: int = 1,
     ) -> History:
         """Trains, on arrays or on batches. Every worker must call it with the same data.
 
         Args:
-            x: the inputs of all rows: a tensor or NumPy array, a dict of them by the module's keyword arguments, or a
-                tuple of its positional ones. Or an iterable of global batches (x, y) or (x, y, sample_weight), such as
-                a DataLoader, or a distributed dataset; then leave out y, batch_size, validation_split, shuffle,
-                class_weight and sample_weight.
-            y: the targets of all rows, a tensor or NumPy array or several of them.
+            x: the inputs of all rows: a tensor, a NumPy array or a DataFrame of pandas, a dict of them by the module's
+                keyword arguments, or a tuple of its positional ones. Or an iterable of global batches (x, y) or
+                (x, y, sample_weight), such as a DataLoader, or a distributed dataset; then leave out y, batch_size,
+                validation_split, shuffle, class_weight and sample_weight.
+            y: the targets of all rows: a tensor, a NumPy array, a DataFrame or Series, or several of them.
             batch_size: rows of a global batch; 32 if None.
             epochs: the last epoch, counted from 1.
             verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch; after the last epoch, the fingerprint.
             callbacks: called at Keras's hooks, in order, before the progress bar.
             validation_split: the fraction of the rows, taken from their end, to validate with instead of training.
             validation_data: evaluated at the end of epochs; its results get the prefix "val_". A tuple (x, y) or
-                (x, y, sample_weight) of arrays, or an iterable of global batches.
+                (x, y, sample_weight) of arrays, or an iterable of global batches. Beside arrays as ``x``, its items
+                may be tuples of several inputs or targets.
             shuffle: whether each epoch has another order of rows, drawn as ``DataLoader(shuffle=True)`` does, from
                 torch's default generator; None is True for arrays.
             class_weight: class number to the weight of its rows in training; 1 for a class without one.
             sample_weight: one weight per row. It multiplies the losses; they are still divided by the number of rows.
             initial_epoch: the first epoch, counted from 0.
             steps_per_epoch: global batches per epoch; by default all there are.
+            validation_steps: validate with the first so many global batches, the same ones each time; None for all.
+            validation_batch_size: rows of a global batch of validation arrays; ``batch_size`` if None.
             validation_freq: validate after every this many epochs.
 
         Returns:
@@ -308,13 +320,18 @@ class Model:
             batch_size=batch_size,
             shuffle=shuffle,
             validation_split=validation_split,
+            validation_batch_size=validation_batch_size,
             class_weight=class_weight,
             sample_weight=sample_weight,
         )
         setup = self._trainable("fit")
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
-        batches = self._iterator(data, "the training data", steps_per_epoch)
-        validation = None if held_out is None else self._iterator(held_out, "the validation data")
+        batches = self._iterator(data, "the training data", steps_per_epoch=steps_per_epoch)
+        validation = None
+        if held_out is not None:
+            validation = self._iterator(held_out, "the validation data", first=validation_steps)
+        elif validation_steps is not None:
+            raise ConfigError("validation_steps came with no validation data; give validation_data, or leave it out")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
         self.stop_training, self.history, self._batch_loop = False, History(), None
         params = {"epochs": epochs, "validated": validation is not None}
@@ -346,9 +363,7 @@ class Model:
         setup = self._compiled("evaluate")
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
-        batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
-            return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
+        return self._evaluate(setup, self._iterator(data, "the data"), verbose, callbacks)
 
     def predict(
         self,
@@ -372,11 +387,7 @@ class Model:
             One tensor, or the structure of tensors that the module returns, with one row per example.
         """
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
-        batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
-            return run_prediction(
-                self.strategy, self._module, self._precision, batches, callbacks=called, clock=self.clock
-            )
+        return self._predict(self._iterator(data, "the data"), verbose, callbacks)
 
     def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
@@ -402,15 +413,11 @@ class Model:
 
     def test_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """The loss and the metrics of one global batch. Every worker must call it. Arguments as ``train_on_batch``."""
-        setup, batches = self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight)
-        return run_evaluation(setup, batches, callbacks=self._callbacks((), 0, None), clock=StepClock())
+        return self._evaluate(self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight))
 
     def predict_on_batch(self, x: Any) -> Any:
         """The module's outputs for one global batch, on the CPU. Every worker must call it."""
-        batches, callbacks = self._one_batch(x), self._callbacks((), 0, None)
-        return run_prediction(
-            self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
-        )
+        return self._predict(self._one_batch(x))
 
     def summary(self, example: Any = None, *, depth: int | None = None) -> None:
         """Writes a table of the layers, their parameters and their memory, fitted to the terminal.
@@ -426,7 +433,7 @@ class Model:
             with noting_shapes(self.module) as shapes, torch.no_grad():
                 self(*args, **kwargs)
         if self.strategy.workers.is_chief:
-            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
+            console.write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
@@ -454,7 +461,10 @@ class Model:
 
         Raises a UsageError if the model is not compiled with an optimizer.
         """
-        return checkpoint_of(self._setup, self.training_state)
+        setup = self._trainable("checkpoint")
+        checkpoint = Checkpoint(**setup.parts(), training=self.training_state)
+        checkpoint.settings["precision"] = setup.config.precision
+        return checkpoint
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
         """Restores a checkpoint, or the newest in a folder, or raises a CheckpointError. Every worker must call it.
@@ -467,7 +477,10 @@ class Model:
 
     def fingerprint(self) -> str:
         """16 hex digits of all state of the training; see ``ls.fingerprint``. Every worker must call it."""
-        return training_fingerprint(self._module, self._setup, self.training_state.position)
+        parts = {"model": self._module} if self._setup is None else self._setup.parts()
+        if self._setup is not None and isinstance(self._setup.config.loss, MirroredModule):
+            parts["loss"] = self._setup.config.loss
+        return fingerprint_of({**parts, "position": asdict(self.training_state.position)})
 
     def _compiled(self, caller: str) -> TrainSetup:
         if self._setup is None:
@@ -478,12 +491,29 @@ class Model:
         setup = self._compiled(caller)
         if setup.optimizer is None:
             raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-        if type(self).train_step is Model.train_step:
-            return setup
+        return setup
+
+    def _own_step(self, name: Literal["train_step", "test_step"]) -> OwnStep | None:
+        """The method of this name if a subclass has overridden it."""
+        if getattr(type(self), name) is getattr(Model, name):
+            return None
         if self._module.pipeline is not None:
-            raise UsageError("a pipeline runs the model in parts, so train_step cannot; use another strategy for it")
-        weak = weakref.ref(self)  # a loop of train_on_batch outlives the call
-        return replace(setup, own_step=lambda step: cast("Model", weak()).train_step(step))
+            raise UsageError(f"a pipeline runs the model in parts, so {name} cannot; use another strategy for it")
+        return weakref.WeakMethod(getattr(self, name))
+
+    def _evaluate(
+        self, setup: TrainSetup, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None
+    ) -> dict[str, float]:
+        self.clock = StepClock()
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
+            return run_evaluation(setup, data, callbacks=called, clock=self.clock)
+
+    def _predict(self, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+        self.clock = StepClock()
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
+            return run_prediction(
+                self.strategy, self._module, self._precision, data, callbacks=called, clock=self.clock
+            )
 
     @property
     def _precision(self) -> Precision:
@@ -498,11 +528,19 @@ class Model:
         rows = Arrays.of(x, y, sample_weight, floats=floats_of(self.module))
         return EpochIterator(rows.one_batch(self.strategy), name="the batch")
 
-    def _iterator(self, data: Data, name: str, steps_per_epoch: int | None = None) -> EpochIterator:
-        return EpochIterator(distribute(self.strategy, data), name=name, steps_per_epoch=steps_per_epoch)
+    def _iterator(self, data: Data, name: str, **steps: int | None) -> EpochIterator:
+        return EpochIterator(distribute(self.strategy, data), name=name, **steps)
 
     def _callbacks(
         self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator | None, **params: Any
     ) -> CallbackList:
+        """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
+        if verbose not in (0, 1, 2):
+            raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
+        if isinstance(given, Callback):
+            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
+        callbacks = list(given or ())
+        if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(ProgressBar(verbose))
         params |= {"steps": None if data is None else data.steps, "verbose": verbose}
-        return CallbackList(with_progress(given, verbose), model=self, params=params)
+        return CallbackList(callbacks, model=self, params=params)

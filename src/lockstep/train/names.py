@@ -3,7 +3,7 @@
     compile("adam", "cross_entropy", metrics=["accuracy"])
 
 A loss is the function of torch.nn.functional with that name, an optimizer the class of torch.optim with its own
-defaults, a metric one of torchmetrics or ``Accuracy``.
+defaults, a metric one of torchmetrics, ``Accuracy`` or ``F1``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -143,11 +144,17 @@ def metrics_named(metrics: Any, loss: object) -> Any:
 
 def takes_tensors(function: object) -> bool:
     """Whether this loss or metric of torch, torchmetrics or ours takes tensors: of a model's outputs, the logits."""
-    while isinstance(function, partial):
-        function = function.func
+    function = without_partial(function)
     home: str = (function if hasattr(function, "__code__") else type(function)).__module__
     ours = ("torchmetrics.", "lockstep.train.")
     return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)
+
+
+def without_partial(function: Any) -> Any:
+    """The function that ``functools.partial`` calls with some arguments; another one as it is."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def logits_of(outputs: Any) -> Any:
@@ -157,20 +164,19 @@ def logits_of(outputs: Any) -> Any:
 
 
 def _metric_named(name: str, loss: object) -> Any:
-    _check("metric", name, {"accuracy": None, **_METRICS}, "a torchmetrics Metric, such as MulticlassF1Score(10)")
-    if name == "accuracy":
+    known = {"accuracy": "Accuracy", "f1": "F1"}
+    _check("metric", name, {**known, **_METRICS}, "a torchmetrics Metric, such as MulticlassAUROC(10)")
+    if name in known:
         require("torchmetrics", "train")
-        from lockstep.train.accuracy import Accuracy  # which needs torchmetrics
-
-        return Accuracy(_outputs_of(loss))
+        classification = import_module("lockstep.train.classification")  # which needs torchmetrics
+        return getattr(classification, known[name])(_outputs_of(loss))
     of, settings = _METRICS[name]
     return getattr(require("torchmetrics.regression", "train"), of)(**settings)
 
 
 def _outputs_of(loss: object) -> Any:
     """What a loss takes the outputs for: "classes", "logits" or "probabilities" of two classes; None if unknown."""
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss = without_partial(loss)
     function = _LOSSES[loss.name] if isinstance(loss, NamedLoss) else loss
     if function is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
         return "logits"

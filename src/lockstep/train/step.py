@@ -19,19 +19,21 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.train.batch import (
     LabelledBatch,
     ShardRows,
+    Sums,
     module_arguments,
     replica_of_step,
     unpack_inputs,
     unpack_labelled,
 )
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.loss import ReplicaLoss, no_examples
+from lockstep.train.loss import checked_sums, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
@@ -39,27 +41,26 @@ from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
-Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
 """The (outputs, targets) that the metrics of a replica are to be updated with."""
 
 
 class ReplicaState:
-    """What one replica keeps from step to step: its metrics by name, its loss, and its sums since the last update."""
+    """What one replica keeps from step to step: its metrics by name, and its sums since the last update."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
         self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
-        self.loss = ReplicaLoss()
+        self.losses = 0  # how many shards, or microbatches, had a loss
         self.reset_sums()
 
     def reset_sums(self) -> None:
         """Sets the sums to 0."""
-        self.total: Count = 0.0
-        self.count: Count = 0.0
+        self.total: Number = 0.0
+        self.count: Number = 0.0
 
-    def add(self, total: Count, count: Count) -> None:
+    def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
         self.total = self.total + _double(total)
         self.count = self.count + _double(count)
@@ -70,8 +71,8 @@ class StepOutput:
     """One replica's result of a step: its rows, the total and count of its losses, and the update if there was one."""
 
     rows: int
-    total: Count
-    count: Count
+    total: Number
+    count: Number
     update: StepResult | None = None
 
 
@@ -85,9 +86,9 @@ class Prediction:
 
 def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard, then the update if it is due. Every replica must call it."""
-    context, rows, module = replica_of_step(), batch_rows(item), setup.module
-    total: Count = 0.0
-    count: Count = 0.0
+    rows, module = batch_rows(item), setup.module
+    total: Number = 0.0
+    count: Number = 0.0
     with nullcontext() if update else module.no_sync():
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
@@ -95,8 +96,8 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             batch = unpack_labelled(item)
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
-            elif setup.own_step is not None:
-                total, count = _own_sums(setup, setup.own_step, state, batch, rows)
+            elif setup.train_step is not None:
+                total, count = _own_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -104,7 +105,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
                     total, count = _loss_sums(setup, state, outputs, batch, rows)
                 _update_metrics(state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
-            scale = setup.precision.scale(context, count)
+            scale = setup.precision.scale(replica_of_step(), count)
             if isinstance(total, Tensor):
                 _check_graph(total)
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
@@ -122,6 +123,8 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     batch = unpack_labelled(item)
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
+    elif setup.test_step is not None:
+        total, count = _own_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
@@ -165,59 +168,45 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     return setup.optimizer.update(replica_of_step(), totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
 
 
-def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
-    """Drops gradients and sums from before this fit."""
-    state.reset_sums()
-    if setup.optimizer is not None:
-        setup.optimizer.zero_grad()
-
-
 def _own_sums(
     setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
-) -> tuple[Count, Count]:
-    """The sums of a shard's loss by the user's ``train_step``; updates the metrics."""
-    step = TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state))
+) -> tuple[Number, Number]:
+    """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
-        loss = run_own_step(own_step, step)
+        loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
 
 
 def _pipeline_sums(
     setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, batch: LabelledBatch, rows: int
-) -> tuple[Count, Count]:
+) -> tuple[Number, Number]:
     """The sums of a shard, 0 before the last stage. With gradients switched on, all stages run backward too."""
-    parts, trains = _MicrobatchSums(setup, state, batch), torch.is_grad_enabled()
+    trains = torch.is_grad_enabled()
+    sums: list[tuple[Number, Number]] = [(0.0, 0.0)]
+
+    def add(outputs: Any, part: slice) -> Tensor:
+        """Adds the microbatch of these rows, on the worker that has the last stage, and returns its total loss."""
+        number = part.stop - part.start
+        y, weight = map_leaves(
+            lambda _, leaf: take_rows(leaf, part.start, number) if leaf_has_rows(leaf) else leaf,
+            (batch.y, batch.sample_weight),
+        )
+        microbatch = LabelledBatch(batch.x, y, weight)
+        total, count = _loss_sums(setup, state, outputs, microbatch, number)
+        _update_metrics(state, outputs, microbatch, number)
+        if trains:
+            _check_graph(total)
+        sums.append((total.detach(), count))
+        return total
+
+    _check_microbatches(batch.x)
     if trains:
         setup.module.note_pass()
     with setup.precision.autocast(), keep_logits_sharded():
-        (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, parts.add)
-    return parts.total, parts.count
-
-
-class _MicrobatchSums:
-    """The sums over the microbatches of a shard, on the worker that has the last stage of the pipeline."""
-
-    def __init__(self, setup: TrainSetup, state: ReplicaState, batch: LabelledBatch) -> None:
-        _check_microbatches(batch.x)
-        self._setup, self._state, self._batch = setup, state, batch
-        self.total: Count = 0.0
-        self.count: Count = 0.0
-
-    def add(self, outputs: Any, rows: slice) -> Tensor:
-        """Adds the microbatch of these rows, and returns its total loss."""
-        number = rows.stop - rows.start
-        y, weight = map_leaves(
-            lambda _, leaf: take_rows(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
-            (self._batch.y, self._batch.sample_weight),
-        )
-        part = LabelledBatch(self._batch.x, y, weight)
-        total, count = _loss_sums(self._setup, self._state, outputs, part, number)
-        _update_metrics(self._state, outputs, part, number)
-        if torch.is_grad_enabled():
-            _check_graph(total)
-        self.total, self.count = self.total + total.detach(), self.count + count
-        return total
+        (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
+    totals, counts = zip(*sums, strict=True)
+    return sum(totals), sum(counts)
 
 
 def _check_microbatches(x: Any) -> None:
@@ -230,9 +219,7 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
-def _loss_sums(
-    setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int
-) -> tuple[Tensor, Count]:
+def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return no_examples(next(floating))
@@ -240,8 +227,9 @@ def _loss_sums(
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
     if setup.config.loss_takes_tensors:
         outputs = logits_of(outputs)
-    sums = state.loss.sums(setup.config.loss, ShardRows(outputs, batch, rows), context, sharded=sharded)
-    return sums.total, sums.count
+    state.losses += 1
+    shard = ShardRows(outputs, batch, rows)
+    return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses)
 
 
 def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:
@@ -286,5 +274,5 @@ def _check_graph(total: Tensor) -> None:
         )
 
 
-def _double(value: Count) -> Count:
+def _double(value: Number) -> Number:
     return value.detach().to(torch.float64) if isinstance(value, Tensor) else value

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep import console
 from lockstep._torch_compat import tree_leaves
 
-_GAP = "  "
 _LEAST_NAME = 12
 """Columns that the names of layers keep in the narrowest terminal."""
 _MIB = 2**20
@@ -32,12 +32,11 @@ def summary_table(module: nn.Module, shapes: Mapping[str, str], *, depth: int | 
     ]
     if not shapes:
         headings, rows = [headings[0], *headings[2:]], [[row[0], *row[2:]] for row in rows]
-    sizes = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     if width is not None:
-        sizes[0] = max(min(sizes[0], width - sum(sizes[1:]) - len(_GAP) * (len(sizes) - 1)), _LEAST_NAME)
-    cells = [headings, ["-" * size for size in sizes], *rows]
-    lines = [_GAP.join(map(_cell, row, sizes)) for row in cells]
-    return "\n".join([*(line.rstrip() for line in lines), "", *_sums(module)])
+        _, *others = zip(headings, *rows, strict=True)
+        longest = max(width - sum(max(map(len, column)) + len(console.GAP) for column in others), _LEAST_NAME)
+        rows = [[name if len(name) <= longest else name[: longest - 1] + "…", *numbers] for name, *numbers in rows]
+    return "\n".join([console.text_table(headings, rows), "", *_sums(module)])
 
 
 @contextmanager
@@ -77,19 +76,10 @@ def _layers(module: nn.Module, depth: int | None) -> Iterator[tuple[str, nn.Modu
             yield name or "(itself)", part, numbers[0], numbers[1]
 
 
-def _cell(text: str, size: int) -> str:
-    if len(text) > size:
-        text = text[: size - 1] + "…"
-    return text.rjust(size) if text.replace(",", "").isdecimal() else text.ljust(size)
-
-
 def _sums(module: nn.Module) -> Iterator[str]:
     parameters = list(module.parameters())
     trained = [each for each in parameters if each.requires_grad]
-    memory, gradients = (sum(map(_bytes, each)) / _MIB for each in ([*parameters, *module.buffers()], trained))
+    memory = sum(each.nbytes for each in [*parameters, *module.buffers()]) / _MIB
+    gradients = sum(each.nbytes for each in trained) / _MIB
     yield f"parameters: {sum(each.numel() for each in parameters):,}, {sum(each.numel() for each in trained):,} trained"
     yield f"memory of each replica: {memory:,.1f} MiB of weights, {gradients:,.1f} MiB of gradients"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.config import ImagesConfig, images
+from lockstep.recipes.images.config import ImagesConfig
 
 
 def test_the_published_run_can_be_set():
-    config = dataclasses.replace(
-        images(data=Path("PetImages")), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0
-    )
+    config = ImagesConfig(data=Path("PetImages"), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0)
 
     assert (config.data, config.learning_rate, config.hidden) == (Path("PetImages"), 1e-3, 0)
     assert (config.size, config.width_multiplier, config.output_stride) == (224, 1.0, 32)
@@ -26,7 +24,7 @@ def test_every_field_is_documented():
 
 
 def test_there_is_a_decoder_for_each_core_unless_told():
-    assert images().num_workers >= 1
+    assert ImagesConfig().num_workers >= 1
     assert ImagesConfig(workers=0).num_workers == 0
 
 
@@ -34,26 +32,19 @@ def test_there_is_a_decoder_for_each_core_unless_told():
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 was given, expected at least 1"),
-        ({"epochs": 0}, "epochs=0 was given, expected at least 1"),
-        ({"accumulate": 0}, "accumulate=0 was given, expected at least 1"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
         ({"shuffle_buffer": -1}, "shuffle_buffer=-1 was given, expected at least 0"),
         ({"workers": -1}, "workers=-1 was given, expected at least 0 and at most 256"),
-        ({"seed": -1}, "seed=-1 was given, expected at least 0 and at most 4294967295"),
         ({"size": 4, "output_stride": 32}, "size=4 was given, expected at least 32 and at most 4096"),
         ({"size": 31}, "size=31 was given, expected at least 32"),
         ({"size": 10**6}, "size=1000000 was given, expected"),
         ({"output_stride": 7}, "output_stride=7 was given; choose one of 8, 16 or 32"),
         ({"hidden": -1}, "hidden=-1 was given, expected at least 0"),
         ({"width_multiplier": 0.0}, "width_multiplier=0.0 was given, expected a number above 0"),
-        ({"width_multiplier": float("nan")}, "width_multiplier=nan was given, expected a number above 0"),
         ({"batch_norm_momentum": 0.0}, "batch_norm_momentum=0.0 was given, expected a number above 0"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
         ({"test_fraction": 0.0}, "test_fraction=0.0 was given, expected a number above 0 and at most 0.9"),
         ({"valid_fraction": 1.5}, "valid_fraction=1.5 was given, expected at least 0 and at most 0.9"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
     ],
 )
 def test_a_bad_setting_is_refused_when_the_config_is_made(settings: dict[str, object], message: str):

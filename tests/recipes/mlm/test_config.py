@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.config import MlmConfig, mlm
+from lockstep.recipes.mlm.config import MlmConfig
 
 
 def test_the_recipe_is_the_published_workload():
-    config = mlm()
+    config = MlmConfig()
 
     sizes = (config.layers, config.hidden, config.heads, config.feed_forward, config.vocabulary, config.dropout)
     assert sizes == (2, 128, 2, 512, 30522, 0.1)
@@ -20,15 +19,9 @@ def test_the_recipe_is_the_published_workload():
 
 
 def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
-    assert mlm(pretrained="bert").learning_rate == 1e-4
-    assert mlm().learning_rate == MlmConfig().first_rate > 1e-4
+    assert MlmConfig(pretrained="bert").first_rate == 1e-4
+    assert MlmConfig().first_rate > 1e-4
     assert MlmConfig(pretrained="bert", learning_rate=0.5).first_rate == 0.5
-
-
-def test_text_and_weights_are_taken_over():
-    config = mlm(data=Path("text"), pretrained="bert")
-
-    assert (config.data, config.pretrained) == (Path("text"), "bert")
 
 
 def test_every_field_is_documented():
@@ -41,23 +34,16 @@ def test_every_field_is_documented():
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 was given, expected at least 1"),
-        ({"epochs": 0}, "epochs=0 was given, expected at least 1"),
-        ({"accumulate": 0}, "accumulate=0 was given, expected at least 1"),
+        ({"layers": 0}, "layers=0 was given, expected at least 1"),
+        ({"dropout": 1.0}, "dropout=1.0 was given, expected at least 0 and at most 0.9"),
         ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
         ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
-        ({"seed": -1}, "seed=-1 was given, expected at least 0 and at most 4294967295"),
-        ({"seed": 2**70}, "seed=1180591620717411303424 was given, expected at least 0 and at most 4294967295"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 was given, expected a number above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan was given, expected a number above 0"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf was given, expected a number above 0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),
         ({"padding": "left"}, "padding='left' is unknown; choose one of longest, full"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
         ({"heads": 3}, "heads=3 does not divide hidden=128"),
         ({"mask_fraction": 2.0}, "mask_fraction=2.0 was given"),
         ({"mask_fraction": 0.0}, "mask_fraction=0.0 was given, expected a number above 0 and at most 1"),
-        ({"mask_fraction": float("nan")}, "mask_fraction=nan was given"),
         ({"max_masked": 0}, "max_masked=0 was given"),
         ({"vocabulary": 3}, "vocabulary=3 was given"),
         ({"vocabulary": 10**11}, "vocabulary=100000000000 was given, expected more than"),

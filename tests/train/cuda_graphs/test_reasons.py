@@ -219,6 +219,6 @@ def test_replicas_on_several_gpus() -> None:
         plain=torch.optim.Adam(module.module.parameters()), storages=SimpleNamespace(not_fused=None)
     )
     config = SimpleNamespace(precision="fp32", accumulate=1)
-    setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config, own_step=None)
+    setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config, train_step=None)
     with pytest.raises(NotCapturableError, match="several GPUs"):
         driver_for(setup)

@@ -1,13 +1,15 @@
 """Keras models on the replicas of a strategy: the same program and the same numbers, N devices.
 
-    model        ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
-    step         what runs in each replica
-    custom_loop  what Keras needs in the replicas of a step that the user gives ``strategy.run``
-    variables    each replica's values of the model's variables, and what becomes of them after a step
-    losses       losses that are divided by the numbers of the whole batch
-    batchnorm    batch norms that take their statistics from the whole batch
-    kernels      faster kernels for batch norms and images
-    first_batch  compares the first batch with Keras's own numbers
+    model          ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
+    step           what runs in each replica
+    own_step       a ``train_step`` of the model's class that computes the step by itself
+    custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
+    variables      each replica's values of the model's variables, and what becomes of them after a step
+    losses         losses that are divided by the numbers of the whole batch
+    batchnorm      batch norms that take their statistics from the whole batch
+    kernels        faster kernels for batch norms and images
+    torch_modules  layers that wrap torch modules
+    first_batch    compares the first batch with Keras's own numbers
 
 Importing it needs Keras on torch: ``pip install 'torch-lockstep[keras]'`` and the environment variable
 ``KERAS_BACKEND=torch``.
@@ -23,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name == "keras":
         require("keras", "keras")
-    raise ConfigError(f"Keras could not be imported, because its backend needs {error.name!r}; {_ADVICE}") from error
+    raise ConfigError(f"Keras could not be imported, because its backend needs {error.name!r}; {_ADVICE}") from None
 if keras.backend.backend() != "torch":
     raise ConfigError(f"Keras runs on the backend {keras.backend.backend()!r}, expected 'torch'; {_ADVICE}")
 

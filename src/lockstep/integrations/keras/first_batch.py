@@ -1,23 +1,30 @@
 """Compares the first batch with Keras's own numbers, before anything is updated with it.
 
-The loss and the metrics of the whole batch on one device, in evaluation mode, must be what those of the shards add up
-to. They are not where a loss or a metric is no mean or sum over rows: a contrastive loss, a correlation, a maximum.
+The loss, the metrics and what layers assign for the whole batch on one device, in evaluation mode, must be what those
+of the shards add up to. They are not where one is no mean or sum over rows: a contrastive loss, a correlation, a
+maximum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import torch
 from torch import Tensor
 
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
+from lockstep.integrations.keras.losses import Shard, losses_of_shard
+from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
+from lockstep.strategies.base import Strategy
 
 _LOSS_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 # Rounding may put single rows on the other side of a threshold.
 _METRIC_TOLERANCE = 2e-2
@@ -30,7 +37,7 @@ def check_first_batch(
     run: Callable[[Callable[[Any, int], Changes]], list[Changes]],
     rows: int,
 ) -> None:
-    """Raises a ConfigError that names the loss or metric which shards of a batch cannot compute.
+    """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
         model: a compiled model, whose variables stay as they are.
@@ -39,10 +46,10 @@ def check_first_batch(
         run: runs a step in each local replica, on its shard of the batch.
         rows: of the batch.
     """
-    whole = _metrics_of_whole(model, variables, data, rows)
+    whole = _changes_of_whole(model, variables, data, rows)
     with torch.no_grad():
-        sums = variables.sum_metrics(run(Step(model=model, variables=variables, rows=rows).evaluate))
-    states = {id(each): (one, other) for each, one, other in zip(variables.metrics, sums, whole, strict=True)}
+        sums = list(variables.sum_changes(run(Step(model=model, variables=variables, rows=rows).evaluate)))
+    states = {id(each): (change, whole[id(each)]) for each, change in sums}
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
     exact = all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
     if not _close(total, expected, _LOSS_TOLERANCE if exact else _HALF_TOLERANCE):
@@ -57,19 +64,69 @@ def check_first_batch(
                 f"the metric {metric.name!r} cannot be merged: its state after the first batch is not the sum of those "
                 "after the shards of the batch; compute it from model.predict after the training"
             )
+    for each, change in sums[len(variables.metrics) :]:
+        if not _close(change, whole[id(each)], _METRIC_TOLERANCE):
+            raise ConfigError(
+                f"the variable {each.path!r} cannot be merged: the shards of the first batch do not change it by the "
+                'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
+                '"only_first_replica" if it counts batches'
+            )
 
 
-def _metrics_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> list[Tensor]:
-    """The values of the metrics' variables after one batch, by Keras alone on one device."""
+def check_own_step(step: OwnStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
+    """Raises a ConfigError if a model's own train_step gets other gradients from shards than from whole rows.
+
+    Nothing is updated. A step that gives other gradients when it is run again is not compared.
+
+    Args:
+        step: the step.
+        strategy: that of the model.
+        data: some rows.
+        divided: their shards with their sizes, and the number of rows.
+    """
+    (shards, sizes), rows = divided
+    step = replace(step, rows=rows, sizes=sizes.values, is_compared=True)
+    found = step.run(strategy, shards)[0]
+    # Every replica computes with all rows, so that the mean over the replicas is that of one device.
+    step = replace(step, rows=rows * strategy.num_replicas_in_sync, sizes=[rows] * len(sizes))
+    copies = [keras.tree.map_structure(_copied, data) for _ in sizes]
+    whole, again = (step.run(strategy, PerReplica(copies))[0] for _ in range(2))
+    if _same_gradients(again, whole) and not _same_gradients(found, whole):
+        raise ConfigError(
+            f"{step.name} gets other gradients from the shards of {rows} rows than from all of them on one device: a "
+            "loss is no mean over rows; have each be a loss of Keras or a mean over rows, of which none needs another"
+        )
+
+
+def _same_gradients(one: Any, other: Any) -> bool:
+    """Whether the gradients of each optimizer are equal, within what halves and sums in another order round."""
+    for gradients, expected in zip(one, other, strict=True):
+        pairs = [(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None and b is not None]
+        largest = max((float(b.abs().max()) for _, b in pairs), default=0.0)
+        is_half = any(b.dtype in (torch.float16, torch.bfloat16) for _, b in pairs)
+        tolerance = (_HALF_TOLERANCE if is_half else _GRADIENT_TOLERANCE) * largest
+        if any(float((a - b).abs().max()) > tolerance for a, b in pairs):
+            return False
+    return True
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:
+    """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by id."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-    with torch.no_grad(), stateless_scope() as scope:
-        scope.state_mapping.update((id(each), each.value) for each in variables.trainable)
-        scope.state_mapping.update((id(each), torch.zeros_like(each.value)) for each in variables.metrics)
+    whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
+    with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole):
+        before = {id(each): torch.zeros_like(each.value) for each in variables.metrics}
+        before |= {id(each): each.value for each in (*variables.trainable, *variables.others)}
+        scope.state_mapping.update(before)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         model._loss_tracker.update_state(loss, sample_weight=rows)
         model.compute_metrics(x, y, outputs, sample_weight=weight)
-    return [scope.get_current_value(each) for each in variables.metrics]
+    return {each: scope.state_mapping[each] - value for each, value in before.items() if value.dtype != torch.bool}
 
 
 def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:

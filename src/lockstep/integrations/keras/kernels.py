@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from keras.src.backend.torch import nn as keras_nn
 from torch import Tensor
 
+from lockstep.integrations.keras.losses import is_compared
 from lockstep.replicas.context import get_replica_context
 
 
@@ -35,6 +36,7 @@ def _batchnorm(
 ) -> Any:
     """``BatchNormalization.call``, where the statistics are those of the inputs."""
     numbers = inputs.numel() // inputs.shape[layer.axis]
+    training = training and not is_compared.get()
     if get_replica_context() is None or not training or not layer.trainable or mask is not None or numbers < 2:
         return own(inputs, training=training, mask=mask)
     inputs = inputs if inputs.dtype == torch.float64 else inputs.float()
@@ -60,5 +62,23 @@ def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return transpose
 
 
+def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``_transpose_conv_kernel`` of Keras, with strides that torch's backward takes for a single row.
+
+    It refuses those of a kernel with one output channel, in Keras alone too, where a batch of one row is rare.
+    """
+
+    @wraps(original)
+    def transpose(kernel: Tensor) -> Tensor:
+        kernel = original(kernel)
+        if kernel.dim() != 4 or kernel.shape[0] != 1 or get_replica_context() is None:
+            return kernel
+        return kernel.clone(memory_format=torch.contiguous_format)
+
+    return transpose
+
+
 if hasattr(keras_nn, "_transpose_spatial_inputs"):
     keras_nn._transpose_spatial_inputs = _without_copy(keras_nn._transpose_spatial_inputs)
+if hasattr(keras_nn, "_transpose_conv_kernel"):
+    keras_nn._transpose_conv_kernel = _with_plain_strides(keras_nn._transpose_conv_kernel)

@@ -5,7 +5,8 @@
 
 So the mean of the shards' losses, weighted by their rows, is Keras's loss of the whole batch, also where masks, weights
 or ragged targets give shards other counts than rows. Where the counts are the rows the factor is 1. Whatever else a
-program computes as a mean over rows, such as regularisation of activities, has that property without a factor.
+program computes as a mean over rows, such as regularisation of activities, has that property without a factor. A number
+that a program gives to ``keras.metrics.Mean`` without a weight is such a mean, and is weighted by its rows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Shard:
 
 current_shard: ContextVar[Shard | None] = ContextVar("lockstep_keras_shard", default=None)
 """The shard that a replica computes the loss of; None elsewhere."""
+is_compared: ContextVar[bool] = ContextVar("lockstep_keras_is_compared", default=False)
+"""Whether the results of shards are compared with those of the whole batch: rows must not depend on each other."""
 
 
 @contextmanager
@@ -96,5 +99,32 @@ def _count(values: Tensor, sample_weight: Any, mask: Any, reduction: str) -> Ten
     return count
 
 
+def _of_means(original: Callable[..., None]) -> Callable[..., None]:
+    """``Mean.update_state`` of Keras, in which the mean of a shard counts by its share of the batch."""
+
+    @wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
+        shard = current_shard.get()
+        if shard is not None and sample_weight is None and keras.ops.ndim(values) == 0:
+            sample_weight = shard.share
+        original(self, values, sample_weight=sample_weight)
+
+    return update_state
+
+
+def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_mask`` of Keras, which multiplies the weights of the batch in place, so that metrics get other ones."""
+
+    @wraps(original)
+    def apply(sample_weight: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_shard.get() is not None and isinstance(sample_weight, Tensor):
+            sample_weight = sample_weight.clone()
+        return original(sample_weight, *args, **kwargs)
+
+    return apply
+
+
 # Keras has no other place between the values of a loss and their mean. Outside the block above nothing changes.
+keras_losses.apply_mask = _of_masks(keras_losses.apply_mask)
 keras_losses.reduce_weighted_values = _of_shard(keras_losses.reduce_weighted_values)
+keras.metrics.Mean.update_state = _of_means(keras.metrics.Mean.update_state)

@@ -52,12 +52,13 @@ class Step:
             share, _ = self._loss(context, data, rows, training=False)
             return values.changes((), share)
 
-    def predict(self, data: Any, rows: int) -> Any:
-        """The outputs."""
+    def predict(self, data: Any, rows: int) -> tuple[Any, Changes]:
+        """The outputs, and what layers have assigned and drawn."""
         context = replica_of_step()
-        with self._variables(context):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
-            return keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
+        with self._variables(context) as values:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(moved(data, context))
+            outputs = keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
+            return outputs, values.changes((), rows / self.rows)
 
     def _variables(self, context: ReplicaContext) -> AbstractContextManager[ReplicaVariables]:
         return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
@@ -68,17 +69,17 @@ class Step:
     def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
         """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(moved(data, context))
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
             loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
-        with torch.no_grad():
-            self.model._loss_tracker.update_state(loss, sample_weight=rows)
-            self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+            with torch.no_grad():
+                self.model._loss_tracker.update_state(loss, sample_weight=rows)
+                self.model.compute_metrics(x, y, outputs, sample_weight=weight)
         return shard.share, loss
 
 
-def _moved(data: Any, context: ReplicaContext) -> Any:
+def moved(data: Any, context: ReplicaContext) -> Any:
     """A shard on the device of its replica."""
     device = context.device.torch_device
     return keras.tree.map_structure(

@@ -3,7 +3,9 @@
     trainable           the same values in every replica; the optimizer updates them once, outside the replicas
     metrics             start at 0 in every replica; what they come to is added
     seed generators     replica 0 has the seeds that Keras alone would have, and every other one seeds of its own
-    others that change  averaged over the rows, as the statistics of batch norms; integers are a replica's own
+    others that change  averaged over the rows, as the statistics of batch norms; integers are replica 0's. A variable
+                        with an ``aggregation`` of "sum" or "only_first_replica" goes by that
+    trainable, assigned in the forward pass: the same, before the optimizer updates them
 
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
 """
@@ -22,6 +24,8 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.errors import UsageError
+from lockstep.integrations.keras.torch_modules import buffer_variables
 from lockstep.strategies.base import Strategy
 
 _SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
@@ -33,14 +37,14 @@ class Changes:
 
     Args:
         used: whether each trainable variable has a gradient; empty for a step without gradients.
-        averaged: the floating-point variables that have changed, among those that are neither trainable nor metrics.
-        sums: gradients, metrics and ``averaged`` times the replica's share of the rows, flat, by dtype.
+        added: the variables that have been assigned, other than metrics, and of which the changes are added.
+        sums: gradients, metrics and the changes of ``added``, each times its weight, flat, by dtype.
         drawn: how far each seed generator has advanced.
-        counted: the integer variables that have changed, with their new values.
+        counted: the other integer variables that have changed, with their new values.
     """
 
     used: list[bool]
-    averaged: list[Any]
+    added: list[Any]
     sums: dict[torch.dtype, Tensor]
     drawn: list[Tensor]
     counted: list[tuple[Any, Tensor]]
@@ -97,7 +101,8 @@ class ModelVariables:
         self.metrics = list(metrics.values())
         self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
         first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
-        self.others = [each for each in model.non_trainable_variables if id(each) not in first]
+        owned_by_layers = (*model.non_trainable_variables, *buffer_variables(model))
+        self.others = [each for each in owned_by_layers if id(each) not in first]
         owned = {each.value.device for each in (*self.trainable, *self.others)}
         self._copies = {
             device: {id(each): each.value.detach().to(device) for each in (*self.trainable, *self.others)}
@@ -110,7 +115,7 @@ class ModelVariables:
         """The variables inside a local replica; ``number`` is its number among those of all workers."""
         device, generator = self._strategy.devices[replica].torch_device, self._default_generators[replica]
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
-        with keras.device(str(device)), stateless_scope() as scope:
+        with keras.device(str(device)), _ReplicaScope(self, generator) as scope:
             yield ReplicaVariables(self, scope, device, self._copies.get(device, {}), number)
         drawn = scope.get_current_value(generator.state)
         if drawn is not None:
@@ -126,8 +131,8 @@ class ModelVariables:
         with torch.no_grad():
             for each in self.metrics:
                 each.value.add_(sums[each.value.dtype].next_like(each.value))
-            for each in first.averaged:
-                each.value.copy_(sums[each.value.dtype].next_like(each.value))
+            for each in first.added:
+                each.value.add_(sums[each.value.dtype].next_like(each.value))
             for each, by in zip(self.seeds, first.drawn, strict=True):
                 each.value.add_(by.to(each.value.device))
             for each, value in first.counted:
@@ -135,10 +140,11 @@ class ModelVariables:
         used = [any(each) for each in zip(*(each.used for each in changes), strict=True)]
         return [gradient if is_used else None for gradient, is_used in zip(gradients, used, strict=True)]
 
-    def sum_metrics(self, changes: Sequence[Changes]) -> list[Tensor]:
-        """Sums the metrics of a step without gradients, and changes nothing."""
+    def sum_changes(self, changes: Sequence[Changes]) -> Iterator[tuple[Any, Tensor]]:
+        """The metrics and other variables that a step without gradients has changed, by how much. Changes nothing."""
         sums = self._sums(changes)
-        return [sums[each.value.dtype].next_like(each.value) for each in self.metrics]
+        for each in (*self.metrics, *changes[0].added):
+            yield each, sums[each.value.dtype].next_like(each.value)
 
     def _sums(self, changes: Sequence[Changes]) -> dict[torch.dtype, _Parts]:
         return {
@@ -148,53 +154,91 @@ class ModelVariables:
 
 
 class ReplicaVariables:
-    """The variables inside one replica, for the length of one step.
-
-    Attributes:
-        trainable: the values that gradients are computed for.
-    """
+    """The variables inside one replica, for the length of one step."""
 
     def __init__(self, model: ModelVariables, scope: Any, device: torch.device, copies: dict[int, Tensor], number: int):
-        self._model, self._scope = model, scope
+        self._model, self._scope, self._number = model, scope, number
         values = scope.state_mapping
-        for each in model.others:
-            if id(each) in copies:
-                values[id(each)] = copies[id(each)]
-        self.trainable = [
-            copies.get(id(each), each.value.detach()).detach().requires_grad_() for each in model.trainable
-        ]
-        values.update((id(each), value) for each, value in zip(model.trainable, self.trainable, strict=True))
+        values.update((id(each), copies.get(id(each), each.value)) for each in model.others)
+        for each in model.trainable:
+            values[id(each)] = copies.get(id(each), each.value.detach()).detach().requires_grad_()
         values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
         values.update((id(each), seed_of_replica(each.value.to(device), number)) for each in model.seeds)
         self._before = dict(values)
 
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The values that gradients are computed for."""
+        return [self._scope.state_mapping[id(each)] for each in self._model.trainable]
+
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
         """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
         model, values = self._model, self._scope.state_mapping
-        changed = [each for each in model.others if values.get(id(each)) is not self._before.get(id(each))]
-        averaged = [each for each in changed if each.value.is_floating_point()]
+        owned = (*model.others, *model.trainable)
+        changed = [each for each in owned if values[id(each)] is not self._before[id(each)]]
+        added = [each for each in changed if each.value.is_floating_point() or each.aggregation == "sum"]
+        weights = {"sum": 1, "only_first_replica": int(self._number == 0)}
         parts: list[tuple[Any, Tensor]] = [
             (each, torch.zeros_like(each) if gradient is None else gradient)
             for each, gradient in zip(self.trainable[: len(gradients)], gradients, strict=True)
         ]
         parts += [(each.value, values[id(each)]) for each in model.metrics]
-        parts += [(each.value, values[id(each)] * share) for each in averaged]
+        parts += [
+            (each.value, (values[id(each)] - self._before[id(each)]) * weights.get(each.aggregation, share))
+            for each in added
+        ]
         flat: dict[torch.dtype, list[Tensor]] = {}
         for like, part in parts:
             counts = part.detach() if share else torch.zeros_like(part)
             flat.setdefault(like.dtype, []).append(counts.to(like.dtype).reshape(-1))
         return Changes(
             used=[gradient is not None for gradient in gradients],
-            averaged=averaged,
+            added=added,
             sums={dtype: torch.cat(each) for dtype, each in flat.items()},
             drawn=[values[id(each)] - self._before[id(each)] for each in model.seeds],
-            counted=[(each, values[id(each)]) for each in changed if not each.value.is_floating_point()],
+            counted=[(each, values[id(each)]) for each in changed if not any(each is one for one in added)],
         )
+
+
+class _ReplicaScope(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types
+    """The scope of one replica, in which only variables of the model change."""
+
+    def __init__(self, model: ModelVariables, generator: Any) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._trainable = {id(each) for each in model.trainable}
+        others = (*model.trainable, *model.others, *model.metrics, *model.seeds, generator.state)
+        self._known = {id(each) for each in others}
+
+    def add_update(self, update: tuple[Any, Tensor]) -> None:
+        """Keras's own, where a trainable variable gets a value that gradients are computed for."""
+        variable, value = update
+        if id(variable) not in self._known:
+            raise UsageError(
+                f"a replica has assigned the variable {variable.path!r}, which the model does not know; make it, or "
+                "the metric or seed generator that it belongs to, in the __init__ of a layer or of the model"
+            )
+        is_trainable = id(variable) in self._trainable
+        super().add_update((variable, value.detach().requires_grad_() if is_trainable else value))
 
 
 def stateless_scope() -> Any:
     """A block in which Keras's variables have the values that its ``state_mapping`` gives them by id."""
     return keras.StatelessScope(collect_losses=True, initialize_variables=False)
+
+
+def summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
+    like = parts[0]
+    dtypes = list(dict.fromkeys(each.dtype for each in like))
+    flat = [
+        PerReplica([torch.cat([each.reshape(-1) for each in own if each.dtype == dtype]) for own in parts])
+        for dtype in dtypes
+    ]
+    sums = {
+        dtype: iter(total.split([each.numel() for each in like if each.dtype == dtype]))
+        for dtype, total in zip(dtypes, strategy.reduce("sum", flat), strict=True)
+    }
+    return [next(sums[each.dtype]).view(each.shape) for each in like]
 
 
 class _Parts:

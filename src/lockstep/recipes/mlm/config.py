@@ -5,13 +5,11 @@ The defaults are the published ones, except where a field says otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
-from lockstep.recipes.mlm.model import BertShape
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_divides, check_settings
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 
@@ -74,6 +72,11 @@ class MlmConfig:
     def __post_init__(self) -> None:
         check_settings(
             self,
+            layers=(1, UNBOUNDED),
+            hidden=(1, UNBOUNDED),
+            heads=(1, UNBOUNDED),
+            feed_forward=(1, UNBOUNDED),
+            dropout=(0, 0.9),
             batch_size=(1, UNBOUNDED),
             length_window=(1, UNBOUNDED),
             mask_fraction=(ABOVE_ZERO, 1),
@@ -83,8 +86,8 @@ class MlmConfig:
             shuffle_buffer=(0, UNBOUNDED),
             clip_norm=(ABOVE_ZERO, UNBOUNDED),
         )
-        # These check the other values; they are made here so that a bad value is an error now, not when it is used.
-        _ = self.shape, self.tokenizer
+        check_divides("heads", self.heads, ("hidden", self.hidden))
+        _ = self.tokenizer  # checks the vocabulary: a bad value is an error now, not when it is used
 
     @property
     def first_rate(self) -> float:
@@ -99,36 +102,5 @@ class MlmConfig:
         return 1e-3 if self.pretrained is None else 1e-4
 
     @property
-    def shape(self) -> BertShape:
-        """The size of a model with random weights."""
-        return BertShape(
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            feed_forward=self.feed_forward,
-            vocabulary=self.vocabulary,
-            positions=self.sequence_length,
-            dropout=self.dropout,
-        )
-
-    @property
     def tokenizer(self) -> WordPieceSettings:
-        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary)
-
-
-def mlm(*, data: Path | None = None, pretrained: str | None = None) -> MlmConfig:
-    """Returns the complete configuration: bert_tiny at batch size 128 for five epochs.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: folder in the layout of WikiText; None is the embedded text.
-        pretrained: folder or name of a BERT to start from; None is random weights.
-
-    Example:
-        >>> mlm().batch_size, mlm().learning_rate, mlm(pretrained="bert-tiny").learning_rate
-        (128, 0.001, 0.0001)
-    """
-    config = MlmConfig(data=data, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.first_rate)

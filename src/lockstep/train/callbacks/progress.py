@@ -32,16 +32,6 @@ _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{r
 _BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
 
 
-def write_line(text: str) -> None:
-    """Writes a line to standard output, above a live progress line if there is one."""
-    tqdm = sys.modules.get("tqdm")  # if it is not loaded there is no live line
-    if tqdm is None:
-        sys.stdout.write(text + "\n")
-    else:
-        tqdm.tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
-
-
 def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose: int) -> None:
     """Writes the last line of a training: what ``find`` returns, or why there is none. Every worker must call it.
 
@@ -55,7 +45,7 @@ def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose
     except CheckpointError as error:
         line = f"no fingerprint: {error}"
     if processes.is_chief:
-        write_line(line)
+        console.write_line(line)
 
 
 class _Display(ABC):
@@ -86,8 +76,8 @@ class _Display(ABC):
         """Ends the pass, whose line follows."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends the run, perhaps in the middle of a pass."""
+    def stop(self, step: int) -> None:
+        """Ends the pass after ``step`` steps, because of an error or Ctrl-C."""
 
     def _position(self, step: int) -> str:
         return f"step {step}" if self.steps is None else f"step {step}/{self.steps}"
@@ -104,11 +94,11 @@ class _PlainLines(_Display):
     first_s, every_s = _FIRST_LINE_S, _LINE_EVERY_S
 
     def show(self, step: int, items: Sequence[str], step_s: float) -> None:
-        write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
+        console.write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
 
     def end(self) -> None: ...
 
-    def close(self) -> None: ...
+    def stop(self, step: int) -> None: ...
 
 
 class _TerminalBar(_Display):
@@ -137,9 +127,8 @@ class _TerminalBar(_Display):
         self._bar.leave = False
         self._bar.close()
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def stop(self, step: int) -> None:
+        self._bar.close()
 
 
 class _NotebookBar(_Display):
@@ -161,7 +150,8 @@ class _NotebookBar(_Display):
     def end(self) -> None:
         self._display(["done"], self.steps or 0)
 
-    def close(self) -> None: ...
+    def stop(self, step: int) -> None:
+        self._display([f"stopped after {self._position(step)}"], step)
 
     def _display(self, items: Sequence[str], step: int) -> None:
         ipython = import_module("IPython.display")  # a kernel is running, so it is there
@@ -206,7 +196,8 @@ class ProgressBar(Callback):
         self._known: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
-        self._training = False
+        self._training = False  # in fit
+        self._running = False  # a pass
 
     def wants_batch_logs(self) -> bool:
         # Asked before a step, which is shown when it is done. It may take half as long again as the last one.
@@ -246,13 +237,13 @@ class ProgressBar(Callback):
     on_predict_end = on_test_end
 
     def close(self) -> None:
-        self._training = False
-        if self._display is not None:
-            self._display.close()
-            self._display = None
+        if self._display is not None and self._running:
+            self._display.stop(self._step)
+        self._display = None
+        self._training = self._running = False
 
     def _begin(self, title: str, steps: int | None) -> None:
-        self._title, self._step = title, 0
+        self._title, self._step, self._running = title, 0, True
         self._known, self._late = {}, None
         self._step_s, self._step_ended = math.inf, time.monotonic()  # the first step may take long
         if self.verbose != 1:
@@ -283,12 +274,13 @@ class ProgressBar(Callback):
         return self._known
 
     def _finish(self, logs: Logs) -> None:
+        self._running = False
         if self._display is not None:
             self._display.end()
             self._due = time.monotonic() + self._display.every_s
         timing = self.model.clock.summary()
         steps = "1 step" if timing.steps == 1 else f"{timing.steps} steps"
-        write_line(console.line_of(self._title, [steps, f"{timing.seconds:.1f} s", *self._describe(logs)]))
+        console.write_line(console.line_of(self._title, [steps, f"{timing.seconds:.1f} s", *self._describe(logs)]))
 
     def _describe(self, logs: Logs) -> list[str]:
         timing = self.model.clock.summary()

@@ -45,7 +45,7 @@ def driver_for(setup: TrainSetup) -> DeviceDriver | None:
         'precision="fp16" asks on the host whether gradients overflowed; "bf16" does not': fp16,
         "accumulate keeps gradients from step to step; give larger batches instead": setup.config.accumulate > 1,
         "the module is compiled, and compiled code hides its tensors; use one of the two": module.is_compiled,
-        "train_step is overridden, and may do another thing in every step": setup.own_step is not None,
+        "train_step is overridden, and may do another thing in every step": setup.train_step is not None,
         "the model is divided among workers": module.pipeline is not None or module.shards_weights,
         "an embedding with sparse=True has gradients of changing size": sparse,
         f"the update is not made by fused kernels: {not_fused}": not_fused is not None,

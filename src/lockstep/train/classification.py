@@ -1,0 +1,128 @@
+"""Accuracy and F1: the metrics that ``compile(metrics=["accuracy", "f1"])`` means. Importing this needs torchmetrics.
+
+torchmetrics asks for the number of classes; here the shapes say it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lockstep.errors import ConfigError
+from lockstep.train.names import classes_and_labels
+
+Outputs = Literal["classes", "logits", "probabilities"]
+_IGNORED = -100
+
+
+class _OfDecisions(Metric):
+    """Base of the metrics that compare decisions with targets. Targets of -100 beside scores of classes do not count.
+
+    Args:
+        outputs: what outputs are: scores of "classes", whose largest one is the decision; or "logits" or
+            "probabilities" of yes and no, for targets of the same shape. None: scores of classes if the shapes say so.
+    """
+
+    higher_is_better = True
+    is_differentiable = False
+    full_state_update = False
+    name: str
+
+    def __init__(self, outputs: Outputs | None = None) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @property
+    def _are_yes_or_no(self) -> bool:
+        return self._outputs in ("logits", "probabilities")
+
+    def _yes_or_no(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Which outputs and which targets say yes, in the shape of the outputs."""
+        if targets.numel() != outputs.numel():
+            raise ConfigError(
+                f"{self.name} got outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}; give one target per output"
+            )
+        return outputs > (0 if self._outputs == "logits" else 0.5), targets.reshape(outputs.shape) > 0.5
+
+    def _classes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The class numbers of outputs and of targets, and how many classes there are."""
+        if targets.shape == outputs.shape:
+            if self._outputs is None:
+                raise ConfigError(
+                    f"{self.name} cannot tell what outputs with the shape of the targets are; give a torchmetrics "
+                    "Metric, such as BinaryAccuracy() or MultilabelF1Score(5)"
+                )
+            targets = targets.argmax(1)  # one-hot, or probabilities
+        outputs, labels = classes_and_labels(outputs, targets)
+        return outputs.argmax(1).flatten(), labels.flatten(), outputs.shape[1]
+
+
+class Accuracy(_OfDecisions):
+    """The fraction of targets that the outputs meet."""
+
+    name = "accuracy"
+    correct: Tensor
+    total: Tensor
+
+    def __init__(self, outputs: Outputs | None = None) -> None:
+        super().__init__(outputs)
+        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Counts the rows of a batch."""
+        if self._are_yes_or_no:
+            decided, meant = self._yes_or_no(outputs, targets)
+            self.total += meant.numel()
+        else:
+            decided, meant, _ = self._classes(outputs, targets)
+            self.total += (meant != _IGNORED).sum()
+        self.correct += (decided == meant).sum()
+
+    def compute(self) -> Tensor:
+        """The fraction of all that was counted."""
+        return self.correct / self.total
+
+
+class F1(_OfDecisions):
+    """The F1 score, as ``keras.metrics.F1Score(average="macro")``: the mean over the classes, or over several labels.
+
+    With one yes or no per row it is the score of yes, at a threshold of 0.5. A class that was neither found nor meant
+    counts as 0.
+    """
+
+    name = "f1"
+    found: Tensor
+    counted: Tensor
+
+    def __init__(self, outputs: Outputs | None = None) -> None:
+        super().__init__(outputs)
+        # One number per class, from the first update on: how often it was decided and meant, and how often each.
+        self.add_state("found", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("counted", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Counts the rows of a batch."""
+        if self._are_yes_or_no:
+            if outputs.dim() > 2:
+                raise ConfigError(
+                    f"f1 got outputs of shape {tuple(outputs.shape)}; give (rows,), (rows, labels), or a torchmetrics "
+                    "Metric, such as BinaryF1Score()"
+                )
+            decided, meant = (each.reshape(len(outputs), -1) for each in self._yes_or_no(outputs, targets))
+            self.found = self.found + (decided & meant).sum(0)
+            self.counted = self.counted + decided.sum(0) + meant.sum(0)
+            return
+        decided, meant, classes = self._classes(outputs, targets)
+        counts, labels = (meant != _IGNORED).long(), meant.clamp(min=0)
+        zeros = torch.zeros(classes, dtype=torch.long, device=outputs.device)
+        self.found = self.found + zeros.scatter_add(0, labels, counts * (decided == meant))
+        self.counted = self.counted + zeros.scatter_add(0, labels, counts).scatter_add(0, decided, counts)
+
+    def compute(self) -> Tensor:
+        """The score of all that was counted."""
+        return (2 * self.found / self.counted.clamp(min=1)).mean()
