@@ -54,17 +54,26 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
         keeps: whether a distributed model keeps a variable, such as statistics.
         default_seed: the variable of the replica's own default seed generator.
         sums_gradients: whether gradients are those of all replicas already in the step, as in a model's own.
+        is_compared: whether nothing is to be updated with the gradients, which are compared only.
 
     Attributes:
         assigned: the variables that the step has assigned, by id.
+        compared: the gradients that optimizers were given; None where they are not compared.
         sums_gradients: as given.
     """
 
     def __init__(
-        self, context: ReplicaContext, keeps: Callable[[Any], bool], default_seed: Any, *, sums_gradients: bool
+        self,
+        context: ReplicaContext,
+        keeps: Callable[[Any], bool],
+        default_seed: Any,
+        *,
+        sums_gradients: bool,
+        is_compared: bool,
     ) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
+        self.compared: list[list[Tensor | None]] | None = [] if is_compared else None
         self.sums_gradients = sums_gradients
         self._context, self._keeps, self._default_seed = context, keeps, default_seed
         self._is_summing = False
@@ -207,14 +216,19 @@ class CustomSteps:
             generator = generators[context.local_replica]
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
             steps[context.local_replica] = StepVariables(
-                context, keeps, generator.state, sums_gradients=own_step is not None
+                context,
+                keeps,
+                generator.state,
+                sums_gradients=own_step is not None,
+                is_compared=own_step is not None and own_step.is_compared,
             )
             with keras.device(str(context.device.torch_device)), steps[context.local_replica]:
                 yield
 
         yield in_replica
-        sizes = rows if own_step is None else own_step.sizes
-        _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
+        if own_step is None or not own_step.is_compared:
+            sizes = rows if own_step is None else own_step.sizes
+            _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
 
 
 _custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
@@ -277,6 +291,9 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
+        if step.compared is not None:
+            step.compared.append([None if each is None else each.detach().clone() for each in grads])
+            return None
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         strategy, shard = context.strategy, current_shard.get()
         assigned = [each for each in variables if id(each) in step.assigned]
@@ -293,7 +310,7 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
         parts = [step.part(each, shard.share) for each in assigned if shard is not None]
         context.meet(f"{self.name}.apply", (list(grads), parts), update)
-        step.forget(variables)
+        step.forget((*variables, *self.variables))
         return None
 
     return apply

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from keras.src.backend.torch import nn as keras_nn
 from torch import Tensor
 
+from lockstep.integrations.keras.losses import is_compared
 from lockstep.replicas.context import get_replica_context
 
 
@@ -35,6 +36,7 @@ def _batchnorm(
 ) -> Any:
     """``BatchNormalization.call``, where the statistics are those of the inputs."""
     numbers = inputs.numel() // inputs.shape[layer.axis]
+    training = training and not is_compared.get()
     if get_replica_context() is None or not training or not layer.trainable or mask is not None or numbers < 2:
         return own(inputs, training=training, mask=mask)
     inputs = inputs if inputs.dtype == torch.float64 else inputs.float()

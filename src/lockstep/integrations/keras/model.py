@@ -28,7 +28,7 @@ from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
-from lockstep.integrations.keras.first_batch import check_first_batch
+from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms
 from lockstep.integrations.keras.own_step import OwnStep, is_own_step, metrics_of
 from lockstep.integrations.keras.step import Step
@@ -40,6 +40,8 @@ from lockstep.strategies.parallel import ParallelStrategy
 
 M = TypeVar("M", bound=keras.Model)
 ReplicaStep = Callable[[Any, int], Any]
+_COMPARED_ROWS = 4
+"""Rows of each replica with which a model's own step is checked; every replica computes with those of all at once."""
 
 
 def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bool = False) -> M:
@@ -225,6 +227,16 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Keras's own, by the chief alone; every worker calls it."""
         self._on_chief("save_weights", lambda: self.save_weights(filepath, *args, **kwargs))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keras's own. Raises a UsageError for a count in a step, which each replica would count."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and get_replica_context() is not None and vars(self).get(name) != value:
+            raise UsageError(
+                f"the step sets {name!r} of the model to {value} in each replica; keep it in a variable, made by "
+                'add_weight(..., trainable=False, aggregation="only_first_replica"), or set it in a callback'
+            )
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> Any:
         with _undistributed(self):
             return self.__reduce__()
@@ -302,10 +314,22 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _own_step(self, name: str, data: Any) -> Any:
         """The results of a step that the model's class computes by itself, in each replica on its shard."""
-        distribution = self._distribution
-        (shards, sizes), rows = distribution.divide(data[0])
+        distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
+        batch = keras.tree.map_structure(_on_host, data[0])
+        (shards, sizes), rows = distribution.divide(batch)
         distribution.compare_weights(self)
-        step = OwnStep(step=getattr(self, name), metrics=metrics_of(self), rows=rows, sizes=sizes.values)
+        step = OwnStep(
+            step=getattr(self, name),
+            name=f"{_class_before(type(self)).__name__}.{name}",
+            metrics=metrics_of(self),
+            rows=rows,
+            sizes=sizes.values,
+        )
+        if name == "train_step" and not distribution.first_batch_is_checked and rows > 1 and replicas > 1:
+            at = (0, min(rows, replicas * _COMPARED_ROWS))
+            some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
+            check_own_step(step, distribution.strategy, some, distribution.divide(some))
+            distribution.first_batch_is_checked = True
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":
