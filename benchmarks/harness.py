@@ -18,8 +18,7 @@ from statistics import fmean, median
 
 from benchmarks.step_timer import StepRecord
 from benchmarks.trial import Conditions, Contender, Trial, Workload
-from lockstep.errors import ReplicaError
-from lockstep.recipes.config_checks import at_least
+from lockstep.errors import ConfigError, ReplicaError
 
 _ROUND_MARGIN = 1.25
 _log = logging.getLogger("benchmarks")
@@ -93,7 +92,8 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, until_s: float | None = 
         until_s: ``time.monotonic()`` at which all must be done. What finds no time in the first round is absent;
             another round begins only if the last one would fit, with a margin.
     """
-    at_least("rounds", rounds, 1)
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} was given, expected at least 1")
     samples: list[Sample] = []
     absences: list[Absence] = []
     present = list(trials)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from benchmarks.step_timer import StepRecord
+from lockstep.checks import check_least
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import at_least_each
 from lockstep.scaling.machine import Machine
 
 TRIAL_LIMIT_S = 300.0
@@ -104,7 +104,7 @@ class Trial:
     lap: int = 1  # steps between two readings of the clock
 
     def __post_init__(self) -> None:
-        at_least_each(self, 1, "warm_up", "steps", "cores")
+        check_least(self, 1, "warm_up", "steps", "cores")
 
     @property
     def name(self) -> str:

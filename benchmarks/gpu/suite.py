@@ -35,8 +35,8 @@ from benchmarks.processes import SpawnedBody
 from benchmarks.report import COLUMNS, Column, NothingToRunError, Report, Section, columns, report_of
 from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, median_step
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Trial, Workload, select_contenders
+from lockstep.checks import check_least
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.recipes.config_checks import at_least_each
 
 PACE = Pace(warm_up=10, steps=10, rounds=3)
 _LAPS = 3
@@ -213,7 +213,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
         NothingToRunError: there is no GPU.
     """
     device: DeviceType = asked.device
-    at_least_each(conditions, 1, "rounds", "warm_up", "steps")
+    check_least(conditions, 1, "rounds", "warm_up", "steps")
     if not asked.budget_s >= _LEAST_BUDGET_S:
         raise ConfigError(f"budget_s={asked.budget_s:g} was given, expected at least {_LEAST_BUDGET_S:.0f}; raise it")
     if device == "cuda" and (reason := reason_not_to_run()):

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from benchmarks.results import Figures, compare_steps, fastest, figures_of, with
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.recipes.reviews.batches import LengthGroupedSampler
-from lockstep.recipes.reviews.config import ReviewsConfig, reviews
+from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_collator, build_reviews
 from lockstep.recipes.reviews.trainer import ReviewsTrainer, training_arguments
 
@@ -59,7 +59,7 @@ class ReviewsWork:
 @contextmanager
 def reviews_work(*, replicas: int, steps: int) -> Iterator[ReviewsWork]:
     """Builds model and data for one of ``replicas`` devices or processes; removes the Trainer's folder at the end."""
-    config = replace(reviews(), per_device_train_batch_size=ROWS // replicas)
+    config = ReviewsConfig(per_device_train_batch_size=ROWS // replicas)
     with TemporaryDirectory(prefix="lockstep-bench-") as folder:
         arguments = training_arguments(
             config,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.checks import check_divides
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, check_divides, choose_mesh_layout
+from lockstep.parallel.mesh_layout import MeshCoordinate, MeshLayout, choose_mesh_layout
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_who_belongs_together():
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_would():
-    check_divides("tensor", 2, [("num_attention_heads", 4), ("hidden_size", 16)])
+    check_divides("tensor", 2, ("num_attention_heads", 4), ("hidden_size", 16))
 
     with pytest.raises(ConfigError, match=r"tensor=8 does not divide num_attention_heads=12; choose 1, 2, 3, 4, 6 or"):
-        check_divides("tensor", 8, [("hidden_size", 768), ("num_attention_heads", 12)])
+        check_divides("tensor", 8, ("hidden_size", 768), ("num_attention_heads", 12))

@@ -88,7 +88,7 @@ def test_what_is_given_is_kept():
         plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(tensor=3))
     with pytest.raises(ConfigError, match=r"pipeline=4, tensor=4 do not multiply to devices=8; leave one of them out"):
         plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(pipeline=4, tensor=4))
-    with pytest.raises(ConfigError, match=r"schedule='dualpipe' was given; choose one of 1f1b, gpipe"):
+    with pytest.raises(ConfigError, match=r"schedule='dualpipe' is unknown; choose one of 1f1b, gpipe"):
         Layout(schedule="dualpipe")  # type: ignore[arg-type]
 
 

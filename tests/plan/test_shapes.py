@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checks import alternatives, divisors
 from lockstep.errors import ConfigError
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, divisors, one_of, shape_of
-from lockstep.recipes.mlm.config import mlm
+from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep.recipes.mlm.config import MlmConfig
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -71,9 +72,9 @@ def test_learned_positions_grow_with_the_sequence_and_rotary_ones_do_not():
 
 def test_long_lists_of_divisors_are_shortened():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert one_of(divisors(7)) == "1 or 7"
-    assert one_of([3]) == "3"
-    assert one_of(divisors(5040)).endswith(" ... or 5040")
+    assert alternatives(divisors(7)) == "1 or 7"
+    assert alternatives([3]) == "3"
+    assert alternatives(divisors(5040)).endswith(" ... or 5040")
 
 
 LLAMA = {
@@ -94,7 +95,7 @@ def test_a_shape_is_a_shape():
 
 
 def test_the_recipe_is_bert_tiny_that_is_asked_about_its_masked_tokens():
-    shape, config = shape_of("mlm"), mlm()
+    shape, config = shape_of("mlm"), MlmConfig()
 
     for name in ("layers", "hidden", "heads", "feed_forward", "vocabulary"):
         assert getattr(shape, name) == getattr(config, name)

@@ -12,7 +12,7 @@ from lockstep.collectives.replica_barrier import IssueGate
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DeviceMemoryError
 from lockstep.replicas.device.memory import MB
-from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams, allocating_on, device_memory_of
+from lockstep.replicas.device.streams import GpuReplica, GpuSlot, RunStreams, allocating_on
 
 
 def turns_on(devices: Sequence[LogicalDevice], driver: StandInDriver, rows: int | None = None) -> list[GpuSlot]:
@@ -137,13 +137,13 @@ def test_memory_is_looked_at_only_when_a_pool_has_another_size():
 
 
 def test_what_is_made_in_the_memory_of_a_device_is_counted_there():
-    with stand_in_gpus((64, 64)) as (devices, _):
+    with stand_in_gpus((64, 64)) as (devices, driver):
         with allocating_on(devices[1]):
             held = torch.empty(6 * MB, dtype=torch.uint8)
         held += 1
-        sizes = [device_memory_of(device) for device in devices]
+        sizes = [GpuReplica(device, driver, seed=0).memory() for device in devices]
 
-    assert [(size.name, size.limit, size.in_use, size.peak) for size in sizes if size] == [
+    assert [(size.name, size.limit, size.in_use, size.peak) for size in sizes] == [
         ("gpu:0", 64 * MB, 0, 0),
         ("gpu:1", 64 * MB, 6 * MB, 6 * MB),
     ]

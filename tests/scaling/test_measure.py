@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
+from lockstep.recipes.training import Task
 from lockstep.scaling.measure import PARTS, measure
-from lockstep.scaling.recipes import Work
 
 ROWS, BATCH = 22, 8  # two full batches and one of 6 rows: 2, 2, 2 and 0 on four replicas
 
@@ -52,12 +52,18 @@ def make_module() -> nn.Module:
     return Picky(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def make_work(batches: Batches) -> Work:
-    return Work(
+def make_task(batches: Batches) -> Task:
+    return Task(
         source="made up",
+        config=None,
         module=make_module(),
+        parameters=0,
         train=batches,
-        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        valid=(),
+        test=(),
+        metrics={},
+        settings=dict,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         loss=lambda outputs, y: F.cross_entropy(outputs, y, reduction="none"),
     )
 
@@ -81,14 +87,14 @@ def one_device(warm_up: int, timed_steps: int) -> float:
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_loss_is_that_of_one_device_over_the_same_batches(make_strategy, replicas: int):
-    record = measure(make_strategy(replicas), make_work(Batches()), batch_size=BATCH, warm_up=2, timed_steps=5)
+    record = measure(make_strategy(replicas), make_task(Batches()), batch_size=BATCH, warm_up=2, timed_steps=5)
 
     assert record.loss == pytest.approx(one_device(2, 5), rel=1e-5)
 
 
 def test_the_timed_steps_begin_an_epoch_and_go_on_into_the_next(make_strategy):
     batches = Batches()
-    record = measure(make_strategy(2), make_work(batches), batch_size=BATCH, warm_up=1, timed_steps=6)
+    record = measure(make_strategy(2), make_task(batches), batch_size=BATCH, warm_up=1, timed_steps=6)
 
     assert batches.iterated == [0, 1, 2]
     assert (len(record.step_ms), record.examples, record.steps_an_epoch) == (6, 2 * ROWS, 3)
@@ -96,7 +102,7 @@ def test_the_timed_steps_begin_an_epoch_and_go_on_into_the_next(make_strategy):
 
 
 def test_the_parts_of_every_step_are_times_and_add_up_to_it(make_strategy):
-    record = measure(make_strategy(4), make_work(Batches()), batch_size=BATCH, warm_up=1, timed_steps=3)
+    record = measure(make_strategy(4), make_task(Batches()), batch_size=BATCH, warm_up=1, timed_steps=3)
 
     assert [step.step for step in record.parts] == list(record.step_ms)
     for step in record.parts:
@@ -109,8 +115,8 @@ def test_the_parts_of_every_step_are_times_and_add_up_to_it(make_strategy):
 
 def test_an_epoch_of_less_than_one_batch_is_refused(make_strategy):
     with pytest.raises(DataError, match="an epoch has 6 examples, fewer than one global batch of 8"):
-        measure(make_strategy(2), make_work(Batches(6)), batch_size=BATCH, warm_up=1, timed_steps=1)
+        measure(make_strategy(2), make_task(Batches(6)), batch_size=BATCH, warm_up=1, timed_steps=1)
 
 
 def test_one_batch_that_is_short_is_no_error(make_strategy):
-    measure(make_strategy(2), make_work(Batches(9)), batch_size=BATCH, warm_up=2, timed_steps=2)
+    measure(make_strategy(2), make_task(Batches(9)), batch_size=BATCH, warm_up=2, timed_steps=2)

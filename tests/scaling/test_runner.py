@@ -9,6 +9,7 @@ import pytest
 from lockstep.errors import DataError
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.scaling.plan import ScalingSettings
+from lockstep.scaling.recipes import RECIPES
 from lockstep.scaling.runner import run_trial
 
 
@@ -17,5 +18,5 @@ def test_the_process_s_own_error_comes_back_and_no_traceback(make, tmp_path: Pat
     config = ImagesConfig(data=tmp_path / "no-such-folder", workers=0, width_multiplier=0.1)
     settings = ScalingSettings(batch_size=64, replicas=(2,), warm_up=1)
     with pytest.raises(DataError, match=r"no-such-folder' does not exist.* \(while measuring '1 device'\)"):
-        run_trial("images", config, "cpu:2", make.plan(2, cores=2, devices=2)[0], settings)
+        run_trial(RECIPES["images"], config, "cpu:2", make.plan(2, cores=2, devices=2)[0], settings)
     assert capfd.readouterr() == ("", "")

@@ -67,7 +67,7 @@ def test_sample_weight_of_the_values_own_shape():
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 2)])
 def test_a_sample_weight_that_does_not_fit_is_named(shape: tuple[int, ...]):
-    with pytest.raises(ConfigError, match=r"has shape .* beside loss values of shape \(2,\); give shape \(2,\)"):
+    with pytest.raises(ConfigError, match=r"has shape .*the losses have \(2,\)"):
         loss_sums(torch.ones(2), 2, torch.ones(shape))
 
 

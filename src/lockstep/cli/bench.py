@@ -30,8 +30,6 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
     bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer()
-    bench.callback()(_bench)
-    scaling.callback()(_scaling)
     for recipe in RECIPES.values():
         example = f"Example: lockstep bench scaling {recipe.name} --devices cpu:2"
         scaling.command(recipe.name, epilog=example)(
@@ -55,14 +53,6 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench", help=COMMANDS["bench"], epilog=EXAMPLE)
 
 
-def _bench() -> None:
-    """Measure how fast a recipe trains."""
-
-
-def _scaling() -> None:
-    """Measure a recipe on one device and on N."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchScaling:
     """Measure the recipe on one device and on N, in turn, each in a fresh process.
@@ -81,7 +71,6 @@ class BenchScaling:
     config: Any
 
     def __call__(self) -> int:
-        """Measures, prints the tables and writes the report."""
         # What would fail at the end fails now:
         for package in ("jinja2", "matplotlib"):
             require(package, "plots")
@@ -93,7 +82,7 @@ class BenchScaling:
             check_file(file)
         chosen = usual_replicas(len(logical)) if self.replicas is None else parse_replicas(self.replicas)
         result = measure_scaling(
-            self.recipe.name,
+            self.recipe,
             self.config,
             replace(self.settings, replicas=chosen),
             devices=devices,
@@ -132,7 +121,6 @@ class BenchPipeline:
     settings: pipeline.PipelineSettings
 
     def __call__(self) -> int:
-        """Measures, prints the table and writes the report."""
         settings = replace(self.settings, schedules=pipeline.parse_schedules(self.schedules))
         output = self.output.expanduser()
         # What would fail at the end fails now:

@@ -38,7 +38,6 @@ class DataDigits:
     folder: Annotated[Path, typer.Argument(metavar="DIR")]
 
     def __call__(self) -> int:
-        """Writes the digits."""
         written = write_digits(self.folder.expanduser())
         counts = ", ".join(f"{split} {number:,}" for split, number in written.items())
         train = f"lockstep train images --data {self.folder}"

@@ -36,7 +36,6 @@ class Devices:
     devices: DevicesFlag = None
 
     def __call__(self) -> int:
-        """Prints the tables."""
         chosen = take_devices(self.devices)
         print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(chosen)}")
         return 0

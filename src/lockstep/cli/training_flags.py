@@ -53,7 +53,6 @@ class BackupPlan:
             )
 
     def callbacks(self, output: Path) -> list[BackupAndRestore]:
-        """The callback that saves and restores the training."""
         if self.backup == "none":
             return []
         often: Literal["epoch"] | int = "epoch" if self.backup == "epoch" else int(self.backup)
@@ -121,7 +120,6 @@ class MeshFlags:
 
     @property
     def asked(self) -> bool:
-        """Whether the model is to be divided."""
         return bool(self._degrees)
 
     @property

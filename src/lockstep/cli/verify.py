@@ -48,7 +48,6 @@ class Verify:
     quiet: bool = False
 
     def __call__(self) -> int:
-        """Verifies, and prints the report."""
         program = find_program(self.program, tuple(self.arguments or ()))
         config = VerifyConfig(program=program, steps=self.steps, devices=self.devices, timeout_s=self.timeout_s)
         report = run_verification(config, progress=None if self.quiet else _print_progress)

@@ -156,7 +156,6 @@ class TreeSum:
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait with an error."""
         self._error = error
         self._ended.set()
 

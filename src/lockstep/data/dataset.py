@@ -24,7 +24,7 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
-from lockstep.data.readers import BatchReader, IndexShardedReader, PerReplicaReader, Reader
+from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
 from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.resume import (
     DEFAULT,
@@ -106,8 +106,8 @@ class DistributedIterable:
         """Begins an iteration that continues where another one stopped.
 
         The first ``skip`` global batches, or rounds of per-replica batches, are read again, so that everything the
-        source draws comes out as if they had been used. Of a map-style dataset read with ``replicas=`` only their
-        indices are: what a row draws there depends on nothing before it.
+        source draws comes out as if they had been used. Of a map-style dataset that several workers read, or one read
+        with ``replicas=``, only their indices are: what a row draws there depends on nothing before it.
 
         ``random`` is the result of ``random_state()`` when the first iteration began, or None to leave the generators
         as they are. torch's default generator belongs to the caller: it is put back once the iteration has begun.
@@ -259,8 +259,7 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
             'one without it, which Lockstep divides, or distribute it with shard="off"'
         )
     if loads_by_index(dataset) and (several or workers.any_layout):
-        kind = ReplicaRowsReader if workers.any_layout else IndexShardedReader
-        return kind(dataset, workers, layout)
+        return ReplicaRowsReader(dataset, workers, layout)
     rows = partial(local_rows, workers=workers)
     return BatchReader(dataset, layout, rows, with_digest=several, any_layout=workers.any_layout)
 

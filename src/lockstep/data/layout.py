@@ -64,7 +64,6 @@ class BatchLayout:
 
     @classmethod
     def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False) -> BatchLayout:
-        """Returns the layout of the batches of ``dataset``."""
         if not isinstance(dataset, DataLoader) or lists != "auto":
             return cls(lists, items=items)
         if dataset.collate_fn is default_collate:

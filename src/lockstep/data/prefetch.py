@@ -119,7 +119,6 @@ class _Queue(Generic[T]):
 
     @property
     def wanted(self) -> bool:
-        """Whether more items are wanted."""
         return not self._ended
 
     def finish(self, error: BaseException | None) -> None:

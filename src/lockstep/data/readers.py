@@ -1,9 +1,8 @@
 """How one worker reads a source: batches in, its own replicas' shards of them out.
 
-    BatchReader          reads whole batches and takes this worker's rows of each
-    IndexShardedReader   the same rows, but loads only them: a DataLoader over a map-style dataset on several workers
-    PerReplicaReader     batches that are per-replica already, one for each local replica
-    ReplicaRowsReader    a replica's rows by themselves: such a DataLoader with ``replicas=`` (see ``replica_rows``)
+    BatchReader         reads whole batches and takes this worker's rows of each
+    ReplicaRowsReader   loads these rows alone, replica by replica, of a map-style dataset (see ``replica_rows``)
+    PerReplicaReader    batches that are per-replica already, one for each local replica
 
 ``begin`` is called in the consumer's thread; the iterator that it returns runs in the thread that reads ahead.
 """
@@ -13,21 +12,17 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
-from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
-from lockstep.data.resume import all_generators, borrowed_default, sampling_generators
-from lockstep.data.sharding import LocalRows, join_batches, local_rows, local_shards, shard_sizes
-from lockstep.data.sources import batches_in, drawn_seed, persists, rebuilt_loader, started
+from lockstep.data.resume import all_generators
+from lockstep.data.sharding import LocalRows, join_batches, local_shards
+from lockstep.data.sources import batches_in, persists, started
 from lockstep.data.structure import is_plain, named_leaves
-from lockstep.replicas.rng.state import replica_generator
 
 ToDevices = Callable[[Any], Any]
 """Puts a batch with PerReplica leaves on the replicas' devices."""
@@ -139,114 +134,6 @@ def _leave_out(batches: Iterator[Any], number: int) -> Any:
     for last in islice(batches, number):  # noqa: B007 - the last one is returned
         pass
     return last
-
-
-class IndexShardedReader(Reader):
-    """Loads, from a DataLoader over a map-style dataset, only this worker's rows of each global batch.
-
-        batch sampler, equal on all workers -> [7 2 9 4 1 8] -> this worker's [9 4] -> dataset, collate_fn -> shards
-
-    Where loading a row draws random numbers (a random crop), each worker draws its own: otherwise the rows of two
-    workers would get the same crops. The sampler's numbers are equal on all workers, and its generator is left where
-    one worker alone would have left it.
-    """
-
-    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
-        super().__init__(loader, layout)
-        self._loader, self._workers = loader, workers
-        self._generator = torch.Generator()  # what loading the rows draws from
-        self._sampler = _ShardSampler(self._begin_sampler)
-        self._own: DataLoader[Any] | None = None  # with processes
-        self._seed_due = True
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return sampling_generators(self._loader)
-
-    @property
-    def started(self) -> bool:
-        return self._own is not None and persists(self._own)
-
-    def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
-        # Persistent processes keep the seed that they were started with.
-        self._seed_due = self._own is None or not self._loader.persistent_workers
-        loaded = self._load_in_processes() if self._loader.num_workers else self._load(self._begin_sampler())
-        _leave_out(loaded, skip)
-        return self._shards(loaded, to_devices)
-
-    def _begin_sampler(self) -> Iterator[tuple[list[Any], _Shard]]:
-        sampler: Any = self._loader.batch_sampler
-        batches = iter(sampler)
-        if self._seed_due:  # as a DataLoader does as it begins, and with processes a second time
-            seed = drawn_seed(self._loader.generator)
-            self._generator.set_state(replica_generator(seed, self._workers.index).get_state())
-            self._seed_due = False
-        return (self._own_rows(list(batch)) for batch in batches)
-
-    def _own_rows(self, indices: list[Any]) -> tuple[list[Any], _Shard]:
-        rows = local_rows(len(indices), self._workers)
-        own = indices[rows.start : rows.stop]
-        # An empty shard still has the structure of the others, which only loading a row can show.
-        return own or indices[:1], _Shard(len(own), rows.sizes, index_digest(indices))
-
-    def _load(self, shards: Iterator[tuple[list[Any], _Shard]]) -> Iterator[tuple[Any, _Shard]]:
-        dataset: Any = self._loader.dataset
-        for indices, shard in shards:
-            with borrowed_default(self._generator):
-                at_once = hasattr(dataset, "__getitems__") and dataset.__getitems__
-                rows = at_once(indices) if at_once else [dataset[index] for index in indices]
-                batch = self._loader.collate_fn(rows)
-                del rows
-            yield batch, shard
-            del batch  # while the next one is made
-
-    def _load_in_processes(self) -> Iterator[tuple[Any, _Shard]]:
-        if self._own is None:
-            self._own = rebuilt_loader(self._loader, self._sampler, self._generator)
-        batches = iter(self._own)  # which begins the sampler
-        return self._with_shards(batches, self._sampler.drawn)
-
-    def _with_shards(self, batches: Iterator[Any], drawn: deque[_Shard]) -> Iterator[tuple[Any, _Shard]]:
-        for batch in batches:
-            yield batch, drawn.popleft()
-            del batch  # while the next one is made
-
-    def _shards(self, loaded: Iterator[tuple[Any, _Shard]], to_devices: ToDevices) -> Iterator[CheckedBatch]:
-        for batch, shard in loaded:
-            shards = local_shards(batch, shard.rows_of, self._layout, any_layout=self._workers.any_layout)
-            del batch
-            yield CheckedBatch(to_devices(shards), shard.digest)
-            del shards
-
-
-class _Shard(NamedTuple):
-    """What this worker loads of a global batch: the number of rows, of each replica's rows, and the batch's digest."""
-
-    rows: int
-    sizes: tuple[int, ...]
-    digest: int
-
-    def rows_of(self, loaded: int) -> LocalRows:
-        """The replicas' rows of the ``loaded`` rows. For an empty shard one row was loaded; collate_fn may add rows."""
-        recut = self.rows and loaded != self.rows
-        return LocalRows(start=0, sizes=shard_sizes(loaded, len(self.sizes)) if recut else self.sizes)
-
-
-class _ShardSampler:
-    """The batch sampler of a DataLoader with processes. ``drawn`` has the shards of the batches under way."""
-
-    def __init__(self, begin: Callable[[], Iterator[tuple[list[Any], _Shard]]]) -> None:
-        self._begin = begin
-        self.drawn = deque[_Shard]()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.drawn = deque[_Shard]()
-        return self._draw(self._begin(), self.drawn)
-
-    def _draw(self, begun: Iterator[tuple[list[Any], _Shard]], drawn: deque[_Shard]) -> Iterator[list[Any]]:
-        for indices, shard in begun:
-            drawn.append(shard)
-            yield indices
 
 
 def index_digest(indices: Sequence[Any]) -> int:

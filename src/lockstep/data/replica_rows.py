@@ -4,7 +4,7 @@
                                     replica 1: [9 4], seed -> dataset, collate_fn -> shard
                                     replica 2: [1],   seed -> dataset, collate_fn -> shard
 
-A strategy with ``replicas=`` reads a DataLoader over a map-style dataset so, in one process as on several workers, with
+Several workers read a DataLoader over a map-style dataset so, and with ``replicas=`` one process does too, with
 ``num_workers=0`` as with processes. What loading draws follows from the seed of the iteration, the number of the global
 batch and that of the replica. Batches that are passed over are therefore not loaded.
 """
@@ -27,7 +27,7 @@ from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
 from lockstep.data.resume import generators_of, numpy_state
 from lockstep.data.sharding import join_shards, shard_sizes
-from lockstep.data.sources import drawn_seed, rebuilt_loader
+from lockstep.data.sources import drawn_seed, persists, rebuilt_loader
 from lockstep.replicas.rng.state import derived_seed, own_generator
 
 
@@ -70,10 +70,12 @@ class ReplicaRowsReader(Reader):
         self._sampler = _PartSampler()
         self._process_seeds = torch.Generator()  # not the caller's: what processes draw is seeded with each part
         self._own: DataLoader[Any] | None = None  # with processes
+        self._seed: int | None = None
 
     @property
     def started(self) -> bool:
-        return False  # every iteration draws a seed, with persistent processes too
+        # With ``replicas=`` every iteration draws a seed, with persistent processes too.
+        return persists(self._loader) and self._seed is not None and not self._workers.any_layout
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
         parts = self._begin_parts(skip)
@@ -83,7 +85,11 @@ class ReplicaRowsReader(Reader):
     def _begin_parts(self, skip: int) -> Iterator[_Part]:
         sampler: Any = self._loader.batch_sampler
         batches = iter(sampler)
-        seed = drawn_seed(self._loader.generator)
+        if self._seed is not None and self.started:  # a DataLoader draws nothing for processes that run already
+            seed = derived_seed(self._seed)
+        else:
+            seed = drawn_seed(self._loader.generator)
+        self._seed = seed
         self._process_seeds.manual_seed(seed)
         for _ in islice(batches, skip):
             pass
@@ -114,7 +120,8 @@ class ReplicaRowsReader(Reader):
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
         for part in loaded:
-            shards, digest = join_shards(part.batches, part.empty, self._layout), part.digest
+            shards = join_shards(part.batches, part.empty, self._layout, any_layout=self._workers.any_layout)
+            digest = part.digest
             del part
             yield to_devices(shards) if self._workers.is_single else CheckedBatch(to_devices(shards), digest)
             del shards  # while the next one is made

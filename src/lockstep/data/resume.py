@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.errors import DataError
 from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
-from lockstep.replicas.rng.state import own_generator
 
 DEFAULT = "torch"
 """The key of torch's default generator, which belongs to the caller."""
@@ -84,32 +82,6 @@ def set_default_state(state: Tensor) -> None:
     """Sets torch's default generator to what ``default_state`` returned."""
     with DEFAULT_GENERATOR_LOCK:
         torch.default_generator.set_state(state)
-
-
-@contextmanager
-def borrowed_default(generator: torch.Generator) -> Iterator[None]:
-    """Makes whatever draws from this thread's default generator draw the numbers of ``generator`` instead.
-
-    In a thread that reads ahead, that default is the source's generator; in the consumer's thread it is torch's.
-    """
-    here = own_generator.get()
-    lent = (here() if here is not None else None) or torch.default_generator
-    with DEFAULT_GENERATOR_LOCK:
-        state = lent.get_state()
-        lent.set_state(generator.get_state())
-    try:
-        yield
-    finally:
-        with DEFAULT_GENERATOR_LOCK:
-            generator.set_state(lent.get_state())
-            lent.set_state(state)
-
-
-def sampling_generators(dataset: Any) -> list[torch.Generator]:
-    """Returns the generators that decide the order: those of a DataLoader and of its samplers, each once."""
-    if isinstance(dataset, DataLoader):
-        return generators_of(dataset, dataset.sampler, dataset.batch_sampler)
-    return generators_of(dataset) if isinstance(dataset, Sampler) else []
 
 
 def all_generators(dataset: Any) -> list[torch.Generator]:

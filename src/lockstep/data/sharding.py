@@ -48,7 +48,6 @@ class LocalRows:
 
     @property
     def stop(self) -> int:
-        """The index after the last row."""
         return self.start + sum(self.sizes)
 
 
@@ -121,10 +120,10 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout,
     return _copied(joined) if any_layout else joined
 
 
-def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout) -> Any:
+def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout, *, any_layout: bool = False) -> Any:
     """Joins shards that were loaded one by one, in replica order, to one structure with ``PerReplica`` leaves.
 
-    ``empty`` says of each shard whether all its rows are left out. Tensors are copied, as by ``local_shards``.
+    ``empty`` says of each shard whether all its rows are left out. ``any_layout``: as in ``local_shards``.
 
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
@@ -132,7 +131,8 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     given = [map_leaves(as_tensor, layout.marked(shard)) for shard in shards]
     for shard in given:
         _rows(shard)
-    return _copied(_joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)]))
+    joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)])
+    return _copied(joined) if any_layout else joined
 
 
 def _copied(joined: Any) -> Any:

@@ -34,6 +34,7 @@ START_METHOD = "forkserver"
 _POLL_S = 0.02
 _LOST_RESULT_S = 1.0
 _LATE_S = 1.0
+_INTERRUPT_S = 3.0  # that workers get to end after Ctrl-C
 
 OnRestart = Callable[[WorkerFailure | None, int], None]
 """Called before all workers are restarted, with the failure that is the reason and how often it was done."""
@@ -45,10 +46,9 @@ class Limits:
 
     timeout_s: float | None = None  # seconds that the workers may take; None for no limit
     stop_s: float = 30.0  # seconds that they get to save after SIGTERM before they are killed
-    interrupt_s: float = 3.0  # seconds that they get after Ctrl-C
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "stop_s", "interrupt_s"):
+        for name in ("timeout_s", "stop_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} was given, expected seconds above 0")
@@ -277,7 +277,7 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._stop_watching()
-        limit_s = self._limits.interrupt_s if death_sig == signal.SIGINT else self._limits.stop_s
+        limit_s = _INTERRUPT_S if death_sig == signal.SIGINT else self._limits.stop_s
         codes = self.exit_codes
         pids = dict(self._pcontext.pids()) if self._pcontext is not None and codes else {}
         _signal_and_wait([pid for local, pid in pids.items() if codes.get(local) is None], death_sig, limit_s)

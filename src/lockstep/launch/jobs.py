@@ -131,7 +131,6 @@ class Job:
         rendezvous: Rendezvous | Rounds,
         setup: WorkerSetup,
     ) -> WorkerSpec:
-        """What torch's agent starts."""
         return WorkerSpec(
             role="worker",
             local_world_size=setup.workers,

@@ -94,7 +94,6 @@ class AllOutput:
         self._partial: dict[tuple[int, Stream], bytes] = {}
 
     def write(self, worker: int, stream: Stream, data: bytes) -> None:
-        """Takes what a worker has just printed."""
         *lines, rest = (self._partial.pop((worker, stream), b"") + data).split(b"\n")
         for line in lines:
             self._write_line(worker, stream, line)
@@ -102,7 +101,6 @@ class AllOutput:
             self._partial[worker, stream] = rest
 
     def finish(self) -> None:
-        """Shows the lines that have no end."""
         for (worker, stream), line in self._partial.items():
             self._write_line(worker, stream, line)
 

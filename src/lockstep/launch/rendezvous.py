@@ -58,14 +58,10 @@ class Hosts:
         return Rendezvous(members.infos[0], members, parse_address(self.hosts[0])[0])
 
 
-class Rendezvous(RendezvousHandler):
-    """Tells torch's agent where the workers' store is, which the first host serves, and whether other hosts failed."""
+class LauncherRendezvous(RendezvousHandler):
+    """What every rendezvous of launchers answers torch's agent alike."""
 
-    def __init__(self, run_id: Mapping[str, int], members: Membership | None = None, host: str = LOOPBACK) -> None:
-        self._run_id = f"{run_id['date']}-{run_id['number']:012x}"  # the date, to find a job's logs by
-        self._members, self._host = members, host
-        self._attempts = 0
-        self._served: Store | None = None
+    _run_id: str  # the job's id, which the workers find in TORCHELASTIC_RUN_ID
 
     def get_backend(self) -> str:
         return "lockstep"  # for torch's event records
@@ -73,6 +69,24 @@ class Rendezvous(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         return True  # none of the workers serves one
+
+    def is_closed(self) -> bool:
+        return False  # launchers may always start their workers again
+
+    def set_closed(self) -> None: ...
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+
+class Rendezvous(LauncherRendezvous):
+    """Tells torch's agent where the workers' store is, which the first host serves, and whether other hosts failed."""
+
+    def __init__(self, run_id: Mapping[str, int], members: Membership | None = None, host: str = LOOPBACK) -> None:
+        self._run_id = f"{run_id['date']}-{run_id['number']:012x}"  # the date, to find a job's logs by
+        self._members, self._host = members, host
+        self._attempts = 0
+        self._served: Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Serves the store of the next attempt, or learns where it is."""
@@ -91,12 +105,6 @@ class Rendezvous(RendezvousHandler):
         build = partial(RendezvousStoreInfo.build, index, store, self._host, port)
         where = self._members.run_with_watchdog(build, "the start of the workers")
         return RendezvousInfo(store, index, self._members.spec.num_workers, where)
-
-    def is_closed(self) -> bool:
-        return False  # launchers may always start their workers again
-
-    def set_closed(self) -> None:
-        return  # nobody else could join
 
     def num_nodes_waiting(self) -> int:
         """Always 0, since nobody else can join. The agent asks at every look, so this is where a failure is found.
@@ -120,10 +128,6 @@ class Rendezvous(RendezvousHandler):
         if self._members is not None:
             self._members.end_job(f"{cause} (host {self._members.spec.index})")
             release()
-
-    def get_run_id(self) -> str:
-        """The job's id, which the workers find in TORCHELASTIC_RUN_ID."""
-        return self._run_id
 
     def shutdown(self) -> bool:
         """Lets the others know that this launcher has ended; the store ends with it."""

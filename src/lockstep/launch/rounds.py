@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
@@ -43,8 +42,9 @@ from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvou
 from lockstep.cluster.environment import JOB_ID_VARIABLE, parse_torchrun
 from lockstep.cluster.spec import ClusterSpec, parse_address
 from lockstep.errors import ClusterError, ConfigError
-from lockstep.launch.rendezvous import LOOPBACK, Hosts
+from lockstep.launch.rendezvous import LOOPBACK, Hosts, LauncherRendezvous
 from lockstep.membership.failure_report import FailureReport
+from lockstep.membership.rendezvous import Deadline
 from lockstep.membership.store import (
     OWNER_KEY,
     StoreAddress,
@@ -64,7 +64,6 @@ T = TypeVar("T")
 _RUN_KEY = "lockstep/launch/run"
 _CALL_TIMEOUT_S = 5.0
 _POLL_S = 0.1
-_REPORT_EVERY_S = 5.0
 _COLLECT_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 3.0
 # A launcher without a sign of life for so many seconds is out of the round: sooner than workers are lost.
@@ -265,7 +264,7 @@ def _check_state(state: bytes) -> None:
         ) from None
 
 
-class Rounds(RendezvousHandler):
+class Rounds(LauncherRendezvous):
     """One launcher among those of an elastic job. Its maker calls ``shutdown``.
 
     Attributes:
@@ -315,12 +314,13 @@ class Rounds(RendezvousHandler):
 
     def _find(self) -> StoreAddress:
         """Waits for the store of the first host."""
-        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         while True:
             try:
                 found = find_store(*parse_address(self._hosts.hosts[0]))
             except StoreBrokenError as error:
                 wait.check(f"{self._hosts.name(0)}, where the job's store is ({error})", "start it, or correct --hosts")
+                threading.Event().wait(_POLL_S)
             else:
                 own = self._hosts.hosts[self._hosts.index]
                 return StoreAddress(
@@ -342,9 +342,10 @@ class Rounds(RendezvousHandler):
             self._link.set(_RUN_KEY, run_id)
             self._link.set(OWNER_KEY, owner)
             return run_id
-        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         while not (found := self._link.read(OWNER_KEY)):
             wait.check(f"{self._hosts.name(0)} to begin", "look at its output")
+            threading.Event().wait(_POLL_S)
         if (theirs := json.loads(found)["job_id"]) != job:
             raise ClusterError(
                 f"{self._name} belongs to the job {job!r}, but the store at {self._hosts.hosts[0]} belongs to "
@@ -395,7 +396,7 @@ class Rounds(RendezvousHandler):
         return RendezvousInfo(HashStore(), info.rank, info.world_size, where)
 
     def _join(self) -> RendezvousInfo:
-        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         while True:
             try:
                 return self._handler.next_rendezvous()
@@ -411,6 +412,7 @@ class Rounds(RendezvousHandler):
                         "again on all hosts"
                     ) from None
                 wait.check(f"{first}, which serves the job's store and does not answer", "look at the network")
+                threading.Event().wait(_POLL_S)
 
     def _is_refused(self) -> bool:
         """Whether nobody listens any more where the store was, though the host answers."""
@@ -424,7 +426,7 @@ class Rounds(RendezvousHandler):
 
     def _lead(self, size: int) -> Plan | None:
         """Decides for all. None: the launchers have to meet again."""
-        wait = _Wait(self._name, self._hosts.timeout_s, self._report)
+        wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         collect = time.monotonic() + _COLLECT_TIMEOUT_S
         self._link.set(self._key("host/0"), json.dumps(asdict(self.own)))
         while True:
@@ -552,25 +554,6 @@ class Rounds(RendezvousHandler):
         except RendezvousError:
             return 0
 
-    # ---- the rest of what torch's agent asks for
-
-    def get_backend(self) -> str:
-        return "lockstep"  # for torch's event records
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True  # none of the workers serves one
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        return
-
-    def get_run_id(self) -> str:
-        """The job's id, which the workers find in TORCHELASTIC_RUN_ID."""
-        return self._run_id
-
     def finish(self) -> None:
         """Does nothing: all launchers know already that all is done."""
 
@@ -599,25 +582,6 @@ class Rounds(RendezvousHandler):
 
     def _key(self, name: str) -> str:
         return f"lockstep/launch/round/{self.number}/{name}"
-
-
-class _Wait:
-    """The end of a wait, which reports every few seconds what is missing."""
-
-    def __init__(self, who: str, timeout_s: float, report: Callable[[str], None]) -> None:
-        self._who, self._timeout_s, self._report = who, timeout_s, report
-        self._end = time.monotonic() + timeout_s
-        self._next_report = time.monotonic() + _REPORT_EVERY_S
-
-    def check(self, missing: str, advice: str) -> None:
-        """Pauses a moment. Raises ClusterError with the advice if the time is over."""
-        now = time.monotonic()
-        if now >= self._end:
-            raise ClusterError(f"{self._who} waited {self._timeout_s:g} s for {missing}; {advice}")
-        if now >= self._next_report:
-            self._next_report = now + _REPORT_EVERY_S
-            self._report(f"{self._who} waits for {missing}; {self._end - now:.0f} s left")
-        threading.Event().wait(_POLL_S)
 
 
 def _read_state(text: str) -> HostState:

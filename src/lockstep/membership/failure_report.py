@@ -81,7 +81,6 @@ class JobStatus:
         callback(report.error())
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the job fails, or the time is over."""
         self._ended.wait(timeout_s)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.parameter_hooks import refuse_hooks
+from lockstep.mirroring.gradients.state import refuse_hooks
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -106,7 +106,6 @@ class MirroredObjects:
                 self._mirror_metrics_in(child, strategy)
 
     def mirror_optimizer(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> MirroredOptimizer:
-        """Makes an optimizer whose step updates all replicas."""
         self._partition.check(optimizer)
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
         groups = storage_groups(strategy.devices)
@@ -170,7 +169,6 @@ class MirroredObjects:
                 self._adopted.append(self.mirror_optimizer(strategy, torch.optim.SGD(own, lr=0.0)))
 
     def add_variable(self, variable: MirroredVariable) -> None:
-        """Registers a variable."""
         self._variables[id(variable)] = variable
 
     def parameters(self) -> set[int]:

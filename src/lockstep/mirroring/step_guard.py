@@ -38,7 +38,7 @@ from lockstep._torch_compat import (
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import read_tensors
 from lockstep.errors import UsageError
-from lockstep.mirroring.gradients.parameter_hooks import EngineHook
+from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.mirroring.metric import MirroredMetric, metric_being_updated
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.mirroring.module.module import MirroredModule

@@ -34,7 +34,6 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
 

@@ -10,10 +10,10 @@ Ranks go through tensor ranks first, then data, then stages, so that workers tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from lockstep.checks import alternatives, divisors
 from lockstep.errors import ConfigError
 
 AXES = ("pipeline", "data", "tensor")  # ranks change fastest along the last one
@@ -96,18 +96,6 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
         named = " x ".join(f"{name}={degree}" for name, degree in fixed.items() if degree > 1)
         raise ConfigError(
             f"{given}: {named} = {product} does not divide the {workers} workers of the job; choose degrees whose "
-            f"product is {_one_of([number for number in range(1, workers + 1) if workers % number == 0])}"
+            f"product is {alternatives(divisors(workers))}"
         )
     return MeshLayout(**{**degrees, **dict.fromkeys(open_ones, workers // product)})
-
-
-def check_divides(name: str, degree: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Raises a ConfigError if the degree called ``name`` does not divide all of a model's sizes, given with names."""
-    for size_name, size in sizes:
-        if size % degree:
-            fitting = [number for number in range(1, size + 1) if all(other % number == 0 for _, other in sizes)]
-            raise ConfigError(f"{name}={degree} does not divide {size_name}={size}; choose {_one_of(fitting)}")
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"

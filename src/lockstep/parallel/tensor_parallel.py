@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
+from lockstep.checks import check_divides
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
-from lockstep.parallel.mesh_layout import check_divides
 from lockstep.parallel.model_specs import ModelSpec, base_name, require_model_spec
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
@@ -219,7 +219,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         return WHOLE
     spec = require_model_spec(module, 'tensor_plan="auto"')
     config: Any = module.config
-    check_divides("tensor", degree, [(name, int(getattr(config, name))) for name in spec.divisible])
+    check_divides("tensor", degree, *((name, int(getattr(config, name))) for name in spec.divisible))
     names = SpecNames(module, spec)
     orders: dict[str, Tensor] = {}
     for short, parts in spec.fused:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
+from lockstep.checks import alternatives, check_choice, check_least, divisors
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES, PipelineConfig, ScheduleName
-from lockstep.plan.shapes import ModelShape, at_least_1, divisors, one_of
+from lockstep.plan.shapes import ModelShape
 
 CheckpointingName = Literal["none", "full"]
 CHECKPOINTING: tuple[CheckpointingName, ...] = get_args(CheckpointingName)
@@ -38,10 +39,9 @@ class Layout:
     sequence_parallel: bool = False  # tensor ranks divide norms and dropout along the sequence
 
     def __post_init__(self) -> None:
-        at_least_1(self, "data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker")
-        for name, known in (("schedule", SCHEDULES), ("activation_checkpointing", CHECKPOINTING)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r} was given; choose one of {', '.join(known)}")
+        check_least(self, 1, "data", "pipeline", "tensor", "microbatch_size", "microbatches", "stages_per_worker")
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.stages_per_worker > 1 and self.schedule not in _MULTI_STAGE:
             given = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
             raise ConfigError(f"{given}, which has one stage per worker; choose schedule='interleaved'")
@@ -93,7 +93,7 @@ def why_indivisible(shape: ModelShape, *, data: int, pipeline: int, tensor: int,
         ("data", data, "the global batch", batch),
     ):
         if size % value:
-            return f"{degree}={value} does not divide {name}={size}; choose {one_of(divisors(size))}"
+            return f"{degree}={value} does not divide {name}={size}; choose {alternatives(divisors(size))}"
     return None
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
+from lockstep.checks import check_divides, check_least, divisors
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName
 from lockstep.plan.cost import Prediction, predict
 from lockstep.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
 from lockstep.plan.layout import CHECKPOINTING, CheckpointingName, Layout, why_indivisible
 from lockstep.plan.memory import estimate_memory
-from lockstep.plan.shapes import Model, ModelShape, at_least_1, divisors, one_of, shape_of
+from lockstep.plan.shapes import Model, ModelShape, shape_of
 from lockstep.plan.software import Software, precision_named
 
 _MAX_MICROBATCH = 32
@@ -40,7 +41,7 @@ class Choices:
     sequence_parallel: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
-        at_least_1(self, "data", "pipeline", "tensor", "microbatch_size")
+        check_least(self, 1, "data", "pipeline", "tensor", "microbatch_size")
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -63,7 +64,7 @@ class Setting:
     software: Software = field(default_factory=Software)  # assumptions about the training program
 
     def __post_init__(self) -> None:
-        at_least_1(self, "devices", "batch")
+        check_least(self, 1, "devices", "batch")
 
     @property
     def usable_memory(self) -> float:
@@ -203,8 +204,7 @@ def search(setting: Setting, choices: Choices = _ALL) -> Plan:
 def _degrees(devices: int, choices: Choices) -> list[tuple[int, int, int]]:
     """All (data, pipeline, tensor) whose product is ``devices`` and that agree with what is fixed."""
     for name, value in choices.degrees.items():
-        if devices % value:
-            raise ConfigError(f"{name}={value} does not divide devices={devices}; choose {one_of(divisors(devices))}")
+        check_divides(name, value, ("devices", devices))
     found = []
     for tensor in divisors(devices):
         for pipeline in divisors(devices // tensor):

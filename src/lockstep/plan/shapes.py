@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.checks import check_divides, check_least
 from lockstep.errors import ConfigError
 
 
@@ -59,11 +60,9 @@ class ModelShape:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         if self.embedding_rows < 0:
             object.__setattr__(self, "embedding_rows", self.sequence)
-        at_least_1(self, "layers", "hidden", "heads", "feed_forward", "vocabulary", "sequence", "kv_heads")
-        for name, whole, part in (("heads", "hidden", self.heads), ("kv_heads", "heads", self.kv_heads)):
-            size = getattr(self, whole)
-            if size % part:
-                raise ConfigError(f"{name}={part} does not divide {whole}={size}; choose {one_of(divisors(size))}")
+        check_least(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "sequence", "kv_heads")
+        check_divides("heads", self.heads, ("hidden", self.hidden))
+        check_divides("kv_heads", self.kv_heads, ("heads", self.heads))
 
     @property
     def head_width(self) -> int:
@@ -101,28 +100,6 @@ class ModelShape:
         """The same model with another sequence length; learned positions grow with it if there was one per token."""
         rows = sequence if self.embedding_rows == self.sequence else self.embedding_rows
         return replace(self, sequence=sequence, embedding_rows=rows)
-
-
-def at_least_1(config: object, *names: str) -> None:
-    """Raises ConfigError for a field that is below 1; None is a field that was not given."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} was given, expected at least 1")
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
-def one_of(choices: list[int], most: int = 12) -> str:
-    """``1, 2, 4 or 8``; the middle of a long list is left out."""
-    if len(choices) > most:
-        return f"{', '.join(map(str, choices[: most - 1]))} ... or {choices[-1]}"
-    *rest, last = map(str, choices)
-    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 # What transformers' modules save; a test counts it.

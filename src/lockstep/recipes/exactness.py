@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import ConfigError
 from lockstep.recipes.training import MakeOptimizer, Task
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -51,16 +52,6 @@ class ExactnessReport:
     sgd: Difference
     adam: Difference
 
-    @property
-    def max_loss_difference(self) -> float:
-        """The larger loss difference of both optimizers."""
-        return max(self.sgd.loss, self.adam.loss)
-
-    @property
-    def max_weight_difference(self) -> float:
-        """The weight difference with SGD."""
-        return self.sgd.weight
-
     def __str__(self) -> str:
         title = f"{self.compared} against one device in plain PyTorch, {self.steps} steps, {self.condition}:"
         lines = [
@@ -78,6 +69,9 @@ def compare(
 
     Every worker of the strategy must call it.
     """
+
+    if not batches:
+        raise ConfigError("steps=0 was given, expected at least 1")
 
     def difference(make_optimizer: MakeOptimizer) -> Difference:
         with strategy.scope():

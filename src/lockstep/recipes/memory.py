@@ -17,9 +17,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lockstep.checks import check_choice
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import one_of
 
 Task = Literal["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 """Tasks of a model as peft calls them; a classifier's head is trained in full beside the adapters."""
@@ -100,7 +100,7 @@ class MemoryChoices:
     def __post_init__(self) -> None:
         if self.load_in is None:
             return
-        one_of("load_in", self.load_in, get_args(LoadIn))
+        check_choice("load_in", self.load_in, get_args(LoadIn))
         if self.lora is None:
             raise ConfigError(
                 f"load_in={self.load_in!r} is for frozen weights, and without lora all are trained; give lora too"

@@ -34,8 +34,10 @@ class Task:
     """The parts of a run. They are plain PyTorch and do not depend on the number of replicas.
 
     Args:
+        source: where the data is from, for a person to read.
         config: the recipe's configuration: epochs, patience, precision, accumulate, clip_norm, batch_size.
         module: the model, on the CPU.
+        parameters: its number of parameters, tied ones counted once.
         train: training batches, with another order in every epoch.
         valid: validation batches, the same in every epoch; empty if nothing is held out.
         test: test batches.
@@ -47,8 +49,10 @@ class Task:
         settings: returns name -> number, string or None of everything that the results depend on, except the devices.
     """
 
+    source: str
     config: Any
     module: Any
+    parameters: int
     train: Any
     valid: Any
     test: Any
@@ -68,6 +72,7 @@ class Result:
     the end of the training.
     """
 
+    source: str
     history: History
     fingerprint: str
     test_metrics: Mapping[str, float]
@@ -93,8 +98,8 @@ def compile_task(task: Task, strategy: Strategy) -> Model:
 
 def fit_and_test(
     task: Task, model: Model, *, callbacks: Sequence[Callback], log_dir: Path | None, verbose: Verbose
-) -> tuple[History, str, dict[str, float]]:
-    """Trains and validates epoch by epoch, then tests; returns history, fingerprint after training, and test metrics.
+) -> Result:
+    """Trains and validates epoch by epoch, then tests.
 
     Every worker must call it. Raises a CheckpointError if the backup is of a run with other settings.
     """
@@ -108,7 +113,13 @@ def fit_and_test(
         task.train, validation_data=task.valid or None, epochs=config.epochs, callbacks=all_callbacks, verbose=verbose
     )
     fingerprint = model.fingerprint()  # before the test, which averages the buffers
-    return history, fingerprint, model.evaluate(task.test, verbose=0)
+    return Result(
+        source=task.source,
+        history=history,
+        fingerprint=fingerprint,
+        test_metrics=model.evaluate(task.test, verbose=0),
+        parameters=task.parameters,
+    )
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -131,7 +142,6 @@ class ResumeCheck(Callback):
         return dict(self._find())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings."""
         return dict(self._settings)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

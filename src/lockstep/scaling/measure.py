@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.dataset import DistributedDataset
 from lockstep.data.sharding import batch_rows
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.optim.step import StepResult, Totals, UpdateTimes
+from lockstep.recipes.training import Task
 from lockstep.replicas.context import get_replica_context
-from lockstep.scaling.recipes import Batches, Work
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import module_arguments, unpack_labelled
 from lockstep.train.loss import loss_sums, no_examples
@@ -129,15 +130,15 @@ class Lap:
     result: StepResult
 
 
-def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
+def measure(strategy: Strategy, task: Task, *, batch_size: int, warm_up: int, timed_steps: int) -> Record:
     """Trains ``warm_up`` steps of one epoch, then times ``timed_steps`` from the start of the next.
 
     Raises a DataError if an epoch holds less than one global batch.
     """
-    train: Batches = strategy.distribute_dataset(work.train)
-    module = strategy.mirror(work.module, sync_batchnorm=work.sync_batchnorm).train()
-    optimizer = strategy.mirror(work.make_optimizer(module.parameters()))
-    step = partial(train_shard, work, module, optimizer)
+    train = strategy.distribute_dataset(task.train)
+    module = strategy.mirror(task.module, sync_batchnorm=task.sync_batchnorm).train()
+    optimizer = strategy.mirror(task.optimizer(module.parameters()))
+    step = partial(train_shard, task, module, optimizer)
 
     def laps(epoch: int, number: int, *, settle: bool = False) -> list[Lap]:
         """``settle``: whether every replica waits for its GPU after each part of the step."""
@@ -145,7 +146,7 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
             return list(islice(_laps(strategy, step, optimizer, batches, settle), number))
 
     warm = laps(0, warm_up)
-    if len(work.train) == 1 and warm[0].examples < batch_size:
+    if len(task.train) == 1 and warm[0].examples < batch_size:
         raise DataError(
             f"an epoch has {warm[0].examples} examples, fewer than one global batch of {batch_size}; "
             "lower --batch-size or --replicas, or give more data"
@@ -162,9 +163,9 @@ def measure(strategy: Strategy, work: Work, *, batch_size: int, warm_up: int, ti
         parts=tuple(lap.times for lap in profiled),
         timed_s=timed_s,
         examples=sum(lap.examples for lap in timed),
-        steps_an_epoch=len(work.train),
+        steps_an_epoch=len(task.train),
         loss=total / counted if counted else float("nan"),
-        source=work.source,
+        source=task.source,
     )
 
 
@@ -174,7 +175,7 @@ def _wait_for_gpus(strategy: Strategy) -> None:
             torch.cuda.synchronize(device.torch_device)
 
 
-def _batches(train: Batches, first: int) -> Generator[Any, None, None]:
+def _batches(train: DistributedDataset, first: int) -> Generator[Any, None, None]:
     for epoch in count(first):
         train.set_epoch(epoch)
         yield from train
@@ -195,7 +196,7 @@ def _laps(
 
 
 def train_shard(
-    work: Work, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, settle: bool
+    task: Task, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, settle: bool
 ) -> tuple[ReplicaMarks, int, StepResult]:
     """Forward, backward and update of one replica; also returns its number of rows. Every replica must call it."""
     context, rows = get_replica_context(), batch_rows(item)
@@ -209,7 +210,7 @@ def train_shard(
         batch = unpack_labelled(item)
         args, kwargs = module_arguments(batch.x)
         outputs = module(*args, **kwargs)
-        total, counted = loss_sums(work.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
+        total, counted = loss_sums(task.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
     forward_s = _now(settle)
     if isinstance(total, Tensor):
         torch.autograd.backward(total)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.atomic_files import atomic_write
+from lockstep.checks import check_choice, check_least
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import (
@@ -30,7 +31,6 @@ from lockstep.parallel.pipeline_config import (
     choose_pipeline_config,
 )
 from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
-from lockstep.recipes.config_checks import at_least, one_of
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.plots import draw_pipelines
@@ -59,19 +59,17 @@ class PipelineSettings:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 2)
-        for name in ("layers", "hidden", "steps", "rounds"):
-            at_least(name, getattr(self, name), 1)
+        check_least(self, 2, "workers")
+        check_least(self, 1, "layers", "hidden", "steps", "rounds")
         if self.hidden % _HEAD:
             raise ConfigError(f"hidden={self.hidden} is no multiple of {_HEAD}, the width of a head; give one")
         if not self.schedules:
             raise ConfigError(f"no schedule was named; choose some of {', '.join(SCHEDULES)}")
         for schedule in self.schedules:
-            one_of("schedule", schedule, SCHEDULES)
+            check_choice("schedule", schedule, SCHEDULES)
             check_layers(self.pipelining(schedule), self.layers)
 
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
-        """How the strategy runs a schedule."""
         return choose_pipeline_config(schedule, self.microbatches, self.workers)
 
 
@@ -86,7 +84,7 @@ def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
         return SCHEDULES
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        one_of("--schedules", name, SCHEDULES)
+        check_choice("--schedules", name, SCHEDULES)
     return tuple(known for known in SCHEDULES if known in names)
 
 

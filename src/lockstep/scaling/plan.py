@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.checks import check_least
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
 
@@ -32,9 +33,7 @@ class ScalingSettings:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "warm_up", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} was given, expected at least 1; raise it")
+        check_least(self, 1, "batch_size", "steps", "warm_up", "rounds")
         if not self.replicas or min(self.replicas) < 1:
             raise ConfigError(f"replicas={list(self.replicas)} was given, expected numbers of at least 1, such as 2,4")
         most = max(self.replicas)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from lockstep.errors import ClusterError, DataError, LockstepError
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
 from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, plan
-from lockstep.scaling.recipes import build_work, find_recipe
+from lockstep.scaling.recipes import Recipe
 
 TRIAL_LIMIT_S = 3600.0
 _SEED = 0
@@ -42,7 +42,7 @@ Progress = Callable[[Sample, int, int], None]
 
 
 def run_trial(
-    recipe: str, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings
+    recipe: Recipe, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings
 ) -> Record:
     """Measures in a fresh process; raises the LockstepError that the measurement raised, or else a ClusterError."""
     arguments = (recipe, config, devices, configuration, settings)
@@ -53,7 +53,9 @@ def run_trial(
         raise type(error)(f"{error} (while measuring {configuration.name!r})") from None
 
 
-def _measure(recipe: str, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings) -> Record:
+def _measure(
+    recipe: Recipe, config: Any, devices: str, configuration: Configuration, settings: ScalingSettings
+) -> Record:
     torch.manual_seed(_SEED)
     if configuration.cores is not None:
         torch.set_num_threads(configuration.cores)
@@ -61,11 +63,11 @@ def _measure(recipe: str, config: Any, devices: str, configuration: Configuratio
     logical = apply_device_request(
         parse_device_request("cpu:1" if configuration.layout == "whole machine" else devices)
     )
-    work = build_work(recipe, config, configuration.batch_size)
-    timed_steps = min(settings.steps, len(work.train))
+    task = recipe.build(replace(config, batch_size=configuration.batch_size))
+    timed_steps = min(settings.steps, len(task.train))
     with closing(ls.MirroredStrategy(logical[: configuration.replicas], seed=_SEED)) as strategy:
         batch_size, warm_up = configuration.batch_size, settings.warm_up
-        return measure(strategy, work, batch_size=batch_size, warm_up=warm_up, timed_steps=timed_steps)
+        return measure(strategy, task, batch_size=batch_size, warm_up=warm_up, timed_steps=timed_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ class ScalingResult:
 
 
 def measure_scaling(
-    recipe: str,
+    recipe: Recipe,
     config: Any,
     settings: ScalingSettings,
     *,
@@ -163,8 +165,8 @@ def measure_scaling(
             samples.append(Sample(configuration=configuration, round=index, record=record))
             progress(samples[-1], len(samples), settings.rounds * len(configurations))
     return ScalingResult(
-        recipe=recipe,
-        title=find_recipe(recipe).title(config),
+        recipe=recipe.name,
+        title=recipe.title(config),
         config=config,
         settings=settings,
         devices=devices,

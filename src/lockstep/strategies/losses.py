@@ -53,7 +53,7 @@ def compute_average_loss(
             'the loss is a scalar, expected one value per example, shape (rows, ...); use reduction="none" in the loss'
         )
     if sample_weight is not None:
-        per_example_loss = per_example_loss * _fitted(sample_weight, per_example_loss)
+        per_example_loss = per_example_loss * fitted_weight(sample_weight, per_example_loss)
     total = per_example_loss.sum()
     if global_batch_size is not None:
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
@@ -83,14 +83,24 @@ def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
     return int(workers.sum_numbers(_NAME, [[each] for each in rows])[0])
 
 
-def _fitted(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
-    if weight.ndim == 1 and losses.ndim > 1 and weight.shape[0] == losses.shape[0]:
-        weight = weight.reshape(-1, *[1] * (losses.ndim - 1))
-    # One weight per column needs all dimensions: a shard may have as many rows as the losses have columns.
-    pairs = zip(reversed(weight.shape), reversed(losses.shape), strict=False)
-    if weight.ndim not in (0, losses.ndim) or any(size not in (1, other) for size, other in pairs):
+def fitted_weight(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+    """The weight with the dimensions of the losses, to multiply them: [rows, 1] for [rows] beside [rows, tokens].
+
+    One weight per column needs all dimensions: a shard may have as many rows as the losses have columns.
+    """
+    if not weight.ndim:
+        return weight
+    shape = list(weight.shape)
+    while len(shape) > losses.ndim and shape[-1] == 1:
+        shape.pop()
+    by_row = len(shape) < losses.ndim or losses.ndim == 1
+    shape += [1] * (losses.ndim - len(shape))
+    fits = len(shape) == losses.ndim and all(
+        size in (1, other) for size, other in zip(shape, losses.shape, strict=True)
+    )
+    if not fits or (by_row and shape[0] != losses.shape[0]):
         raise ConfigError(
             f"sample_weight has shape {tuple(weight.shape)}, but the losses have {tuple(losses.shape)}; "
             f"give one weight per example, shape ({losses.shape[0]},), or one of {losses.ndim} dimensions"
         )
-    return weight
+    return weight.reshape(shape)

@@ -57,15 +57,8 @@ class ArrayOptions:
 
     def refuse_beside_batches(self, x: Any, y: Any) -> None:
         """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
-        values = {
-            "y": y,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "validation_split": self.validation_split or None,
-            "class_weight": self.class_weight,
-            "sample_weight": self.sample_weight,
-        }
-        given = [name for name, value in values.items() if value is not None]
+        values = {"y": y, **vars(self), "validation_split": self.validation_split or None}
+        given = [name for name, value in values.items() if value is not None and name != "validation_batch_size"]
         if given:
             raise ConfigError(
                 f"{' and '.join(given)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "

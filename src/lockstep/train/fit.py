@@ -26,7 +26,7 @@ from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.step import ReplicaState, StepOutput, clear_gradients, train_step, update_weights
+from lockstep.train.step import ReplicaState, StepOutput, train_step, update_weights
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -175,9 +175,9 @@ class TrainLoop:
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         replicas = setup.strategy.num_replicas_in_sync
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
-        setup.strategy.run(clear_gradients, (setup, self._states))
         self._graphs = GraphedSteps.create(setup, self._states)
         if setup.optimizer is not None:
+            setup.optimizer.zero_grad()
             setup.optimizer.reset_nonfinite()
 
     def run_epoch(self, data: EpochIterator, clock: StepClock) -> dict[str, float]:

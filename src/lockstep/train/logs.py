@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.collectives.tree import tree_sum
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.extras import require
-from lockstep.mirroring.optim.nonfinite import check_finite
+from lockstep.mirroring.optim.step import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.train.curves import draw_curves
 

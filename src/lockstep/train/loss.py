@@ -29,10 +29,11 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.first_run import captured_by, state_of
+from lockstep.strategies.losses import fitted_weight
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
-from lockstep.train.names import NamedLoss
+from lockstep.train.names import NamedLoss, without_partial
 
 MOST_PARTS = 8
 CHECKED_STEPS = 8
@@ -79,7 +80,7 @@ def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> 
         raise ConfigError(f"the loss returned shape {tuple(returned.shape)} for {rows} examples; {_RETURN}")
     values = _at_least_float32(returned)
     if sample_weight is not None:
-        values = values * _fit_weight(sample_weight, returned)
+        values = values * fitted_weight(sample_weight, returned)
     return values.sum(), float(returned.numel())
 
 
@@ -101,21 +102,6 @@ def _pair(returned: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else type(value) in (int, float)
-
-
-def _fit_weight(weight: Tensor, values: Tensor) -> Tensor:
-    """The weights with as many dimensions as the values: [rows] or [rows, 1] beside [rows, tokens], and so on."""
-    shape = list(weight.shape)
-    while len(shape) > values.dim() and shape[-1] == 1:
-        shape.pop()
-    shape += [1] * (values.dim() - len(shape))
-    fits = len(shape) == values.dim() and all(a in (1, b) for a, b in zip(shape[1:], values.shape[1:], strict=True))
-    if not fits or shape[0] != values.shape[0]:
-        raise ConfigError(
-            f"sample_weight has shape {tuple(weight.shape)} beside loss values of shape {tuple(values.shape)}; "
-            f"give shape ({values.shape[0]},) or one that broadcasts to the values"
-        )
-    return weight.reshape(shape)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
@@ -166,7 +152,7 @@ def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:
     weight = shard.batch.sample_weight
     if weight is not None and isinstance(loss, NamedLoss):
         values, count = loss.values(shard.outputs, shard.batch.y)
-        total = (_at_least_float32(values) * _fit_weight(weight, values)).sum()
+        total = (_at_least_float32(values) * fitted_weight(weight, values)).sum()
         return LossTotals(total, count, rounding=_rounding(values))
     with ReductionTracer() as tracer:
         returned = loss(shard.outputs, shard.batch.y)
@@ -306,8 +292,7 @@ def _bounds(rounding: float) -> tuple[float, float]:
 
 
 def _name_of(loss: Any) -> str:
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss = without_partial(loss)
     return repr(loss.name) if isinstance(loss, NamedLoss) else repr(getattr(loss, "__qualname__", type(loss).__name__))
 
 

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +37,29 @@ class _TensorNotes(Generic[T]):
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, int, T]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
     def put(self, tensor: Any, value: T) -> None:
         self._of[id(tensor)] = (tensor, _version(tensor), value)
 
     def get(self, tensor: Any) -> T | None:
         found = self._of.get(id(tensor))
         return None if found is None or _version(tensor) != found[1] else found[2]
+
+
+class _Call(NamedTuple):
+    """A call of one of torch's functions."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def first(self) -> Any:
+        """The tensor that it was called for."""
+        return self.args[0] if self.args else self.kwargs.get("input")
+
+    @property
+    def is_of_one_number(self) -> bool:
+        return isinstance(self.first, Tensor) and not self.first.dim()
 
 
 class ReductionTracer(TorchFunctionMode):
@@ -70,12 +84,18 @@ class ReductionTracer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = restore_l1_weight(func, kwargs or {})
-        watch = _WATCHED.get(func)
-        if watch is None or functorch_interpreter() is not None:  # vmap: tensors of one row
+        traced = saved_tensors_hooks(True) is self._hooks  # activation checkpointing calls it again in backward
+        if functorch_interpreter() is not None:  # vmap: tensors of one row
             return func(*args, **kwargs)
-        if saved_tensors_hooks(True) is not self._hooks:  # activation checkpointing calls it again in backward
-            return self._loss(func, args, kwargs, trace=False) if func in _PARAMETERS else func(*args, **kwargs)
-        return watch(self, func, args, kwargs)
+        if func in _PARAMETERS:
+            return self._loss(func, args, kwargs, traced=traced)
+        note = _NOTED.get(func) if traced else None
+        if note is None:
+            return func(*args, **kwargs)
+        func = _OUT_OF_PLACE.get(func, func)
+        result = func(*args, **kwargs)
+        note(self, result, _Call(func, args, kwargs))
+        return result
 
     def pair_of(self, returned: Tensor) -> Pair | None:
         """The total and the count of a scalar; None if it is not a quotient that was traced."""
@@ -85,16 +105,14 @@ class ReductionTracer(TorchFunctionMode):
         """The name of torch's loss whose sum ``returned`` is; None if it is not such a sum."""
         return self._sums.get(returned) or None
 
-    def _loss(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, trace: bool = True
-    ) -> Any:
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool) -> Any:
         given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
         reduction = _reduction(given)
         if reduction == "mean" and func in _OF_LABELS and not _are_probabilities(given):
             self.label_means.append(LabelMean.of(given))
-        if reduction not in ("mean", "batchmean") or not trace:
+        if reduction not in ("mean", "batchmean") or not traced:
             result = func(*args, **kwargs)
-            if reduction == "sum" and trace:
+            if reduction == "sum" and traced:
                 self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
             return result
         total, count = _SUMMED.get(func, _values_summed)(func, given)
@@ -102,94 +120,76 @@ class ReductionTracer(TorchFunctionMode):
         self._pairs.put(result, (total, count))
         return result
 
-    def _sum(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._linear(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if not result.dim():
-            self._note_sum(result, "", args[0])
-        return result
-
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
         self._sums.put(result, of)
         if isinstance(values, Tensor) and not values.numel():
             self._of_nothing.put(result, True)
 
-    def _mean(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor) and not args[0].dim():
-            return self._linear(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if self._masked and len(args) == 1 and not kwargs:
-            chosen, *rest = args[0].shape
-            self._pairs.put(result, (args[0].sum() / max(math.prod(rest), 1), float(chosen)))
-        return result
+    def _sum(self, result: Tensor, call: _Call) -> None:
+        if call.is_of_one_number:
+            self._linear(result, call)
+        elif not result.dim():
+            self._note_sum(result, "", call.first)
 
-    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if all(isinstance(each, (int, float)) for each in args[1:]):
-            return self._linear(func, args, kwargs)
-        return func(*args, **kwargs)
+    def _mean(self, result: Tensor, call: _Call) -> None:
+        if call.is_of_one_number:
+            self._linear(result, call)
+        elif self._masked and len(call.args) == 1 and not call.kwargs:
+            chosen, *rest = call.first.shape
+            self._pairs.put(result, (call.first.sum() / max(math.prod(rest), 1), float(chosen)))
 
-    def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _scaled(self, result: Tensor, call: _Call) -> None:
+        if all(isinstance(each, (int, float)) for each in call.args[1:]):
+            self._linear(result, call)
+
+    def _linear(self, result: Tensor, call: _Call) -> None:
         """A cast, a copy or a reshape of one number, or its product with a number."""
-        result = func(*args, **kwargs)
-        if (self._pairs or self._sums) and args and isinstance(args[0], Tensor) and result is not args[0]:
-            pair, summed = self._pairs.get(args[0]), self._sums.get(args[0])
-            if pair is not None:
-                self._pairs.put(result, (func(pair[0], *args[1:], **kwargs), pair[1]))
-            elif summed is not None:
-                self._sums.put(result, summed)
-        return result
+        if result is call.first:
+            return
+        pair, summed = self._pairs.get(call.first), self._sums.get(call.first)
+        if pair is not None:
+            self._pairs.put(result, (call.func(pair[0], *call.args[1:], **call.kwargs), pair[1]))
+        elif summed is not None:
+            self._sums.put(result, summed)
 
-    def _added(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if self._sums and len(args) == 2 and not kwargs:
-            first, second = map(self._sums.get, args)
+    def _added(self, result: Tensor, call: _Call) -> None:
+        if len(call.args) == 2 and not call.kwargs:
+            first, second = map(self._sums.get, call.args)
             if first is not None and second is not None:
                 self._sums.put(result, first or second)
-        return result
 
-    def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        func = _OUT_OF_PLACE.get(func, func)
-        if len(args) != 2 or kwargs:
-            return func(*args, **kwargs)
-        total, count = args
-        counts = isinstance(count, (int, float)) and (self._masked or bool(self._reads))
+    def _quotient(self, result: Tensor, call: _Call) -> None:
+        if len(call.args) != 2 or call.kwargs:
+            return
+        total, count = call.args
         if self._sums.get(total) is None:
-            return self._scaled(func, args, kwargs)
-        if not (counts or (isinstance(count, Tensor) and count.numel() == 1)):
-            return func(total, count)  # divided by the rows or a constant, which the check of its parts tells apart
-        result = func(total, count)
-        if isinstance(count, Tensor):
+            self._scaled(result, call)
+        elif isinstance(count, Tensor) and count.numel() == 1:
             unclamped = self._unclamped.get(count)
             self._pairs.put(result, (total, count if unclamped is None else unclamped))
-        else:
+        elif isinstance(count, (int, float)) and (self._masked or self._reads):
             self._pairs.put(result, (total, self._counted(total, count)))
-        return result
+        # Otherwise divided by the rows or a constant, which the check of its parts tells apart.
 
     def _counted(self, total: Tensor, count: float) -> float:
         """The number that a sum was divided by; 0 if ``max(int(mask.sum()), 1)`` or the like kept it from being 0."""
         nothing = bool(self._of_nothing.get(total)) or (0 in self._reads and not total.detach().any())
         return 0.0 if nothing and count <= 1 else float(count)
 
-    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def _read(self, result: float, call: _Call) -> None:
         self._reads.add(result)
-        return result
 
-    def _clamp(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _clamp(self, result: Tensor, call: _Call) -> None:
         """A minimum of at most 1, which keeps a count from being 0, is left out of the count over all replicas."""
-        result = func(*args, **kwargs)
-        least = args[1] if len(args) == 2 else kwargs.get("min")
-        if isinstance(least, (int, float)) and least <= 1 and kwargs.get("max") is None and result.numel() == 1:
-            self._unclamped.put(result, args[0])
-        return result
+        least = call.args[1] if len(call.args) == 2 else call.kwargs.get("min")
+        if isinstance(least, (int, float)) and least <= 1 and call.kwargs.get("max") is None and result.numel() == 1:
+            self._unclamped.put(result, call.first)
 
-    def _choice(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _choice(self, result: Tensor, call: _Call) -> None:
         """A selection by index or mask: the number of values depends on the data."""
-        index = args[-1] if len(args) > 1 else next(iter(kwargs.values()), None)
+        index = call.args[-1] if len(call.args) > 1 else next(iter(call.kwargs.values()), None)
         parts = index if isinstance(index, tuple) else (index,)
         self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +296,7 @@ _SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
     F.ctc_loss: _sequences_summed,
 }
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
-_WATCHED: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_PARAMETERS, ReductionTracer._loss),
+_NOTED: dict[Any, Callable[[ReductionTracer, Any, _Call], None]] = {
     **dict.fromkeys([torch.sum, Tensor.sum], ReductionTracer._sum),
     **dict.fromkeys([torch.mean, Tensor.mean], ReductionTracer._mean),
     **dict.fromkeys([torch.div, torch.true_divide, Tensor.div, Tensor.true_divide], ReductionTracer._quotient),

@@ -364,9 +364,7 @@ class Model:
         setup = self._compiled("evaluate")
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
-        batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
-            return run_evaluation(setup, batches, callbacks=called, clock=self.clock)
+        return self._evaluate(setup, self._iterator(data, "the data"), verbose, callbacks)
 
     def predict(
         self,
@@ -390,11 +388,7 @@ class Model:
             One tensor, or the structure of tensors that the module returns, with one row per example.
         """
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
-        batches, self.clock = self._iterator(data, "the data"), StepClock()
-        with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches) as called:
-            return run_prediction(
-                self.strategy, self._module, self._precision, batches, callbacks=called, clock=self.clock
-            )
+        return self._predict(self._iterator(data, "the data"), verbose, callbacks)
 
     def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
@@ -420,15 +414,11 @@ class Model:
 
     def test_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """The loss and the metrics of one global batch. Every worker must call it. Arguments as ``train_on_batch``."""
-        setup, batches = self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight)
-        return run_evaluation(setup, batches, callbacks=self._callbacks((), 0, None), clock=StepClock())
+        return self._evaluate(self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight))
 
     def predict_on_batch(self, x: Any) -> Any:
         """The module's outputs for one global batch, on the CPU. Every worker must call it."""
-        batches, callbacks = self._one_batch(x), self._callbacks((), 0, None)
-        return run_prediction(
-            self.strategy, self._module, self._precision, batches, callbacks=callbacks, clock=StepClock()
-        )
+        return self._predict(self._one_batch(x))
 
     def summary(self, example: Any = None, *, depth: int | None = None) -> None:
         """Writes a table of the layers, their parameters and their memory, fitted to the terminal.
@@ -505,6 +495,20 @@ class Model:
         if self._module.pipeline is not None:
             raise UsageError(f"a pipeline runs the model in parts, so {name} cannot; use another strategy for it")
         return weakref.WeakMethod(getattr(self, name))
+
+    def _evaluate(
+        self, setup: TrainSetup, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None
+    ) -> dict[str, float]:
+        self.clock = StepClock()
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
+            return run_evaluation(setup, data, callbacks=called, clock=self.clock)
+
+    def _predict(self, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+        self.clock = StepClock()
+        with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
+            return run_prediction(
+                self.strategy, self._module, self._precision, data, callbacks=called, clock=self.clock
+            )
 
     @property
     def _precision(self) -> Precision:

@@ -144,11 +144,17 @@ def metrics_named(metrics: Any, loss: object) -> Any:
 
 def takes_tensors(function: object) -> bool:
     """Whether this loss or metric of torch, torchmetrics or ours takes tensors: of a model's outputs, the logits."""
-    while isinstance(function, partial):
-        function = function.func
+    function = without_partial(function)
     home: str = (function if hasattr(function, "__code__") else type(function)).__module__
     ours = ("torchmetrics.", "lockstep.train.")
     return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)
+
+
+def without_partial(function: Any) -> Any:
+    """The function that ``functools.partial`` calls with some arguments; another one as it is."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def logits_of(outputs: Any) -> Any:
@@ -170,8 +176,7 @@ def _metric_named(name: str, loss: object) -> Any:
 
 def _outputs_of(loss: object) -> Any:
     """What a loss takes the outputs for: "classes", "logits" or "probabilities" of two classes; None if unknown."""
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss = without_partial(loss)
     function = _LOSSES[loss.name] if isinstance(loss, NamedLoss) else loss
     if function is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss):
         return "logits"

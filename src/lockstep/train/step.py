@@ -167,13 +167,6 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     return setup.optimizer.update(replica_of_step(), totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
 
 
-def clear_gradients(setup: TrainSetup, state: ReplicaState) -> None:
-    """Drops gradients and sums from before this fit."""
-    state.reset_sums()
-    if setup.optimizer is not None:
-        setup.optimizer.zero_grad()
-
-
 def _own_sums(
     setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Count, Count]:
@@ -188,37 +181,31 @@ def _pipeline_sums(
     setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Count, Count]:
     """The sums of a shard, 0 before the last stage. With gradients switched on, all stages run backward too."""
-    parts, trains = _MicrobatchSums(setup, state, batch), torch.is_grad_enabled()
+    trains = torch.is_grad_enabled()
+    sums: list[tuple[Count, Count]] = [(0.0, 0.0)]
+
+    def add(outputs: Any, part: slice) -> Tensor:
+        """Adds the microbatch of these rows, on the worker that has the last stage, and returns its total loss."""
+        number = part.stop - part.start
+        y, weight = map_leaves(
+            lambda _, leaf: take_rows(leaf, part.start, number) if leaf_has_rows(leaf) else leaf,
+            (batch.y, batch.sample_weight),
+        )
+        microbatch = LabelledBatch(batch.x, y, weight)
+        total, count = _loss_sums(setup, state, outputs, microbatch, number)
+        _update_metrics(state, outputs, microbatch, number)
+        if trains:
+            _check_graph(total)
+        sums.append((total.detach(), count))
+        return total
+
+    _check_microbatches(batch.x)
     if trains:
         setup.module.note_pass()
     with setup.precision.autocast(), keep_logits_sharded():
-        (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, parts.add)
-    return parts.total, parts.count
-
-
-class _MicrobatchSums:
-    """The sums over the microbatches of a shard, on the worker that has the last stage of the pipeline."""
-
-    def __init__(self, setup: TrainSetup, state: ReplicaState, batch: LabelledBatch) -> None:
-        _check_microbatches(batch.x)
-        self._setup, self._state, self._batch = setup, state, batch
-        self.total: Count = 0.0
-        self.count: Count = 0.0
-
-    def add(self, outputs: Any, rows: slice) -> Tensor:
-        """Adds the microbatch of these rows, and returns its total loss."""
-        number = rows.stop - rows.start
-        y, weight = map_leaves(
-            lambda _, leaf: take_rows(leaf, rows.start, number) if leaf_has_rows(leaf) else leaf,
-            (self._batch.y, self._batch.sample_weight),
-        )
-        part = LabelledBatch(self._batch.x, y, weight)
-        total, count = _loss_sums(self._setup, self._state, outputs, part, number)
-        _update_metrics(self._state, outputs, part, number)
-        if torch.is_grad_enabled():
-            _check_graph(total)
-        self.total, self.count = self.total + total.detach(), self.count + count
-        return total
+        (pipeline.train if trains else pipeline.evaluate)(batch.x, rows, add)
+    totals, counts = zip(*sums, strict=True)
+    return sum(totals), sum(counts)
 
 
 def _check_microbatches(x: Any) -> None:

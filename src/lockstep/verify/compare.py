@@ -38,7 +38,6 @@ class BatchComparison:
 
     @property
     def common(self) -> int:
-        """Number of rows that are in both."""
         return sum((Counter(self.rows) & Counter(self.reference_rows)).values())
 
 

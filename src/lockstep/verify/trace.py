@@ -203,7 +203,6 @@ class ReplicaTrace:
         self._generator_state = state
 
     def record_gradients(self, names: Sequence[str], parameters: Sequence[nn.Parameter], totals: Totals) -> None:
-        """Records this replica's gradients, before they are summed."""
         self.record_draws()
         self.current.total, self.current.count = float(totals.total), float(totals.count)
         for name, parameter in zip(names, parameters, strict=True):

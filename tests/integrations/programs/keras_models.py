@@ -210,6 +210,20 @@ def tagger() -> keras.Model:
     return keras.Sequential([keras.Input((9,)), layers.Embedding(20, 8, mask_zero=True), layers.Dense(4)])
 
 
+class TorchModules(keras.Model):
+    """Of torch's modules, with buffers, and with one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.nn.Linear(8, 8)
+        self.inner = torch.nn.Sequential(shared, torch.nn.BatchNorm1d(8), torch.nn.ReLU(), shared)
+        self.frozen = layers.TorchModuleWrapper(torch.nn.Linear(8, 8), trainable=False)
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.frozen(self.inner(x)))
+
+
 PUBLISHED = {
     "autoencoder": Program(
         model=autoencoder,
@@ -220,6 +234,11 @@ PUBLISHED = {
         model=tagger,
         compiled=lambda model: model.compile("adam", entropy()),
         fitted={"x": TOKENS, "y": TOKENS % 4, "sample_weight": RANDOM.uniform(size=TOKENS.shape).astype("float32")},
+    ),
+    "torch modules": Program(
+        model=TorchModules,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS, "validation_split": 0.1},
     ),
     "layers with states": Program(
         model=with_states,

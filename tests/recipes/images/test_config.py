@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.config import ImagesConfig, images
+from lockstep.recipes.images.config import ImagesConfig
 
 
 def test_the_published_run_can_be_set():
-    config = dataclasses.replace(
-        images(data=Path("PetImages")), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0
-    )
+    config = ImagesConfig(data=Path("PetImages"), size=224, batch_size=256, epochs=5, shuffle_buffer=1024, patience=0)
 
     assert (config.data, config.learning_rate, config.hidden) == (Path("PetImages"), 1e-3, 0)
     assert (config.size, config.width_multiplier, config.output_stride) == (224, 1.0, 32)
@@ -26,7 +24,7 @@ def test_every_field_is_documented():
 
 
 def test_there_is_a_decoder_for_each_core_unless_told():
-    assert images().num_workers >= 1
+    assert ImagesConfig().num_workers >= 1
     assert ImagesConfig(workers=0).num_workers == 0
 
 

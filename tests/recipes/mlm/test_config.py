@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.config import MlmConfig, mlm
+from lockstep.recipes.mlm.config import MlmConfig
 
 
 def test_the_recipe_is_the_published_workload():
-    config = mlm()
+    config = MlmConfig()
 
     sizes = (config.layers, config.hidden, config.heads, config.feed_forward, config.vocabulary, config.dropout)
     assert sizes == (2, 128, 2, 512, 30522, 0.1)
@@ -20,15 +19,9 @@ def test_the_recipe_is_the_published_workload():
 
 
 def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
-    assert mlm(pretrained="bert").learning_rate == 1e-4
-    assert mlm().learning_rate == MlmConfig().first_rate > 1e-4
+    assert MlmConfig(pretrained="bert").first_rate == 1e-4
+    assert MlmConfig().first_rate > 1e-4
     assert MlmConfig(pretrained="bert", learning_rate=0.5).first_rate == 0.5
-
-
-def test_text_and_weights_are_taken_over():
-    config = mlm(data=Path("text"), pretrained="bert")
-
-    assert (config.data, config.pretrained) == (Path("text"), "bert")
 
 
 def test_every_field_is_documented():

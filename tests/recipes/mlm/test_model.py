@@ -117,7 +117,7 @@ def test_dropout_is_as_asked_for():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": 3}, r"heads=3 does not divide hidden=128; choose one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"heads": 3}, r"heads=3 does not divide hidden=128; choose 1, 2, 4, 8, 16, 32, 64 or 128"),
         ({"layers": 0}, r"layers=0 was given, expected at least 1"),
         ({"dropout": 1.0}, r"dropout=1.0 was given, expected a probability in \[0, 1\)"),
     ],

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.reviews.config import ReviewsConfig, reviews
+from lockstep.recipes.reviews.config import ReviewsConfig
 
 
 def test_the_recipe_leaves_nothing_to_fill_in():
-    assert (reviews().learning_rate, reviews().hide) == (0.001, 0.4)
-    assert (reviews(pretrained="bert").learning_rate, reviews(pretrained="bert").hide) == (2e-5, 0.0)
+    assert (ReviewsConfig().rate, ReviewsConfig().hidden_fraction) == (0.001, 0.4)
+    pretrained = ReviewsConfig(pretrained="bert")
+    assert (pretrained.rate, pretrained.hidden_fraction) == (2e-5, 0.0)
     assert ReviewsConfig(pretrained="bert", lora="r=8").rate == 5e-4
     assert ReviewsConfig(learning_rate=0.1, lora="r=8").rate == 0.1
 
@@ -21,7 +22,7 @@ def test_what_is_done_about_memory_is_one_object():
     assert memory.gradient_checkpointing
     assert memory.lora is not None
     assert (memory.lora.r, memory.lora.targets) == (4, ("query",))
-    assert reviews().memory.lora is None
+    assert ReviewsConfig().memory.lora is None
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_what_is_done_about_memory_is_one_object():
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"limit": -1}, "limit=-1"),
         ({"max_tokens": 2}, "max_tokens=2"),
-        ({"heads": 3}, "heads=3 does not divide hidden=128; choose one of 1, 2, 4"),
+        ({"heads": 3}, "heads=3 does not divide hidden=128; choose 1, 2, 4"),
         ({"test_fraction": 0.0}, "test_fraction=0.0 was given, expected a number above 0"),
         ({"valid_fraction": 0.6}, "valid_fraction=0.6"),
         ({"hide": 1.0}, "hide=1.0"),
@@ -45,6 +46,6 @@ def test_what_is_done_about_memory_is_one_object():
 )
 def test_a_bad_value_is_refused(settings: dict, said: str):
     with pytest.raises(ConfigError) as raised:
-        replace(reviews(), **settings)
+        replace(ReviewsConfig(), **settings)
 
     assert said in str(raised.value)

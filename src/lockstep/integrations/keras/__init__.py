@@ -1,13 +1,14 @@
 """Keras models on the replicas of a strategy: the same program and the same numbers, N devices.
 
-    model        ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
-    step         what runs in each replica
-    custom_loop  what Keras needs in the replicas of a step that the user gives ``strategy.run``
-    variables    each replica's values of the model's variables, and what becomes of them after a step
-    losses       losses that are divided by the numbers of the whole batch
-    batchnorm    batch norms that take their statistics from the whole batch
-    kernels      faster kernels for batch norms and images
-    first_batch  compares the first batch with Keras's own numbers
+    model          ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
+    step           what runs in each replica
+    custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
+    variables      each replica's values of the model's variables, and what becomes of them after a step
+    losses         losses that are divided by the numbers of the whole batch
+    batchnorm      batch norms that take their statistics from the whole batch
+    kernels        faster kernels for batch norms and images
+    torch_modules  layers that wrap torch modules
+    first_batch    compares the first batch with Keras's own numbers
 
 Importing it needs Keras on torch: ``pip install 'torch-lockstep[keras]'`` and the environment variable
 ``KERAS_BACKEND=torch``.

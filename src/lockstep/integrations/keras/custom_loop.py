@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.torch_modules import buffer_variables
 from lockstep.integrations.keras.variables import DefaultGenerators, seed_of_replica
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
@@ -143,7 +144,11 @@ class CustomSteps:
 
         def keeps(variable: Any) -> bool:
             if id(variable) not in kept:  # at first none is, and a model may be built in the step
-                kept.update(id(each) for model in self.models for each in model.non_trainable_variables)
+                kept.update(
+                    id(each)
+                    for model in self.models
+                    for each in (*model.non_trainable_variables, *buffer_variables(model))
+                )
             return id(variable) in kept
 
         @contextmanager

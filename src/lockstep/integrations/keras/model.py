@@ -30,6 +30,7 @@ from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_
 from lockstep.integrations.keras.first_batch import check_first_batch
 from lockstep.integrations.keras.kernels import fuse_batchnorms
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.torch_modules import replicate_torch_modules
 from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
@@ -54,7 +55,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         The same model. ``compile``, ``fit``, ``evaluate``, ``predict``, callbacks and ``save`` are Keras's own.
 
     Raises:
-        ConfigError: a layer wraps a torch module, or the strategy divides models.
+        ConfigError: the strategy divides models.
         TypeError: ``model`` is no Keras model.
         UsageError: the model belongs to another strategy already.
 
@@ -77,13 +78,8 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         if model._distribution.strategy is not strategy:
             raise UsageError("this model belongs to another strategy already; build it anew for this one")
         return model
-    wrapped = [each.name for each in model._flatten_layers() if isinstance(each, keras.layers.TorchModuleWrapper)]
-    if wrapped:
-        raise ConfigError(
-            f"the layer {wrapped[0]!r} wraps a torch module, whose parameters Keras's replicas would share; build the "
-            "model of Keras's layers, or train the torch module by ls.Model"
-        )
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
+    replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
     object.__setattr__(model, "_distribution", Distribution(strategy))  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)

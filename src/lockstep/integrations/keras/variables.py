@@ -26,6 +26,7 @@ from torch import Tensor
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
+from lockstep.integrations.keras.torch_modules import buffer_variables
 from lockstep.strategies.base import Strategy
 
 _SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
@@ -101,7 +102,8 @@ class ModelVariables:
         self.metrics = list(metrics.values())
         self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
         first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
-        self.others = [each for each in model.non_trainable_variables if id(each) not in first]
+        owned_by_layers = (*model.non_trainable_variables, *buffer_variables(model))
+        self.others = [each for each in owned_by_layers if id(each) not in first]
         owned = {each.value.device for each in (*self.trainable, *self.others)}
         self._copies = {
             device: {id(each): each.value.detach().to(device) for each in (*self.trainable, *self.others)}

@@ -33,7 +33,7 @@ from lockstep.collectives.tree import Node, tree_sum
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Settings, spread, views_of
-from lockstep.mirroring.gradients.parameter_hooks import EngineHook
+from lockstep.mirroring.gradients.state import EngineHook
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 
@@ -295,7 +295,6 @@ class _Bucket:
         return any(map(_is_changed, self._taken))
 
     def wait(self, stream: ProcessGroup) -> None:
-        """Waits until the sums have arrived."""
         if self.work is not None:
             stream.wait(self.work, "the exchange of gradients")
             self.work = None
@@ -382,7 +381,6 @@ def _taken(parameter: torch.Tensor) -> _Taken:
 
 
 def _is_changed(taken: _Taken) -> bool:
-    """Whether the gradient was replaced or written to since."""
     parameter, gradient, version = taken
     return parameter.grad is not gradient or _version(gradient) != version
 

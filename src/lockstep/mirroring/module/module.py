@@ -163,7 +163,6 @@ class MirroredModule(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether replicas run compiled code."""
         return self._compiled is not None
 
     @property

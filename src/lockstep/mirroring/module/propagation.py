@@ -341,7 +341,6 @@ class Propagation:
     # Bringing differences to the copies.
 
     def _bring(self, differences: Sequence[_Difference]) -> None:
-        """Brings what differs to all copies."""
         fresh = [(node, key, value) for node, _, set_there in differences for key, value in set_there.items()]
         plain = all(type(value) in _ATOMS for _, _, value in fresh)
         changed = {id(value) for node, key, value in fresh if node.kept.get(key) is value}  # in place

@@ -14,7 +14,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep._torch_compat import DisableTorchFunction
+from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_norm
 from lockstep.collectives.tree import tree_sum
+from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of, spread
-from lockstep.mirroring.optim.clipping import gradient_norms, scale_to_norm
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
-from lockstep.mirroring.optim.nonfinite import Skips, check_finite
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.hooks import current_observer
 
@@ -100,6 +99,53 @@ def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
         loads[part] += sizes[item]
         members[part].append(item)
     return tuple(tuple(sorted(part)) for part in members)
+
+
+def check_finite(total: float) -> None:
+    """Raises NonFiniteLossError for a loss that is NaN or infinite."""
+    if not math.isfinite(total):
+        raise NonFiniteLossError(
+            f"the loss is {total}; the weights are those before this update. "
+            "Lower the learning rate, clip the gradients (clip_norm=1.0), or look for bad values in the data"
+        )
+
+
+class Skips:
+    """Decides which updates are skipped, on replica 0's device ``home``, without reading from it."""
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._bad: Tensor | None = None
+
+    def reset_nonfinite(self) -> None:
+        """Lets updates happen again."""
+        if self._bad is not None:
+            self._bad.zero_()
+
+    def of(self, total: Number, count: Number) -> bool | Tensor:
+        """Whether this update is skipped: a bool, or a float32 tensor of 0.0 or 1.0 that nobody has read."""
+        if not isinstance(count, Tensor) and not count:
+            return True
+        if not isinstance(total, Tensor) and not isinstance(count, Tensor):
+            return False
+        if self._bad is None:  # stays at one address, where captured steps find it; fused kernels read float32
+            self._bad = torch.zeros((), dtype=torch.float32, device=self._home)
+        if isinstance(total, Tensor):
+            self._bad.copy_(torch.maximum(self._bad, (~torch.isfinite(total)).float()))
+        return torch.maximum(self._bad, (count == 0).float()) if isinstance(count, Tensor) else self._bad.clone()
+
+
+def gradient_norms(parameters: Sequence[Copies], indices: Iterable[int], replica: int) -> dict[int, Tensor]:
+    """The norm of each gradient that ``replica`` has of the parameters with these numbers, by number."""
+    found = {index: grad for index in indices if (grad := parameters[index][replica].grad) is not None}
+    return dict(zip(found, foreach_norm(list(found.values())) if found else (), strict=True))
+
+
+def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, clip_norm: float) -> None:
+    """Scales gradients in place, so that a global ``norm`` above ``clip_norm`` becomes that."""
+    if gradients:
+        coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+        foreach_mul_(list(gradients), coefficient.to(gradients[0].device))
 
 
 class LockstepUpdate:

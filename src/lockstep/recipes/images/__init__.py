@@ -3,5 +3,5 @@
     config -> train -> dataset -> folder, pixels
                     -> batches, model
 
-``config.images()`` returns the configuration and ``train.train_images()`` runs it; begin reading in ``train``.
+``config.ImagesConfig`` is the configuration and ``train.train_images()`` runs it; begin reading in ``train``.
 """

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +88,4 @@ class ImagesConfig:
 
     @property
     def num_workers(self) -> int:
-        """The number of processes that decode images."""
         return len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-
-
-def images(*, data: Path | None = None) -> ImagesConfig:
-    """Returns the complete configuration: MobileNetV2 with random weights.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: folder of class folders; None is scikit-learn's digits.
-
-    Example:
-        >>> images().batch_size, images().learning_rate
-        (64, 0.001)
-    """
-    return ImagesConfig(data=data)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lockstep.extras import require
 from lockstep.recipes import training
-from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
@@ -54,8 +53,10 @@ def build_images(config: ImagesConfig, *, show_progress: bool = False) -> Images
         return ImageBatches(dataset.splits[split], config, training=split == "train")
 
     return ImagesTask(
+        source=dataset.source,
         config=config,
         module=module,
+        parameters=training.num_parameters(module),
         train=batches("train"),
         valid=batches("valid") if dataset.splits["valid"].labels else (),
         test=batches("test"),
@@ -101,9 +102,8 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesResult(training.Result):
-    """The result of a run; where its images come from, how many each split has, and path -> reason of broken ones."""
+    """The result of a run; how many images each split has, and path -> reason of the broken ones."""
 
-    source: str
     num_images: dict[str, int]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
@@ -135,17 +135,11 @@ def train_images(
     """
     task = build_images(config, show_progress=verbose == 1)
     dataset, model = task.dataset, training.compile_task(task, strategy)
-    history, fingerprint, test_metrics = training.fit_and_test(
-        task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose
-    )
+    result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mobilenet(model, task.module, output_dir)
     return ImagesResult(
-        history=history,
-        fingerprint=fingerprint,
-        test_metrics=test_metrics,
-        parameters=training.num_parameters(task.module),
-        source=dataset.source,
+        **vars(result),
         num_images={split: len(images.labels) for split, images in dataset.splits.items()},
         classes=dataset.classes,
         broken=dataset.broken,
@@ -158,18 +152,8 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
     Batch statistics are synchronised: otherwise N replicas differ from one device by definition. The check computes in
     double precision: from random weights of this size and 34 batch norms, one step multiplies rounding so much that in
     float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas, digits, SGD with 0.1). Every
-    worker must call it.
-
-    Args:
-        config: the configuration of the run.
-        strategy: the replicas to compare with one device.
-        steps: number of global batches, one update each.
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
-        DataError: the images cannot be used.
+    worker must call it. ``steps`` are global batches, one update each.
     """
-    at_least("steps", steps, 1)
     task = build_images(replace(config, sync_batchnorm=True))
     task.module.double()
     first = islice(task.train, steps)

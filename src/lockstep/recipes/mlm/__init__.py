@@ -2,5 +2,5 @@
 
     model <- config <- batches, metrics <- train
 
-``config.mlm()`` returns the configuration and ``train.train_mlm()`` runs it; begin reading in ``train``.
+``config.MlmConfig`` is the configuration and ``train.train_mlm()`` runs it; begin reading in ``train``.
 """

@@ -5,12 +5,11 @@ The defaults are the published ones, except where a field says otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.recipes.mlm.model import BertShape
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -100,7 +99,6 @@ class MlmConfig:
 
     @property
     def shape(self) -> BertShape:
-        """The size of a model with random weights."""
         return BertShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -113,22 +111,4 @@ class MlmConfig:
 
     @property
     def tokenizer(self) -> WordPieceSettings:
-        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary)
-
-
-def mlm(*, data: Path | None = None, pretrained: str | None = None) -> MlmConfig:
-    """Returns the complete configuration: bert_tiny at batch size 128 for five epochs.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: folder in the layout of WikiText; None is the embedded text.
-        pretrained: folder or name of a BERT to start from; None is random weights.
-
-    Example:
-        >>> mlm().batch_size, mlm().learning_rate, mlm(pretrained="bert-tiny").learning_rate
-        (128, 0.001, 0.0001)
-    """
-    config = MlmConfig(data=data, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.first_rate)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lockstep.checks import check_divides, check_least
 from lockstep.errors import ConfigError, UsageError
 from lockstep.extras import require
-from lockstep.recipes.config_checks import at_least_each, divides
 from lockstep.recipes.from_hub import check_embeddings, load_named
 from lockstep.recipes.text.tokenizer import load_tokenizer
 
@@ -44,8 +44,8 @@ class BertShape:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        at_least_each(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
-        divides("heads", self.heads, "hidden", self.hidden)
+        check_least(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
+        check_divides("heads", self.heads, ("hidden", self.hidden))
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout} was given, expected a probability in [0, 1)")
 

@@ -25,7 +25,6 @@ from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes import training
-from lockstep.recipes.config_checks import at_least
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
@@ -78,8 +77,10 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
 
     train = batches(text.train, 0)
     return MlmTask(
+        source=text.source,
         config=config,
         module=module,
+        parameters=training.num_parameters(module),
         train=train,
         valid=tuple(batches(text.valid, 1)),
         test=tuple(batches(text.test, 2)),
@@ -142,9 +143,8 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the text's source and the size of the vocabulary."""
+    """The result of a run: also the size of the vocabulary."""
 
-    source: str
     vocabulary: int
 
 
@@ -176,21 +176,11 @@ def train_mlm(
     # A divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs.
     static_shapes = strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
     task = build_mlm(config, text, static_shapes=static_shapes)
-    parameters = training.num_parameters(task.module)  # before a strategy divides them
     model = training.compile_task(task, strategy)
-    history, fingerprint, test_metrics = training.fit_and_test(
-        task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose
-    )
+    result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
-    return MlmResult(
-        history=history,
-        fingerprint=fingerprint,
-        test_metrics=test_metrics,
-        parameters=parameters,
-        source=text.source,
-        vocabulary=len(task.tokenizer),
-    )
+    return MlmResult(**vars(result), vocabulary=len(task.tokenizer))
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
@@ -208,17 +198,8 @@ def _save_config(task: MlmTask, folder: Path) -> None:
 def check_exactness(config: MlmConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
     """Trains the first steps with the strategy and again without it, from the same weights on the same batches.
 
-    Every worker must call it.
-
-    Args:
-        config: the configuration of the run; dropout is set to 0.
-        strategy: the replicas to compare with one device.
-        steps: number of global batches, one update each.
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
+    Dropout is set to 0. Every worker must call it. ``steps`` are global batches, one update each.
     """
-    at_least("steps", steps, 1)
     text = read_on_chief(partial(read_text, config), strategy.workers)
     task = build_mlm(replace(config, dropout=0.0), text)
     return compare(task, strategy, tuple(islice(task.train, steps)), _plain_loss, "no dropout")

@@ -2,6 +2,6 @@
 
     config -> train -> trainer -> task -> dataset, batches
 
-``config.reviews()`` returns the configuration and ``train.train_reviews()`` runs it; begin reading in ``train``.
+``config.ReviewsConfig`` is the configuration and ``train.train_reviews()`` runs it; begin reading in ``train``.
 ``trainer`` subclasses transformers and is imported only when a run begins.
 """

@@ -86,7 +86,6 @@ class LengthGroupedSampler(Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, counted from 0, of the next iteration."""
         self._epoch = epoch
         self._rows.set_epoch(epoch)
 

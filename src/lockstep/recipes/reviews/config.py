@@ -8,13 +8,12 @@ measurements.
 from __future__ import annotations
 
 import codecs
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_divides, check_settings
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, UNBOUNDED, check_settings, divides
 from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
@@ -112,7 +111,7 @@ class ReviewsConfig:
             weight_decay=(0, UNBOUNDED),
             clip_norm=(0, UNBOUNDED),
         )
-        divides("heads", self.heads, "hidden", self.hidden)
+        check_divides("heads", self.heads, ("hidden", self.hidden))
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
             raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
         try:
@@ -139,38 +138,18 @@ class ReviewsConfig:
 
     @property
     def hidden_fraction(self) -> float:
-        """The fraction of the training tokens that are masked."""
         if self.hide is not None:
             return self.hide
         return 0.4 if self.pretrained is None else 0.0
 
     @property
     def tokenizer(self) -> WordPieceSettings:
-        """The settings of the tokenizer's training."""
         return WordPieceSettings(vocabulary=self.vocabulary, chinese="words")
 
     @property
     def memory(self) -> MemoryChoices:
-        """The settings that reduce memory."""
         return MemoryChoices(
             lora=None if self.lora is None else Lora.parse(self.lora),
             load_in=self.load_in,
             gradient_checkpointing=self.gradient_checkpointing,
         )
-
-
-def reviews(*, data: Path | None = None, pretrained: str | None = None) -> ReviewsConfig:
-    """Returns the complete configuration: a small BERT, with 64 reviews per replica.
-
-    Change a setting with ``dataclasses.replace``.
-
-    Args:
-        data: CSV file with the columns label and review; None is the embedded reviews.
-        pretrained: folder or name of a BERT to start from; None is random weights.
-
-    Example:
-        >>> reviews().per_device_train_batch_size, reviews().learning_rate, reviews(pretrained="bert").learning_rate
-        (64, 0.001, 2e-05)
-    """
-    config = ReviewsConfig(data=data, pretrained=pretrained)
-    return dataclasses.replace(config, learning_rate=config.rate, hide=config.hidden_fraction)

@@ -122,6 +122,7 @@ def train_reviews(
         run_on_chief(strategy.workers, "write the model", lambda: _write(paths, model, task))
         history, f1 = recorder.history, recorder.history.history["val_f1"]
         return ReviewsResult(
+            source=task.table.source,
             history=history,
             fingerprint=fingerprint,
             best_epoch=history.epoch[f1.index(max(f1))] + 1,

@@ -157,7 +157,6 @@ class HistoryCallback(TrainerCallback):
             callback.on_train_begin({})
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Starts a new clock."""
         self._epoch = int(state.epoch or 0)
         self._losses = []
         for callback in (self._bar, self._logger):
@@ -198,7 +197,6 @@ class HistoryCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
-        """Records the epoch."""
         logs = {**self._mean_loss(), **{f"val_{name}": metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1")}}
         self.history.add(self._epoch, logs)
         self.history.timing.append(self._view.clock.summary(self._epoch))

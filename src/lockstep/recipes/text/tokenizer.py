@@ -42,7 +42,6 @@ class WordPieceSettings:
 
     @property
     def prefix(self) -> str:
-        """The prefix of a piece that continues a word."""
         return "##" if self.chinese == "characters" else ""
 
 

@@ -221,12 +221,6 @@ class RunStreams:
         return [StreamEvent(driver, gpu, driver.record(stream)) for driver, gpu, stream in streams]
 
 
-def device_memory_of(device: LogicalDevice) -> DeviceMemory | None:
-    """The memory that this process has taken on a logical device, with any strategy; None for a CPU."""
-    driver = driver_of(device)
-    return None if driver is None else GpuReplica(device, driver, seed=0).memory()
-
-
 @contextmanager
 def allocating_on(device: LogicalDevice) -> Iterator[None]:
     """A block outside replicas that allocates from the pool of ``device``, in order with the thread's other work."""

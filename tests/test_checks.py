@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import pytest
 
+from lockstep.checks import ABOVE_ZERO, check_settings
 from lockstep.errors import ConfigError
-from lockstep.recipes.config_checks import ABOVE_ZERO, check_settings
 
 
 @dataclass
