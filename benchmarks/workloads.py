@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.trial import Batch, Workload
 from lockstep.extras import require
-from lockstep.recipes.mlm.model import BertShape, masked_token_loss, new_bert
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import masked_token_loss, new_bert
 
 CLASSES = 2
 _IMAGES, _PIXELS = 64, 96
@@ -76,7 +77,7 @@ def _linear() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * _PIXELS * _PIXELS, CLASSES))
 
 
-_BERT_TINY = BertShape()
+_BERT_TINY = MlmConfig()
 _image_batches = partial(image_batches, rows=_IMAGES, pixels=_PIXELS)
 _MOBILENET = Workload(
     name="mobilenetv2",

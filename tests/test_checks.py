@@ -34,6 +34,7 @@ def test_what_is_allowed_passes_up_to_the_limits(settings: dict[str, Any]):
     ("settings", "message"),
     [
         ({"epochs": 0}, "epochs=0 was given, expected at least 1$"),
+        ({"accumulate": 0}, "accumulate=0 was given, expected at least 1$"),
         ({"seed": -1}, "seed=-1 was given, expected at least 0 and at most 4294967295$"),
         ({"seed": 2**32}, "seed=4294967296"),
         ({"learning_rate": float("inf")}, "learning_rate=inf was given, expected a number above 0$"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.mlm.model import BertShape
+from lockstep.recipes.mlm.config import MlmConfig
 
 _EPSILON, _TOKEN_TYPES = 1e-12, 2
 _BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -31,11 +31,11 @@ def _initialize(module: nn.Module) -> None:
 class PlainBert(nn.Module):
     """A BERT with the head of a masked language model, with random weights from torch's default generator."""
 
-    def __init__(self, shape: BertShape) -> None:
+    def __init__(self, shape: MlmConfig) -> None:
         super().__init__()
         hidden = shape.hidden
         self.words = nn.Embedding(shape.vocabulary, hidden, padding_idx=0)
-        self.positions = nn.Embedding(shape.positions, hidden)
+        self.positions = nn.Embedding(shape.sequence_length, hidden)
         self.token_types = nn.Embedding(_TOKEN_TYPES, hidden)
         self.embedded = nn.Sequential(nn.LayerNorm(hidden, eps=_EPSILON), nn.Dropout(shape.dropout))
         self.layers = nn.ModuleList(_layer(shape) for _ in range(shape.layers))
@@ -60,7 +60,7 @@ class PlainBert(nn.Module):
         return logits
 
 
-def _layer(shape: BertShape) -> nn.Module:
+def _layer(shape: MlmConfig) -> nn.Module:
     layer = nn.TransformerEncoderLayer(
         shape.hidden, shape.heads, shape.feed_forward, shape.dropout, "gelu", _EPSILON, batch_first=True
     )

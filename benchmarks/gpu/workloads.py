@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.models import PlainBert, PlainMobileNetV2
 from benchmarks.trial import Workload
 from benchmarks.workloads import CLASSES, class_loss, image_batches, text_batches
-from lockstep.recipes.mlm.model import BertShape
+from lockstep.recipes.mlm.config import MlmConfig
 
 GpuPrecision = Literal["bf16", "fp32"]
 PRECISIONS: tuple[GpuPrecision, ...] = ("bf16", "fp32")
@@ -28,7 +28,7 @@ class Sizes:
     masked: int  # tokens of a row that are predicted
     images: int  # rows of a global batch
     pixels: int  # of an image's side
-    shape: BertShape = field(default_factory=BertShape)
+    shape: MlmConfig = field(default_factory=MlmConfig)
 
 
 FULL = Sizes(sequences=128, tokens=512, masked=77, images=256, pixels=224)
@@ -39,7 +39,7 @@ TINY = Sizes(
     masked=2,
     images=8,
     pixels=32,
-    shape=BertShape(layers=1, hidden=16, feed_forward=32, vocabulary=64, positions=16),
+    shape=MlmConfig(layers=1, hidden=16, feed_forward=32, vocabulary=64, sequence_length=16),
 )
 """Tries the programs on a CPU in seconds; what they take there says nothing about a GPU."""
 

@@ -66,3 +66,13 @@ def items_that_fit(items: Sequence[str], columns: int) -> list[str]:
             break
         fitting.append(item)
     return fitting
+
+
+def write_line(text: str) -> None:
+    """Writes a line to standard output, above a live progress line if there is one."""
+    tqdm = sys.modules.get("tqdm")  # if it is not loaded there is no live line
+    if tqdm is None:
+        sys.stdout.write(text + "\n")
+    else:
+        tqdm.tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()

@@ -34,6 +34,24 @@ def run_lockstep(start_lockstep: Start) -> Run:
 
 
 @pytest.fixture
+def train_on_two_workers(run_lockstep: Run, tmp_path: Path) -> Callable[..., None]:
+    """``train_on_two_workers("images", "--output", "out")``: both train, and the chief alone prints and writes."""
+
+    def train(*words: str) -> None:
+        recipe = ("-m", "lockstep.cli", "train", *words, "--devices", "cpu:1", "--epochs", "1")
+
+        done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe)
+
+        assert done.returncode == 0, done.stderr
+        assert "[0] 2 workers, 2 replicas: worker 0 (" in done.stdout
+        assert [line[:3] for line in done.stdout.splitlines() if "test    loss" in line] == ["[0]"]
+        assert not any(line.startswith("[1]") for line in done.stdout.splitlines())
+        assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+    return train
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], str]:
     """``write(text)``: a program of that text, where the command runs."""
 

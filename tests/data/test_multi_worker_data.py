@@ -229,27 +229,6 @@ def test_no_batch_costs_an_exchange_of_its_own(split_cpu, run_workers: RunWorker
     ]
 
 
-class Drawing(Dataset[Tensor]):
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(1)
-
-    def __len__(self) -> int:
-        return 10
-
-
-def test_rows_loaded_in_processes_draw_other_numbers_on_each_worker(split_cpu, run_workers: RunWorkers):
-    devices = split_cpu(1)
-
-    def body(workers: Communicator) -> list[float]:
-        loader = DataLoader(Drawing(), batch_size=4, num_workers=2, generator=generator())
-        return torch.cat([batch[0] for batch in by_hand(workers, loader, devices)]).flatten().tolist()
-
-    first, again = run_workers((1, 1), body), run_workers((1, 1), body)
-
-    assert len({number for worker in first for number in worker}) == 10
-    assert first == again
-
-
 @pytest.mark.parametrize("skip", [1, 2])
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_worker_passes_over_the_same(split_cpu, run_workers: RunWorkers, name: str, skip: int):

@@ -12,7 +12,7 @@ import traceback
 import pytest
 
 from lockstep.data import prefetch
-from lockstep.data.prefetch import read_ahead
+from lockstep.data.prefetch import ReadAhead, checked_depth
 from lockstep.errors import ConfigError
 
 LIMIT_S = 20
@@ -26,7 +26,7 @@ def readers():
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 7])
 def test_all_items_come_in_order(depth):
-    iterator = read_ahead(iter(range(5)), depth)
+    iterator = ReadAhead(iter(range(5)), depth)
     assert list(iterator) == [0, 1, 2, 3, 4]
     assert readers() == []
     assert next(iterator, "end") == "end"
@@ -34,25 +34,25 @@ def test_all_items_come_in_order(depth):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_empty_source_has_no_items_and_no_thread(depth):
-    assert list(read_ahead(iter([]), depth)) == []
+    assert list(ReadAhead(iter([]), depth)) == []
     assert readers() == []
 
 
 @pytest.mark.parametrize("depth", [-1, 1.5, True, None])
 def test_a_depth_is_a_number_of_batches(depth):
     with pytest.raises(ConfigError, match=r"prefetch=.* is not a number of batches; give 0 to read none ahead"):
-        read_ahead(iter([]), depth)
+        checked_depth(depth)
 
 
 def test_nothing_is_read_ahead_at_depth_0():
     read = []
-    iterator = read_ahead((read.append(item) for item in range(3)), 0)
+    iterator = ReadAhead((read.append(item) for item in range(3)), 0)
     next(iterator)
     assert read == [0]
     assert readers() == []
 
 
-def test_at_most_depth_items_are_read_ahead():
+def test_at_most_depth_items_are_ReadAhead():
     begun = [threading.Event() for _ in range(9)]
 
     def source():
@@ -60,7 +60,7 @@ def test_at_most_depth_items_are_read_ahead():
             event.set()
             yield item
 
-    iterator = read_ahead(source(), 2)
+    iterator = ReadAhead(source(), 2)
     assert not begun[0].is_set()
     for taken in range(5):
         assert next(iterator) == taken
@@ -70,12 +70,12 @@ def test_at_most_depth_items_are_read_ahead():
 
 
 def test_the_first_item_is_read_by_the_consumer_and_the_others_by_the_thread():
-    names = list(read_ahead((threading.current_thread().name for _ in range(3)), 2))
+    names = list(ReadAhead((threading.current_thread().name for _ in range(3)), 2))
     assert names == [threading.current_thread().name, "lockstep-prefetch", "lockstep-prefetch"]
 
 
 def test_an_abandoned_iterator_ends_its_thread():
-    iterator = read_ahead(itertools.count(), 2)
+    iterator = ReadAhead(itertools.count(), 2)
     for item in iterator:
         if item == 3:
             break
@@ -86,7 +86,7 @@ def test_an_abandoned_iterator_ends_its_thread():
 
 
 def test_a_closed_iterator_ends_its_thread_and_its_items():
-    iterator = read_ahead(itertools.count(), 2)
+    iterator = ReadAhead(itertools.count(), 2)
     assert next(iterator) == 0
     iterator.close()
     assert readers() == []
@@ -103,7 +103,7 @@ def test_closing_before_the_first_item_drops_the_source():
         finally:
             ended.append(True)
 
-    iterator = read_ahead(source(), 2)
+    iterator = ReadAhead(source(), 2)
     iterator.close()
     assert list(iterator) == []
     assert ended == []  # it never began
@@ -118,7 +118,7 @@ def test_a_source_that_is_dropped_midway_is_finalized():
         finally:
             ended.set()
 
-    iterator = read_ahead(source(), 2)
+    iterator = ReadAhead(source(), 2)
     next(iterator)
     iterator.close()
     assert ended.is_set()
@@ -132,7 +132,7 @@ def broken_source(after):
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_an_error_of_the_source_is_raised_after_the_items_before_it(depth, after):
-    iterator = read_ahead(broken_source(after), depth)
+    iterator = ReadAhead(broken_source(after), depth)
     assert [next(iterator) for _ in range(after)] == list(range(after))
     with pytest.raises(KeyError, match="no such row") as info:
         next(iterator)
@@ -146,7 +146,7 @@ def test_even_an_exit_of_the_source_reaches_the_consumer():
         yield 1
         raise SystemExit(3)
 
-    iterator = read_ahead(source(), 2)
+    iterator = ReadAhead(source(), 2)
     next(iterator)
     with pytest.raises(SystemExit):
         next(iterator)
@@ -178,7 +178,7 @@ def test_ctrl_c_in_the_consumer_ends_the_thread(monkeypatch, interrupted):
         go_on.wait(LIMIT_S)
         yield from itertools.count()
 
-    iterator = read_ahead(source(), 1)
+    iterator = ReadAhead(source(), 1)
     next(iterator)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
@@ -199,7 +199,7 @@ def test_an_iterator_dropped_inside_the_reading_thread_ends_it():
         held.clear()  # the last reference: the finalizer runs here
         yield from itertools.count()
 
-    held.append(read_ahead(source(), 1))
+    held.append(ReadAhead(source(), 1))
     next(held[0])
     (thread,) = readers()
     next(held[0])
@@ -211,7 +211,7 @@ def test_the_thread_sees_the_consumers_context():
     variable = contextvars.ContextVar("variable", default="outside")
     token = variable.set("inside")
     try:
-        assert list(read_ahead((variable.get() for _ in range(3)), 1)) == ["inside"] * 3
+        assert list(ReadAhead((variable.get() for _ in range(3)), 1)) == ["inside"] * 3
     finally:
         variable.reset(token)
 
@@ -219,8 +219,8 @@ def test_the_thread_sees_the_consumers_context():
 def test_an_iterator_left_at_the_end_of_the_program_does_not_hold_it_up():
     script = (
         "import itertools\n"
-        "from lockstep.data.prefetch import read_ahead\n"
-        "iterator = read_ahead(itertools.count(), 2)\n"
+        "from lockstep.data.prefetch import ReadAhead\n"
+        "iterator = ReadAhead(itertools.count(), 2)\n"
         "next(iterator), next(iterator)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.prefetch import read_ahead
+from lockstep.data.prefetch import ReadAhead
 from lockstep.errors import DataError
 
 
@@ -15,7 +15,7 @@ def test_a_source_that_draws_is_refused_and_takes_no_numbers_from_the_loop():
     torch.rand(2)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    iterator = read_ahead((torch.rand(2) for _ in range(4)), 2)
+    iterator = ReadAhead((torch.rand(2) for _ in range(4)), 2)
     next(iterator)
 
     with pytest.raises(DataError, match=r"draws from torch's default generator, which is the loop's; .* prefetch=0"):
@@ -29,4 +29,4 @@ def test_a_loader_that_shuffles_gives_what_a_plain_loop_gives():
     plain = [torch.cat(list(loader)).tolist() for _ in range(2)]
     torch.manual_seed(7)
 
-    assert [torch.cat(list(read_ahead(iter(loader), 2))).tolist() for _ in range(2)] == plain
+    assert [torch.cat(list(ReadAhead(iter(loader), 2))).tolist() for _ in range(2)] == plain

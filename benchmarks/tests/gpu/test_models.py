@@ -7,16 +7,17 @@ import transformers
 
 from benchmarks.gpu.models import PlainBert, PlainMobileNetV2
 from benchmarks.loops import trained_parameters
-from lockstep.recipes.mlm.model import BertShape, new_bert
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import new_bert
 
 
 def test_bert_tiny_trains_as_many_parameters_as_the_recipe():
     with torch.device("meta"):
-        assert trained_parameters(PlainBert(BertShape())) == trained_parameters(new_bert(BertShape()))
+        assert trained_parameters(PlainBert(MlmConfig())) == trained_parameters(new_bert(MlmConfig()))
 
 
 def test_a_layer_of_the_bert_computes_what_transformers_own_does():
-    shape = BertShape(layers=1, hidden=32, heads=2, feed_forward=64, vocabulary=100, positions=16, dropout=0.0)
+    shape = MlmConfig(layers=1, hidden=32, heads=2, feed_forward=64, vocabulary=100, sequence_length=16, dropout=0.0)
     torch.manual_seed(0)
     theirs, ours = new_bert(shape).bert.encoder.layer[0], PlainBert(shape).layers[0]
     attention, projections = theirs.attention, theirs.attention.self

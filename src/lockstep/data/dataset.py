@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
-from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, checked_depth, read_ahead
+from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, ReadAhead, checked_depth
 from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
 from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.resume import (
@@ -129,7 +129,7 @@ class DistributedIterable:
             if not skip:  # a sampler draws its seed with the first batch
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
-        ahead = read_ahead(batches, self._prefetch)
+        ahead = ReadAhead(batches, self._prefetch)
         return transfer.received(self._sync.wrap(ahead, self._reader.left_out))
 
     def random_state(self) -> RandomState:

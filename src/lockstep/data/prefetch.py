@@ -53,15 +53,12 @@ def checked_depth(depth: Any) -> int:
     return depth
 
 
-def read_ahead(source: Iterator[T], depth: int) -> ClosableIterator[T]:
-    """Returns the items of ``source`` in order, at most ``depth`` of them read before they are asked for; 0: none.
+class ReadAhead(Generic[T]):
+    """The items of ``source`` in order, at most ``depth`` of them read before they are asked for; 0: none.
 
     The source is read by one thread at a time. Its errors are raised to the consumer, with their traceback.
     """
-    return _PrefetchIterator(source, checked_depth(depth))
 
-
-class _PrefetchIterator(Generic[T]):
     def __init__(self, source: Iterator[T], depth: int) -> None:
         self._source: Iterator[T] | None = source  # None once the thread reads it, and at the end
         self._depth = depth

@@ -27,8 +27,14 @@ from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
 from lockstep.data.resume import generators_of, numpy_state
 from lockstep.data.sharding import join_shards, shard_sizes
-from lockstep.data.sources import drawn_seed, persists, rebuilt_loader
+from lockstep.data.sources import drawn_seed, persists
 from lockstep.replicas.rng.state import derived_seed, own_generator
+
+_OF_PROCESSES = (
+    *("num_workers", "pin_memory", "timeout", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+"""The arguments of a DataLoader that say in which processes it loads, and how these hand over what they loaded."""
 
 
 class _ReplicaRows(NamedTuple):
@@ -107,13 +113,13 @@ class ReplicaRowsReader(Reader):
 
     def _load_in_processes(self, parts: Iterator[_Part]) -> Iterator[_LoadedPart]:
         if self._own is None:
-            self._own = rebuilt_loader(
-                self._loader,
-                self._sampler,
-                self._process_seeds,
-                dataset=self._rows,
+            self._own = DataLoader(
+                self._rows,
+                batch_sampler=self._sampler,  # type: ignore[arg-type]  # its items are parts, not indices
+                generator=self._process_seeds,
                 collate_fn=_unchanged,
                 worker_init_fn=partial(_begin_process, self._loader.worker_init_fn),
+                **{name: getattr(self._loader, name) for name in _OF_PROCESSES},
             )
         self._sampler.parts = parts
         return iter(self._own)
@@ -157,7 +163,7 @@ class _SeededRows(Dataset[_LoadedPart]):
         return self._collate_fn(at_once(rows.indices) if at_once else [self.dataset[index] for index in rows.indices])
 
 
-def _unchanged(part: _LoadedPart) -> _LoadedPart:
+def _unchanged(part: Any) -> Any:
     """The collate_fn of the DataLoader with processes: the replicas' rows were collated as they were loaded."""
     return part
 

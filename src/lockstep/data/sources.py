@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Sized
 from typing import Any, TypeGuard
 
 import torch
@@ -11,7 +11,6 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -26,12 +25,6 @@ from torch.utils.data import (
 
 # Samplers that draw at their first index, if at all, and not between batches.
 _DRAW_AT_FIRST = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-
-# The arguments of a DataLoader that say how rows are loaded, not which.
-_LOADING = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device"),
-)
 
 
 def batches_in(dataset: object) -> int | None:
@@ -96,24 +89,3 @@ def started(dataset: Any) -> bool:
 def drawn_seed(generator: torch.Generator | None) -> int:
     """Returns a seed for what loading draws. Every iteration over a DataLoader draws one, be it used or not."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-def rebuilt_loader(
-    loader: DataLoader[Any],
-    batch_sampler: Iterable[Any],
-    seeds: torch.Generator,
-    *,
-    dataset: Dataset[Any] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    worker_init_fn: Callable[[int], None] | None = None,
-) -> DataLoader[Any]:
-    """Returns ``loader`` with another batch sampler and another generator for the seeds of its processes.
-
-    ``dataset``, ``collate_fn`` and ``worker_init_fn`` are those of ``loader`` where none are given.
-    """
-    loading = {name: getattr(loader, name) for name in _LOADING}
-    loading["collate_fn"] = collate_fn or loader.collate_fn
-    loading["worker_init_fn"] = worker_init_fn or loader.worker_init_fn
-    return DataLoader(
-        loader.dataset if dataset is None else dataset, batch_sampler=batch_sampler, generator=seeds, **loading
-    )

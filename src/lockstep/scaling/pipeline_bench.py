@@ -22,7 +22,6 @@ import lockstep as ls
 from lockstep.atomic_files import atomic_write
 from lockstep.checks import check_choice, check_least
 from lockstep.errors import ConfigError
-from lockstep.extras import require
 from lockstep.parallel.pipeline_config import (
     SCHEDULES,
     PipelineConfig,
@@ -31,6 +30,8 @@ from lockstep.parallel.pipeline_config import (
     choose_pipeline_config,
 )
 from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import new_bert
 from lockstep.report import markdown_table, text_table
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.plots import draw_pipelines
@@ -68,6 +69,18 @@ class PipelineSettings:
         for schedule in self.schedules:
             check_choice("schedule", schedule, SCHEDULES)
             check_layers(self.pipelining(schedule), self.layers)
+
+    @property
+    def model(self) -> MlmConfig:
+        return MlmConfig(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.hidden // _HEAD,
+            feed_forward=4 * self.hidden,
+            vocabulary=_VOCABULARY,
+            sequence_length=_SEQUENCE,
+            dropout=0.0,
+        )
 
     def pipelining(self, schedule: ScheduleName) -> PipelineConfig:
         return choose_pipeline_config(schedule, self.microbatches, self.workers)
@@ -111,7 +124,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
     )  # fmt: skip
     steps: list[PipelineTrace] = []
     with closing(strategy), strategy.scope():
-        model = ls.Model(_bert(settings))
+        model = ls.Model(new_bert(settings.model))
         model.compile(_optimizer, _loss)
         sharded: Any = model.module
         record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
@@ -125,25 +138,8 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, _RATE)
 
 
-def _loss(outputs: Any, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.transpose(1, 2), tokens, reduction="none")
-
-
-def _bert(settings: PipelineSettings) -> nn.Module:
-    transformers = require("transformers", "transformers")
-    transformers.logging.set_verbosity_error()
-    config = transformers.BertConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden // _HEAD,
-        intermediate_size=4 * settings.hidden,
-        max_position_embeddings=_SEQUENCE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    module: nn.Module = transformers.BertForMaskedLM(config)
-    return module
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
 
 @dataclass(frozen=True, kw_only=True)

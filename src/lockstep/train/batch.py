@@ -18,6 +18,10 @@ from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError, UsageError
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 
+Count = Tensor | float
+Sums = tuple[Tensor, Count]
+"""The losses of some rows: their total, a scalar that carries the gradient, and how many were counted."""
+
 
 class LabelledBatch(NamedTuple):
     """One shard of labelled data: the module's inputs, the targets, and weights per example or None."""

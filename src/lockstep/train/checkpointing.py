@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.checkpoint.sharded_state import sharded_module_of
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
@@ -25,7 +23,6 @@ from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
-from lockstep.train.compile import TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import History, RunningLoss
@@ -169,31 +166,3 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
             tensor.copy_(weights[name])
         workers.broadcast("loaded weights", [tensor])
         part.take(name, tensor)
-
-
-def checkpoint_of(setup: TrainSetup | None, training: TrainingState) -> Checkpoint:
-    """A checkpoint of all state of a training. Without an optimizer it raises a UsageError."""
-    if setup is None or setup.optimizer is None:
-        raise UsageError("a checkpoint needs an optimizer; call model.compile(optimizer=..., loss=...) first")
-    checkpoint = Checkpoint(**_parts_of(setup), training=training)
-    checkpoint.settings["precision"] = setup.config.precision
-    return checkpoint
-
-
-def training_fingerprint(module: MirroredModule, setup: TrainSetup | None, position: Position) -> str:
-    """The fingerprint of a training; before compile, of the module alone. Every worker must call it."""
-    parts = {"model": module} if setup is None else _parts_of(setup)
-    if setup is not None and isinstance(setup.config.loss, MirroredModule):
-        parts["loss"] = setup.config.loss
-    return fingerprint_of({**parts, "position": asdict(position)})
-
-
-def _parts_of(setup: TrainSetup) -> dict[str, Any]:
-    precision = setup.precision if setup.precision.name == "fp16" else None
-    parts = {
-        "model": setup.module,
-        "optimizer": setup.optimizer,
-        "scheduler": setup.scheduler,
-        "precision": precision,
-    }
-    return {name: part for name, part in parts.items() if part is not None}

@@ -137,6 +137,17 @@ class TrainSetup:
     train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
     test_step: OwnStep | None = None
 
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint saves of it, by name."""
+        precision = self.precision if self.precision.name == "fp16" else None
+        parts = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "precision": precision,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
 
 def make_setup(
     strategy: Strategy,

@@ -17,8 +17,7 @@ from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
-from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import ProgressBar
+from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import CompileConfig, TrainSetup
 from lockstep.train.cuda_graphs.steps import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
@@ -47,18 +46,6 @@ class Epochs:
             least = 0 if name == "initial_epoch" else 1
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
-
-
-def with_progress(given: Sequence[Callback] | None, verbose: Verbose) -> list[Callback]:
-    """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
-    if verbose not in (0, 1, 2):
-        raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
-    if isinstance(given, Callback):
-        raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
-    callbacks = list(given or ())
-    if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        callbacks.append(ProgressBar(verbose))
-    return callbacks
 
 
 def agree_on_fit(

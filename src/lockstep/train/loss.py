@@ -30,7 +30,7 @@ from lockstep.parallel.vocab_parallel import has_sharded_logits
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.first_run import captured_by, state_of
 from lockstep.strategies.losses import fitted_weight
-from lockstep.train.batch import FAILURES, ShardRows, checked_alone
+from lockstep.train.batch import FAILURES, ShardRows, Sums, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 from lockstep.train.names import NamedLoss, without_partial
@@ -49,7 +49,7 @@ _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a 
 _RETURN = "return a tensor with one value per example, a pair (total, count), or a scalar mean"
 
 
-def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+def loss_sums(returned: Any, rows: int, sample_weight: Tensor | None = None) -> Sums:
     """Turns the result of a loss function into ``(total, count)``.
 
     Args:
@@ -89,7 +89,7 @@ def no_examples(outputs: Tensor) -> tuple[Tensor, float]:
     return _at_least_float32(outputs).sum() * 0.0, 0.0
 
 
-def _pair(returned: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
+def _pair(returned: tuple[Any, ...]) -> Sums:
     if len(returned) != 2 or not isinstance(returned[0], Tensor) or not all(map(_is_number, returned)):
         kinds = [f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in returned]
         raise ConfigError(
@@ -124,28 +124,23 @@ class LossTotals:
         return float(total), float(count)
 
 
-class ReplicaLoss:
-    """The loss on one replica, in one pass over data."""
+def checked_sums(loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool, step: int) -> Sums:
+    """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
 
-    def __init__(self) -> None:
-        self._steps = 0
+    ``step`` counts the shards of a pass from 1: the first ones are checked.
 
-    def sums(self, loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool) -> LossTotals:
-        """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
-
-        Raises:
-            ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
-        """
-        sums = _totals(loss, sharded, shard)
-        self._steps += 1
-        if sharded and not has_sharded_logits(shard.outputs):
-            on_cpu, step = context.device.kind == "CPU", self._steps
-            if sums.label_means and (on_cpu or step == 1):
-                _check_label_means(loss, sums.label_means, on_cpu)
-            again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
-            if step == 1 or (on_cpu and sums.assumed_mean and again):
-                _check_parts(loss, shard, sums, context)
-        return sums
+    Raises:
+        ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
+    """
+    sums = _totals(loss, sharded, shard)
+    if sharded and not has_sharded_logits(shard.outputs):
+        on_cpu = context.device.kind == "CPU"
+        if sums.label_means and (on_cpu or step == 1):
+            _check_label_means(loss, sums.label_means, on_cpu)
+        again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
+        if step == 1 or (on_cpu and sums.assumed_mean and again):
+            _check_parts(loss, shard, sums, context)
+    return sums.total, sums.count
 
 
 def _totals(loss: Loss, sharded: bool, shard: ShardRows) -> LossTotals:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,15 +75,17 @@ class ReplicaMetrics:
         """After the first batch on a GPU, switches off the metrics' checks of inputs, which make the host wait."""
         if self._checks_inputs:
             self._checks_inputs = False
-            for part in (
-                part for own in self.per_replica for metric in own.values() for part in nested_metrics(metric)
-            ):
-                if getattr(part, "validate_args", False):
-                    part.validate_args = False
+            for metric in self._all():
+                for part in nested_metrics(metric):
+                    if getattr(part, "validate_args", False):
+                        part.validate_args = False
 
     def reset(self) -> None:
-        for metric in (metric for own in self.per_replica for metric in own.values()):
+        for metric in self._all():
             metric.reset()
+
+    def _all(self) -> Iterator[Any]:
+        return chain.from_iterable(own.values() for own in self.per_replica)
 
     def compute(self) -> dict[str, float]:
         """The values over the rows of all replicas, by name. Every worker must call it, outside the replicas."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
+from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -33,14 +34,12 @@ from lockstep.train.arrays import (
 )
 from lockstep.train.batch import module_arguments
 from lockstep.train.callbacks.base import Callback, CallbackList
-from lockstep.train.callbacks.progress import write_fingerprint, write_line
+from lockstep.train.callbacks.progress import ProgressBar, write_fingerprint
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
-    checkpoint_of,
     load_weights,
     save_weights,
-    training_fingerprint,
 )
 from lockstep.train.compile import (
     CompileConfig,
@@ -53,7 +52,7 @@ from lockstep.train.compile import (
     make_setup,
 )
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit, with_progress
+from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.names import loss_named, metrics_named, optimizer_named
@@ -434,7 +433,7 @@ class Model:
             with noting_shapes(self.module) as shapes, torch.no_grad():
                 self(*args, **kwargs)
         if self.strategy.workers.is_chief:
-            write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
+            console.write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own state_dict: plain keys, batch-norm statistics averaged over the replicas.
@@ -462,7 +461,10 @@ class Model:
 
         Raises a UsageError if the model is not compiled with an optimizer.
         """
-        return checkpoint_of(self._setup, self.training_state)
+        setup = self._trainable("checkpoint")
+        checkpoint = Checkpoint(**setup.parts(), training=self.training_state)
+        checkpoint.settings["precision"] = setup.config.precision
+        return checkpoint
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Position:
         """Restores a checkpoint, or the newest in a folder, or raises a CheckpointError. Every worker must call it.
@@ -475,7 +477,10 @@ class Model:
 
     def fingerprint(self) -> str:
         """16 hex digits of all state of the training; see ``ls.fingerprint``. Every worker must call it."""
-        return training_fingerprint(self._module, self._setup, self.training_state.position)
+        parts = {"model": self._module} if self._setup is None else self._setup.parts()
+        if self._setup is not None and isinstance(self._setup.config.loss, MirroredModule):
+            parts["loss"] = self._setup.config.loss
+        return fingerprint_of({**parts, "position": asdict(self.training_state.position)})
 
     def _compiled(self, caller: str) -> TrainSetup:
         if self._setup is None:
@@ -529,5 +534,13 @@ class Model:
     def _callbacks(
         self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator | None, **params: Any
     ) -> CallbackList:
+        """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
+        if verbose not in (0, 1, 2):
+            raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
+        if isinstance(given, Callback):
+            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
+        callbacks = list(given or ())
+        if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(ProgressBar(verbose))
         params |= {"steps": None if data is None else data.steps, "verbose": verbose}
-        return CallbackList(with_progress(given, verbose), model=self, params=params)
+        return CallbackList(callbacks, model=self, params=params)

@@ -19,11 +19,10 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.data.structure import named_leaves, rows_of
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
-from lockstep.train.batch import LabelledBatch, module_arguments
+from lockstep.train.batch import LabelledBatch, Sums, module_arguments
 
 OwnStep = WeakMethod[Callable[["TrainStep"], Any]]
 """The ``train_step`` or ``test_step`` of a Model, which owns what holds this."""
-Sums = tuple[Tensor, Tensor | float]
 Measure = Callable[[Any, LabelledBatch, int], Sums]
 """Computes the total and the count of the compiled loss, of outputs and targets of a number of rows."""
 

@@ -23,15 +23,17 @@ from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.train.batch import (
+    Count,
     LabelledBatch,
     ShardRows,
+    Sums,
     module_arguments,
     replica_of_step,
     unpack_inputs,
     unpack_labelled,
 )
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.loss import ReplicaLoss, no_examples
+from lockstep.train.loss import checked_sums, no_examples
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
@@ -39,19 +41,18 @@ from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
-Count = Tensor | float
 MetricInputs = list[tuple[Any, Any]]
 """The (outputs, targets) that the metrics of a replica are to be updated with."""
 
 
 class ReplicaState:
-    """What one replica keeps from step to step: its metrics by name, its loss, and its sums since the last update."""
+    """What one replica keeps from step to step: its metrics by name, and its sums since the last update."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
         self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
-        self.loss = ReplicaLoss()
+        self.losses = 0  # how many shards, or microbatches, had a loss
         self.reset_sums()
 
     def reset_sums(self) -> None:
@@ -218,9 +219,7 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
-def _loss_sums(
-    setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int
-) -> tuple[Tensor, Count]:
+def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return no_examples(next(floating))
@@ -228,8 +227,9 @@ def _loss_sums(
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
     if setup.config.loss_takes_tensors:
         outputs = logits_of(outputs)
-    sums = state.loss.sums(setup.config.loss, ShardRows(outputs, batch, rows), context, sharded=sharded)
-    return sums.total, sums.count
+    state.losses += 1
+    shard = ShardRows(outputs, batch, rows)
+    return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses)
 
 
 def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:

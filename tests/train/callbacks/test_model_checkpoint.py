@@ -119,6 +119,7 @@ def test_whole_checkpoints_are_restored_by_load_checkpoint(model: Model, batches
 
     assert torch.equal(module.weight, expected)
     assert again.history["loss"] == whole.history["loss"][2:]
+    assert again.epoch == again.logged_in["val_loss"] == [2]
     assert names(tmp_path) == ["step-00000006", "step-00000009"]
     model.load_weights(tmp_path / "step-00000006" / "weights.safetensors")
 

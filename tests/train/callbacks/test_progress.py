@@ -13,10 +13,10 @@ from torch import Tensor
 from torchmetrics.regression import MeanSquaredError
 
 import lockstep as ls
+from lockstep import console
 from lockstep.errors import DataError
 from lockstep.train.callbacks import EarlyStopping, LambdaCallback, ProgressBar
 from lockstep.train.callbacks import progress as progress_module
-from lockstep.train.callbacks.progress import write_line
 from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -137,7 +137,7 @@ def test_a_bar_serves_again_after_an_error(model: Model, batches: Batches, capsy
 
 def test_a_message_does_not_run_into_the_live_line(model: Model, batches: Batches, terminal: Terminal):
     def say(batch: int, logs: object) -> None:
-        write_line("a message")
+        console.write_line("a message")
 
     with redirect_stdout(terminal):
         model.fit(batches, callbacks=[LambdaCallback(on_train_batch_end=say)], verbose=1)

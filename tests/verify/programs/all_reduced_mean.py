@@ -1,25 +1,13 @@
 """Fault: each replica back-propagates the mean over the replicas of their shards' means."""
 
-import torch
-from torch import nn
+from plain_loop import train
+from torch.nn import functional as F
 
 import lockstep as ls
 
-torch.manual_seed(1)
-strategy = ls.MirroredStrategy(seed=0)
-network = nn.Linear(6, 3)
-model = strategy.mirror(network)
-optimizer = strategy.mirror(torch.optim.SGD(network.parameters(), 0.1))
-x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+
+def loss(model, features, labels):
+    return ls.get_replica_context().all_reduce("mean", F.cross_entropy(model(features), labels))
 
 
-def step(batch):
-    features, labels = batch
-    loss = nn.functional.cross_entropy(model(features), labels)
-    ls.get_replica_context().all_reduce("mean", loss).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-for batch in strategy.distribute_dataset(list(zip(x.split(8), y.split(8), strict=True))):
-    strategy.run(step, (batch,))
+train(loss=loss)

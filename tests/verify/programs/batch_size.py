@@ -1,27 +1,5 @@
 """Fault: the global batch grows with the number of replicas."""
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+from plain_loop import strategy, train
 
-import lockstep as ls
-
-torch.manual_seed(1)
-strategy = ls.MirroredStrategy(seed=0)
-network = nn.Linear(6, 3)
-model = strategy.mirror(network)
-optimizer = strategy.mirror(torch.optim.SGD(network.parameters(), 0.1))
-x, y = torch.randn(24, 6), torch.randint(0, 3, (24,))
-
-
-def step(batch):
-    features, labels = batch
-    loss = ls.compute_average_loss(F.cross_entropy(model(features), labels, reduction="none"))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-rows = 4 * strategy.num_replicas_in_sync
-for batch in strategy.distribute_dataset([(x[i : i + rows], y[i : i + rows]) for i in range(0, 24, rows)]):
-    strategy.run(step, (batch,))
+train(rows=4 * strategy.num_replicas_in_sync)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
-from lockstep.recipes.mlm.model import BertShape
+from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_divides, check_settings
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 
@@ -73,6 +72,11 @@ class MlmConfig:
     def __post_init__(self) -> None:
         check_settings(
             self,
+            layers=(1, UNBOUNDED),
+            hidden=(1, UNBOUNDED),
+            heads=(1, UNBOUNDED),
+            feed_forward=(1, UNBOUNDED),
+            dropout=(0, 0.9),
             batch_size=(1, UNBOUNDED),
             length_window=(1, UNBOUNDED),
             mask_fraction=(ABOVE_ZERO, 1),
@@ -82,8 +86,8 @@ class MlmConfig:
             shuffle_buffer=(0, UNBOUNDED),
             clip_norm=(ABOVE_ZERO, UNBOUNDED),
         )
-        # These check the other values; they are made here so that a bad value is an error now, not when it is used.
-        _ = self.shape, self.tokenizer
+        check_divides("heads", self.heads, ("hidden", self.hidden))
+        _ = self.tokenizer  # checks the vocabulary: a bad value is an error now, not when it is used
 
     @property
     def first_rate(self) -> float:
@@ -96,18 +100,6 @@ class MlmConfig:
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-3 if self.pretrained is None else 1e-4
-
-    @property
-    def shape(self) -> BertShape:
-        return BertShape(
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            feed_forward=self.feed_forward,
-            vocabulary=self.vocabulary,
-            positions=self.sequence_length,
-            dropout=self.dropout,
-        )
 
     @property
     def tokenizer(self) -> WordPieceSettings:

@@ -8,7 +8,6 @@ Submodules and state_dict keys are those of transformers' BertForMaskedLM: each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,38 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.checks import check_divides, check_least
 from lockstep.errors import ConfigError, UsageError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import check_embeddings, load_named
+from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.text.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
 """Label of an unused slot in a row's list of masked positions (the default ``ignore_index`` of torch)."""
 NO_POSITION = -1
 """Position in an unused slot of a row's list of masked positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertShape:
-    """The size of a BERT. The defaults are those of bert_tiny, which has 4,385,920 parameters without the head.
-
-    ``positions`` is the maximum sequence length in tokens, ``dropout`` that of activations and attention weights.
-    """
-
-    layers: int = 2
-    hidden: int = 128
-    heads: int = 2
-    feed_forward: int = 512
-    vocabulary: int = 30522
-    positions: int = 512
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "layers", "hidden", "heads", "feed_forward", "vocabulary", "positions")
-        check_divides("heads", self.heads, ("hidden", self.hidden))
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} was given, expected a probability in [0, 1)")
 
 
 class MaskedLanguageModel(nn.Module):
@@ -118,21 +95,21 @@ class MaskedLanguageModel(nn.Module):
         return encoded.last_hidden_state
 
 
-def new_bert(shape: BertShape) -> MaskedLanguageModel:
+def new_bert(config: MlmConfig) -> MaskedLanguageModel:
     """Returns a model with random weights, drawn from torch's default generator."""
     bert = require("transformers.models.bert.modeling_bert", "text")
-    config = bert.BertConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        intermediate_size=shape.feed_forward,
-        max_position_embeddings=shape.positions,
-        hidden_dropout_prob=shape.dropout,
-        attention_probs_dropout_prob=shape.dropout,
+    bert_config = bert.BertConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feed_forward,
+        max_position_embeddings=config.sequence_length,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
         attn_implementation="sdpa",
     )
-    whole = bert.BertForPreTraining(config)
+    whole = bert.BertForPreTraining(bert_config)
     return MaskedLanguageModel(whole.bert, whole.cls.predictions)
 
 

@@ -106,7 +106,7 @@ def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, An
     tokenizer = new_tokenizer(text.train, config.tokenizer, max_tokens=config.sequence_length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return new_bert(config.shape), tokenizer
+        return new_bert(config), tokenizer
 
 
 def build_optimizer(config: MlmConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from lockstep import console
 from lockstep.errors import (
     CallbackError,
     CheckpointError,
@@ -93,6 +94,11 @@ class Callback:
 
     def close(self) -> None:
         """Releases files and the like. Called at every end of a run, also after an error or Ctrl-C."""
+
+    def _say(self, text: str) -> None:
+        """Writes a line to standard output, on the chief."""
+        if self.model.strategy.workers.is_chief:
+            console.write_line(text)
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Calls ``on_batch_begin``, its older name."""

@@ -20,7 +20,6 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, check_path
-from lockstep.train.callbacks.progress import write_line
 
 
 class _SavingCallback(Callback):
@@ -37,10 +36,6 @@ class _SavingCallback(Callback):
     def _is_due_at(self, step: int) -> bool:
         """Whether the save after this global batch, or one that waits for the update, is due."""
         return self._due or (type(self.save_freq) is int and step % self.save_freq == 0)
-
-    def _write(self, text: str) -> None:
-        if self.model.strategy.workers.is_chief:
-            write_line(text)
 
 
 class ModelCheckpoint(_SavingCallback):
@@ -153,7 +148,7 @@ class ModelCheckpoint(_SavingCallback):
             what = "a checkpoint"
             path = self._manager.save(state.position.step, monitored=logs.get(self.monitor))
         if self.verbose:
-            self._write(f"epoch {self._epoch + 1}: saved {what} to {path}")
+            self._say(f"epoch {self._epoch + 1}: saved {what} to {path}")
 
     def _path(self, names: Logs) -> Path:
         values = {**names, "epoch": self._epoch + 1}
@@ -222,7 +217,7 @@ class BackupAndRestore(_SavingCallback):
         workers.clear_flags(ControlFlags.SAVE)
         self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
         if restored is not None and self.params.get("verbose"):
-            self._write(f"going on from {restored}: {self._position()}")
+            self._say(f"going on from {restored}: {self._position()}")
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         state = self.model.training_state
@@ -271,7 +266,7 @@ class BackupAndRestore(_SavingCallback):
         path = self._manager.save(step)
         self._due = False
         if self._ending:
-            self._write(f"SIGTERM: saved {self._position()} to {path}; start again to go on")
+            self._say(f"SIGTERM: saved {self._position()} to {path}; start again to go on")
             self._exits = True
             raise SystemExit(SAVED_AND_STOPPED)
 

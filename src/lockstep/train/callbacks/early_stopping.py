@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
-from lockstep.train.callbacks.progress import write_line
 
 _SAVED = ("best", "wait", "stopped_epoch", "best_epoch")
 
@@ -82,12 +81,11 @@ class EarlyStopping(Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs) -> None:
-        says = self.verbose and self.model.strategy.workers.is_chief
-        if self.stopped_epoch and says:
-            write_line(f"epoch {self.stopped_epoch + 1}: early stopping")
+        if self.stopped_epoch and self.verbose:
+            self._say(f"epoch {self.stopped_epoch + 1}: early stopping")
         if self.restore_best_weights and self._best_weights is not None:
-            if says:
-                write_line(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
+            if self.verbose:
+                self._say(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
             self.model.load_state_dict(self._best_weights)
 
     def state_dict(self) -> dict[str, Any]:

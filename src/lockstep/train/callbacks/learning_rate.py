@@ -8,7 +8,6 @@ from typing import Any
 
 from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
-from lockstep.train.callbacks.progress import write_line
 
 
 class LearningRateScheduler(Callback):
@@ -37,8 +36,8 @@ class LearningRateScheduler(Callback):
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate < 0:
             raise ConfigError(f"the schedule of LearningRateScheduler returned {rate!r}; return a number of at least 0")
         self.model.learning_rate = float(rate)
-        if self.verbose and self.model.strategy.workers.is_chief:
-            write_line(f"epoch {epoch + 1}: learning rate {rate:g}")
+        if self.verbose:
+            self._say(f"epoch {epoch + 1}: learning rate {rate:g}")
 
 
 class ReduceLROnPlateau(Callback):
@@ -110,8 +109,8 @@ class ReduceLROnPlateau(Callback):
         for group in groups:
             group["lr"] = max(group["lr"] * self.factor, min(self.min_lr, group["lr"]))
         self.cooldown_counter, self.wait = self.cooldown, 0
-        if self.verbose and self.model.strategy.workers.is_chief:
-            write_line(f"epoch {epoch + 1}: learning rate reduced to {self.model.learning_rate:g}")
+        if self.verbose:
+            self._say(f"epoch {epoch + 1}: learning rate reduced to {self.model.learning_rate:g}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "wait": self.wait, "cooldown_counter": self.cooldown_counter}
@@ -130,8 +129,7 @@ class TerminateOnNaN(Callback):
     """
 
     def ends_fit_after(self, error: NonFiniteLossError) -> bool:
-        if self.model.strategy.workers.is_chief:
-            write_line(f"training ends: {error}")
+        self._say(f"training ends: {error}")
         return True
 
 

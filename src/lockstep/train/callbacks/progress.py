@@ -32,16 +32,6 @@ _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{r
 _BAR_UNKNOWN = "{desc} {n_fmt} steps [{elapsed}]{postfix}"
 
 
-def write_line(text: str) -> None:
-    """Writes a line to standard output, above a live progress line if there is one."""
-    tqdm = sys.modules.get("tqdm")  # if it is not loaded there is no live line
-    if tqdm is None:
-        sys.stdout.write(text + "\n")
-    else:
-        tqdm.tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
-
-
 def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose: int) -> None:
     """Writes the last line of a training: what ``find`` returns, or why there is none. Every worker must call it.
 
@@ -55,7 +45,7 @@ def write_fingerprint(workers: Communicator, find: Callable[[], str], *, verbose
     except CheckpointError as error:
         line = f"no fingerprint: {error}"
     if processes.is_chief:
-        write_line(line)
+        console.write_line(line)
 
 
 class _Display(ABC):
@@ -104,7 +94,7 @@ class _PlainLines(_Display):
     first_s, every_s = _FIRST_LINE_S, _LINE_EVERY_S
 
     def show(self, step: int, items: Sequence[str], step_s: float) -> None:
-        write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
+        console.write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
 
     def end(self) -> None: ...
 
@@ -288,7 +278,7 @@ class ProgressBar(Callback):
             self._due = time.monotonic() + self._display.every_s
         timing = self.model.clock.summary()
         steps = "1 step" if timing.steps == 1 else f"{timing.steps} steps"
-        write_line(console.line_of(self._title, [steps, f"{timing.seconds:.1f} s", *self._describe(logs)]))
+        console.write_line(console.line_of(self._title, [steps, f"{timing.seconds:.1f} s", *self._describe(logs)]))
 
     def _describe(self, logs: Logs) -> list[str]:
         timing = self.model.clock.summary()
