@@ -54,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], 
     for epoch in range(args.epochs):
         train.set_epoch(epoch)  # a new order
         model.train()
-        with tqdm(train, desc=f"epoch {epoch + 1}/{args.epochs}", unit="batch") as bar:
+        with tqdm(train, desc=f"epoch {epoch + 1}/{args.epochs}", leave=False, disable=None) as bar:  # in a terminal
             for images, labels in bar:
                 rows = sum(map(len, labels))  # one shard per replica; those of the last batch are smaller
                 loss, right = strategy.reduce("sum", strategy.run(train_step, args=(images, labels, rows)))
                 steps.append((float(loss), float(right) / rows))
                 bar.set_postfix(loss=f"{steps[-1][0]:.4f}", accuracy=f"{steps[-1][1]:.3f}")
+        print(f"epoch {epoch + 1}: loss {steps[-1][0]:.4f}, accuracy {steps[-1][1]:.3f} in the last batch", flush=True)
 
     model.eval()
     total, right, rows = 0.0, 0, 0

@@ -50,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], 
     for epoch in range(args.epochs):
         train.set_epoch(epoch)  # a new order
         model.train()
-        with tqdm(train, desc=f"epoch {epoch + 1}/{args.epochs}", unit="batch") as bar:
+        with tqdm(train, desc=f"epoch {epoch + 1}/{args.epochs}", leave=False, disable=None) as bar:  # in a terminal
             for images, labels in bar:
                 rows = len(labels)
                 loss, right = train_step(images.to(device), labels.to(device))
                 steps.append((float(loss), float(right) / rows))
                 bar.set_postfix(loss=f"{steps[-1][0]:.4f}", accuracy=f"{steps[-1][1]:.3f}")
+        print(f"epoch {epoch + 1}: loss {steps[-1][0]:.4f}, accuracy {steps[-1][1]:.3f} in the last batch", flush=True)
 
     model.eval()
     total, right, rows = 0.0, 0, 0

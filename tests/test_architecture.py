@@ -21,8 +21,9 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # A room may import from the rows above its own. Rooms of one row stand beside each other and do not see each other.
 ROWS: tuple[frozenset[str], ...] = (
+    frozenset({"tracebacks"}),
     frozenset({"errors", "_torch_compat"}),
-    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tracebacks", "tensorflow_names"}),
+    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tensorflow_names"}),
     frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.errors import ConfigError
 
 
 class Own(nn.Module):
@@ -74,6 +75,27 @@ def test_after_ctrl_c_only_the_callers_frames_are_shown():
     strategy.close()
 
     assert shown_frames(caught.value) == ["test_after_ctrl_c_only_the_callers_frames_are_shown"]
+
+
+@pytest.mark.parametrize(("skip_hidden", "functions"), [(True, ["asked"]), (False, ["asked", "__init__"])])
+def test_the_traceback_of_an_error_of_our_own_ends_with_the_users_call(
+    skip_hidden: bool, functions: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def structured_traceback(kind: object, error: object, given: TracebackType) -> list[str]:
+        return [frame.f_code.co_name for frame, _ in traceback.walk_tb(given)]
+
+    formatter = SimpleNamespace(skip_hidden=skip_hidden, structured_traceback=structured_traceback)
+    shell = SimpleNamespace(InteractiveTB=formatter)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+
+    def asked() -> None:
+        ls.Model("a string")  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError) as caught:
+        asked()
+
+    _, *others = caught.value._render_traceback_()
+    assert others == functions
 
 
 def test_without_ipython_every_frame_is_shown():

@@ -21,6 +21,12 @@ __all__ = [
 class LockstepError(Exception):
     """The base class: ``except ls.errors.LockstepError`` catches all that this package raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython calls it for the lines that it shows."""
+        from lockstep.tracebacks import rendered_by_ipython
+
+        return rendered_by_ipython(self)
+
 
 class ConfigError(LockstepError, ValueError):
     """A setting, an argument or a device specification cannot be used."""

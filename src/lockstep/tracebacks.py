@@ -1,13 +1,15 @@
 """Shorter tracebacks in IPython and notebooks: the frames of this package are hidden, and the user's stay.
 
-IPython leaves out a frame whose locals hold ``__tracebackhide__`` and says how many it left out.
-``get_ipython().InteractiveTB.skip_hidden = False`` shows them all. Elsewhere tracebacks stay as they are.
+IPython leaves out a frame whose locals hold ``__tracebackhide__``, unless it is the last, and says how many it left
+out. The traceback of an error that this package raises on purpose ends with the user's call.
+``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere tracebacks stay as they are.
 """
 
 from __future__ import annotations
 
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 _HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading")
 """Packages and modules: ours, the wrappers that call a module's ``forward``, and the waiting for replicas."""
@@ -22,6 +24,28 @@ class OwnFramesHidden:
         ipython = sys.modules.get("IPython")
         if error is not None and ipython is not None and ipython.get_ipython() is not None:
             hide_own_frames(error)
+
+
+def rendered_by_ipython(error: BaseException) -> list[str]:
+    """The lines that IPython shows of an error which this package raised on purpose."""
+    hide_own_frames(error)
+    formatter: Any = sys.modules["IPython"].get_ipython().InteractiveTB
+    shown = _without_hidden_end(error.__traceback__) if formatter.skip_hidden else error.__traceback__
+    lines: list[str] = formatter.structured_traceback(type(error), error, shown)
+    return lines
+
+
+def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None:
+    """A copy of the traceback up to the last frame that is not hidden."""
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    shown = None
+    for entry in reversed(entries):
+        if shown is not None or not _is_hidden(entry.tb_frame):
+            shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
 
 
 def hide_own_frames(error: BaseException) -> None:
@@ -41,7 +65,11 @@ def hide_own_frames(error: BaseException) -> None:
 
 def _hide(traceback: TracebackType | None, *, all_frames: bool) -> None:
     while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if all_frames or any(module == name or module.startswith(f"{name}.") for name in _HIDDEN):
+        if all_frames or _is_hidden(traceback.tb_frame):
             traceback.tb_frame.f_locals["__tracebackhide__"] = True
         traceback = traceback.tb_next
+
+
+def _is_hidden(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return any(module == name or module.startswith(f"{name}.") for name in _HIDDEN)

@@ -191,10 +191,6 @@ def test_what_is_no_metric_is_named(metrics: Any, message: str):
         check_metrics(metrics)
 
 
-def test_no_metrics_is_an_empty_dict():
-    assert check_metrics(None) == {}
-
-
 def test_a_wrapper_that_follows_the_values_is_for_one_replica():
     metrics = {"range": MinMaxMetric(MulticlassAccuracy(4))}
 

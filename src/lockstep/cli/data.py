@@ -40,6 +40,6 @@ class DataDigits:
     def __call__(self) -> int:
         written = write_digits(self.folder.expanduser())
         counts = ", ".join(f"{split} {number:,}" for split, number in written.items())
-        train = f"lockstep train images --data {self.folder}"
-        print(f"digits written to {self.folder}: {counts}; train on them with: {train}")
+        print(f"digits written to {self.folder}: {counts}")
+        print(f"to train on them: lockstep train images --data {self.folder}")
         return 0

@@ -37,21 +37,24 @@ for _kind in (RowList, RowTuple):
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
 
 
-def map_leaves(fn: Callable[[str, Any], Any], batch: Any) -> Any:
-    """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``."""
+def map_leaves(fn: Callable[[str, Any], Any], batch: Any, *, name: str | None = None) -> Any:
+    """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``.
+
+    ``name`` is that of the structure, if it is not a whole batch.
+    """
 
     def mapped(node: Any, name: str, below: list[tuple[str, Any]] | None) -> Any:
         if below is None:
             return fn(name, node)
         return rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
 
-    return mapped(batch, "batch", root_children(batch))
+    return mapped(batch, name or "batch", children(batch, name) if name else root_children(batch))
 
 
-def named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Returns all leaves with their names, in order."""
+def named_leaves(batch: Any, *, name: str | None = None) -> list[tuple[str, Any]]:
+    """Returns all leaves with their names, in order, as ``map_leaves``."""
     found: list[tuple[str, Any]] = []
-    map_leaves(lambda name, leaf: found.append((name, leaf)), batch)
+    map_leaves(lambda name, leaf: found.append((name, leaf)), batch, name=name)
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,8 @@ class Arrays(Dataset[Any]):
         """
         given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
         columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
-        lengths = {name: leaf.shape[0] for top in columns for name, leaf in _leaves(top, columns[top])}
+        leaves = (leaf for name, column in columns.items() for leaf in named_leaves(column, name=name))
+        lengths = {name: leaf.shape[0] for name, leaf in leaves}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
             raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
@@ -133,7 +134,8 @@ class Arrays(Dataset[Any]):
         # Without shuffling, nothing is drawn from the caller's generator: validating leaves the training order alone.
         generator = None if shuffle else torch.Generator()
         size = batch_size or DEFAULT_BATCH_SIZE
-        loader = DataLoader(self, size, shuffle=shuffle, generator=generator, collate_fn=_whole)
+        # The rows that the loader asks for come as one batch, so that nothing is left to collate.
+        loader = DataLoader(self, size, shuffle=shuffle, generator=generator, collate_fn=lambda batch: batch)
         return DistributedDataset(
             loader, strategy.devices, workers=strategy.workers, prefetch=DEFAULT_DEPTH, lists="columns", items=True
         )
@@ -256,14 +258,8 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The leaves by name: ``y``, ``x["ids"]``, ``x[0]``."""
-    return [(name + each.removeprefix("batch[0]"), leaf) for each, leaf in named_leaves([value])]
-
-
 def _as_tensors(name: str, value: Any, floats: torch.dtype) -> Any:
-    def converted(inner: str, leaf: Any) -> Tensor:
-        here = name + inner.removeprefix("batch[0]")
+    def converted(here: str, leaf: Any) -> Tensor:
         if not _is_array(leaf):
             raise DataError(f"{here} is a {type(leaf).__name__}; give tensors or NumPy arrays, also in dicts or tuples")
         tensor: Tensor = as_tensor(here, _numpy_of(here, leaf))
@@ -271,7 +267,7 @@ def _as_tensors(name: str, value: Any, floats: torch.dtype) -> Any:
             raise DataError(f"{here} has no dimension; its first one is the rows")
         return tensor if isinstance(leaf, Tensor) or tensor.dtype is not torch.float64 else tensor.to(floats)
 
-    return map_leaves(converted, [value])[0]
+    return map_leaves(converted, value, name=name)
 
 
 def _numpy_of(name: str, table: Any) -> Any:
@@ -301,8 +297,3 @@ def _classes(y: Any) -> Tensor:
             f"class_weight came with y of shape {tuple(y.shape)}; give one class number per row, or one-hot rows"
         )
     return labels.argmax(1)
-
-
-def _whole(batch: Sequence[Any]) -> Any:
-    """The collate_fn: ``Arrays`` gives whole batches."""
-    return batch

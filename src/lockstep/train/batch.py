@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError, UsageError
+from lockstep.mirroring.gradients.exchange import Number
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 
-Count = Tensor | float
-Sums = tuple[Tensor, Count]
+Sums = tuple[Tensor, Number]
 """The losses of some rows: their total, a scalar that carries the gradient, and how many were counted."""
 
 

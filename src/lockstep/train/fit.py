@@ -186,11 +186,10 @@ class TrainLoop:
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
                 watching, self._watching_loss = self._watching_loss, nullcontext()
                 with naming_step(self.epoch, self.batch + 1), watching:
-                    if self._graphs is None:
+                    outputs = None if self._graphs is None else self._graphs.run(batch, epoch=self.epoch)
+                    if outputs is None:
                         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))
                         outputs = self._strategy.local_results(results)
-                    else:
-                        outputs = self._graphs.run(batch, epoch=self.epoch)
                 self._count(outputs, outputs[0].update)
                 self.batch, self.step = self.batch + 1, self.step + 1
                 self.pending = 0 if due else self.pending + 1

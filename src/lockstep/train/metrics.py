@@ -36,8 +36,6 @@ LEAST_ROWS = 3
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
     """The metrics given to ``compile`` as a dict of name to torchmetrics Metric, or a ConfigError."""
-    if metrics is None:
-        return {}
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "

@@ -72,7 +72,7 @@ class TrainStep:
         if self._loss is not None:
             raise UsageError("step.loss was called twice in one step; give it the outputs of all passes at once")
         batch = LabelledBatch(self.x, y, self.sample_weight if sample_weight is None else sample_weight)
-        found = (rows_of(leaf) for _, leaf in named_leaves([y]))
+        found = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
         rows = next((rows for rows in found if rows is not None), self._rows)
         self._loss = ShardLoss(outputs, batch, rows, self._measure(outputs, batch, rows))
         return self._loss

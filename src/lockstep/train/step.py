@@ -19,11 +19,11 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.data.sharding import batch_rows
 from lockstep.data.structure import is_plain, leaf_has_rows, map_leaves, named_leaves, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.step import StepResult, Totals
 from lockstep.parallel.vocab_parallel import has_sharded_logits, keep_logits_sharded
 from lockstep.train.batch import (
-    Count,
     LabelledBatch,
     ShardRows,
     Sums,
@@ -57,10 +57,10 @@ class ReplicaState:
 
     def reset_sums(self) -> None:
         """Sets the sums to 0."""
-        self.total: Count = 0.0
-        self.count: Count = 0.0
+        self.total: Number = 0.0
+        self.count: Number = 0.0
 
-    def add(self, total: Count, count: Count) -> None:
+    def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
         self.total = self.total + _double(total)
         self.count = self.count + _double(count)
@@ -71,8 +71,8 @@ class StepOutput:
     """One replica's result of a step: its rows, the total and count of its losses, and the update if there was one."""
 
     rows: int
-    total: Count
-    count: Count
+    total: Number
+    count: Number
     update: StepResult | None = None
 
 
@@ -87,8 +87,8 @@ class Prediction:
 def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard, then the update if it is due. Every replica must call it."""
     rows, module = batch_rows(item), setup.module
-    total: Count = 0.0
-    count: Count = 0.0
+    total: Number = 0.0
+    count: Number = 0.0
     with nullcontext() if update else module.no_sync():
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
@@ -170,7 +170,7 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
 
 def _own_sums(
     setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
-) -> tuple[Count, Count]:
+) -> tuple[Number, Number]:
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
         loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
@@ -180,10 +180,10 @@ def _own_sums(
 
 def _pipeline_sums(
     setup: TrainSetup, pipeline: Pipeline, state: ReplicaState, batch: LabelledBatch, rows: int
-) -> tuple[Count, Count]:
+) -> tuple[Number, Number]:
     """The sums of a shard, 0 before the last stage. With gradients switched on, all stages run backward too."""
     trains = torch.is_grad_enabled()
-    sums: list[tuple[Count, Count]] = [(0.0, 0.0)]
+    sums: list[tuple[Number, Number]] = [(0.0, 0.0)]
 
     def add(outputs: Any, part: slice) -> Tensor:
         """Adds the microbatch of these rows, on the worker that has the last stage, and returns its total loss."""
@@ -274,5 +274,5 @@ def _check_graph(total: Tensor) -> None:
         )
 
 
-def _double(value: Count) -> Count:
+def _double(value: Number) -> Number:
     return value.detach().to(torch.float64) if isinstance(value, Tensor) else value

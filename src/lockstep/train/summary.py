@@ -86,10 +86,7 @@ def _cell(text: str, size: int) -> str:
 def _sums(module: nn.Module) -> Iterator[str]:
     parameters = list(module.parameters())
     trained = [each for each in parameters if each.requires_grad]
-    memory, gradients = (sum(map(_bytes, each)) / _MIB for each in ([*parameters, *module.buffers()], trained))
+    memory = sum(each.nbytes for each in [*parameters, *module.buffers()]) / _MIB
+    gradients = sum(each.nbytes for each in trained) / _MIB
     yield f"parameters: {sum(each.numel() for each in parameters):,}, {sum(each.numel() for each in trained):,} trained"
     yield f"memory of each replica: {memory:,.1f} MiB of weights, {gradients:,.1f} MiB of gradients"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

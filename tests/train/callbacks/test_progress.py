@@ -214,7 +214,9 @@ def test_the_numbers_of_a_slow_step_are_asked_for_before_it(model: Model, monkey
     assert asked == [True, True, True, False, False, False]  # shown after 6 s, and then after 30 s
 
 
-def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes a StringIO the output of a cell. Returns what is displayed there."""
     shown: list[Any] = []
     display = SimpleNamespace(
         display=lambda each, display_id: shown.append(each) or SimpleNamespace(update=shown.append)
@@ -223,6 +225,10 @@ def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, m
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(progress_module._NotebookBar, "every_s", 0.0)
     monkeypatch.setattr(progress_module._NotebookBar, "first_s", 0.0)
+    return shown
+
+
+def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, notebook: list[Any]):
     cell = io.StringIO()
 
     with redirect_stdout(cell):
@@ -232,9 +238,20 @@ def test_a_notebook_has_one_bar_for_all_epochs(model: Model, batches: Batches, m
         "epoch 1/2: 3 steps",
         "epoch 2/2: 3 steps",
     ]
-    assert [repr(each).split(",")[0] for each in shown] == [
+    assert [repr(each).split(",")[0] for each in notebook] == [
         f"epoch {epoch}/2: {state}"
         for epoch in (1, 2)
         for state in ("step 0/3", "step 1/3", "step 2/3", "step 3/3", "done")
     ]
-    assert '<progress value="1.000" max="1">' in shown[-1]._repr_html_()
+    assert '<progress value="1.000" max="1">' in notebook[-1]._repr_html_()
+
+
+def test_the_bar_of_a_notebook_says_where_an_error_stopped_it(model: Model, batches: Batches, notebook: list[Any]):
+    def fail(batch: int, logs: object) -> None:
+        if batch == 1:
+            raise KeyboardInterrupt
+
+    with redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
+        model.fit(batches, callbacks=[LambdaCallback(on_train_batch_begin=fail)], verbose=1)
+
+    assert repr(notebook[-1]) == "epoch 1/1: stopped after step 1/3"

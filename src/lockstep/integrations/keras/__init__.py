@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name == "keras":
         require("keras", "keras")
-    raise ConfigError(f"Keras could not be imported, because its backend needs {error.name!r}; {_ADVICE}") from error
+    raise ConfigError(f"Keras could not be imported, because its backend needs {error.name!r}; {_ADVICE}") from None
 if keras.backend.backend() != "torch":
     raise ConfigError(f"Keras runs on the backend {keras.backend.backend()!r}, expected 'torch'; {_ADVICE}")
 

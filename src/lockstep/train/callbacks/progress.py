@@ -76,8 +76,8 @@ class _Display(ABC):
         """Ends the pass, whose line follows."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends the run, perhaps in the middle of a pass."""
+    def stop(self, step: int) -> None:
+        """Ends the pass after ``step`` steps, because of an error or Ctrl-C."""
 
     def _position(self, step: int) -> str:
         return f"step {step}" if self.steps is None else f"step {step}/{self.steps}"
@@ -98,7 +98,7 @@ class _PlainLines(_Display):
 
     def end(self) -> None: ...
 
-    def close(self) -> None: ...
+    def stop(self, step: int) -> None: ...
 
 
 class _TerminalBar(_Display):
@@ -127,9 +127,8 @@ class _TerminalBar(_Display):
         self._bar.leave = False
         self._bar.close()
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def stop(self, step: int) -> None:
+        self._bar.close()
 
 
 class _NotebookBar(_Display):
@@ -151,7 +150,8 @@ class _NotebookBar(_Display):
     def end(self) -> None:
         self._display(["done"], self.steps or 0)
 
-    def close(self) -> None: ...
+    def stop(self, step: int) -> None:
+        self._display([f"stopped after {self._position(step)}"], step)
 
     def _display(self, items: Sequence[str], step: int) -> None:
         ipython = import_module("IPython.display")  # a kernel is running, so it is there
@@ -196,7 +196,8 @@ class ProgressBar(Callback):
         self._known: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
-        self._training = False
+        self._training = False  # in fit
+        self._running = False  # a pass
 
     def wants_batch_logs(self) -> bool:
         # Asked before a step, which is shown when it is done. It may take half as long again as the last one.
@@ -236,13 +237,13 @@ class ProgressBar(Callback):
     on_predict_end = on_test_end
 
     def close(self) -> None:
-        self._training = False
-        if self._display is not None:
-            self._display.close()
-            self._display = None
+        if self._display is not None and self._running:
+            self._display.stop(self._step)
+        self._display = None
+        self._training = self._running = False
 
     def _begin(self, title: str, steps: int | None) -> None:
-        self._title, self._step = title, 0
+        self._title, self._step, self._running = title, 0, True
         self._known, self._late = {}, None
         self._step_s, self._step_ended = math.inf, time.monotonic()  # the first step may take long
         if self.verbose != 1:
@@ -273,6 +274,7 @@ class ProgressBar(Callback):
         return self._known
 
     def _finish(self, logs: Logs) -> None:
+        self._running = False
         if self._display is not None:
             self._display.end()
             self._due = time.monotonic() + self._display.every_s

@@ -9,7 +9,7 @@ A graph reads and writes the same memory each time. Metrics count in Python, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Self
@@ -158,7 +158,7 @@ def capture_step(
         rates.refresh()
         graph = new_graph()
         with deferring_metrics(states.values) as metrics, rates.in_groups(), graph.recording():
-            outputs = setup.strategy.run(_captured_step, (graph, setup, states, inputs.shards))
+            outputs = setup.strategy.run(step_within, (graph.in_replica, setup, states, inputs.shards))
     except Exception as error:  # an error of the user's code is raised again when the step runs as usual
         line = str(error).strip().split("\n", 1)[0]
         raise NotCapturableError(f"the step could not be captured: {type(error).__name__}: {line}") from error
@@ -178,6 +178,9 @@ def capture_step(
 
 
 @wraps(train_step)  # so that the strategy's check of the first run of a step is not made again
-def _captured_step(graph: DeviceGraph, setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
-    with graph.in_replica():
+def step_within(
+    block: Callable[[], AbstractContextManager[Any]], setup: TrainSetup, state: ReplicaState, item: Any
+) -> StepOutput:
+    """A training step of one replica, in a block that captures or traces it."""
+    with block():
         return train_step(setup, state, item, True)

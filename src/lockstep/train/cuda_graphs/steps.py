@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -33,10 +32,11 @@ from lockstep.train.cuda_graphs.capture import (
     StepInputs,
     capture_step,
     deferring_metrics,
+    step_within,
 )
 from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards, driver_for
 from lockstep.train.cuda_graphs.trace import StepTrace
-from lockstep.train.step import MetricInputs, ReplicaState, StepOutput, train_step, update_deferred_metrics
+from lockstep.train.step import MetricInputs, ReplicaState, StepOutput, update_deferred_metrics
 
 _LOG = logging.getLogger("lockstep")
 
@@ -84,10 +84,10 @@ class GraphedSteps:
             return None
         return None if driver is None or setup.optimizer is None else cls(setup, states, driver, setup.optimizer)
 
-    def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...]:
-        """One step of every replica on a sharded batch. Epochs count from 0."""
+    def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...] | None:
+        """One step of every replica on a sharded batch; None if it is to run as usual. Epochs count from 0."""
         if self._gave_up or current_observer() is not None:
-            return self._run(batch)
+            return None
         try:
             inputs = StepInputs.of(batch, len(self._strategy.devices))
             kind = self._kind(inputs)
@@ -99,10 +99,10 @@ class GraphedSteps:
                 return self._complete(outputs, metrics)
         except NotCapturableError as reason:
             self._give_up(reason)
-            return self._run(batch)
+            return None
         if not kind.seen:
             kind.seen = True
-            return self._run(batch)
+            return None
         return self._observe(kind, inputs, epoch)
 
     def _kind(self, inputs: StepInputs) -> _Kind:
@@ -132,7 +132,7 @@ class GraphedSteps:
         setup.module.align()  # as the run would: what was set on the user's module is no change by the step
         guards, drawn = StepGuards(setup), _host_generators(strategy)
         with deferring_metrics(self._states.values) as metrics, HostSyncs() as reads:
-            outputs = strategy.run(_traced_step, (trace, setup, self._states, inputs.shards))
+            outputs = strategy.run(step_within, (trace.in_replica, setup, self._states, inputs.shards))
         try:
             if reads.syncs:
                 operator, line = reads.syncs[0]
@@ -159,10 +159,6 @@ class GraphedSteps:
             self._strategy.run(update_deferred_metrics, (self._states, PerReplica(metrics)))
         return outputs
 
-    def _run(self, batch: Any) -> tuple[StepOutput, ...]:
-        results = self._strategy.run(train_step, (self._setup, self._states, batch, True))
-        return self._strategy.local_results(results)
-
     def _give_up(self, reason: NotCapturableError) -> None:
         _log(reason)
         self._kinds.clear()  # frees the captured steps and their memory
@@ -173,12 +169,6 @@ def _host_generators(strategy: Strategy) -> list[torch.Tensor]:
     """The states of the replicas' host generators, if the device draws from others."""
     on_host = strategy.devices[0].torch_device.type == "cpu"
     return [] if on_host else [state["cpu"] for state in strategy.generators.states()]
-
-
-@wraps(train_step)  # so that the strategy's check of the first run of a step is not made again
-def _traced_step(trace: StepTrace, setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
-    with trace.in_replica():
-        return train_step(setup, state, item, True)
 
 
 def _log(reason: NotCapturableError) -> None:
