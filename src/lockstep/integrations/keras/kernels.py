@@ -1,11 +1,10 @@
-"""Functions of Keras's torch backend as replicas call them: faster, or safe beside other threads.
+"""Faster functions in replicas, with Keras's results to rounding.
 
     batch norm   torch's own, in place of some ten elementwise operations and sums
     images       convolutions and pools get [rows, height, width, channels] as a permuted view, which is torch's
                  channels_last format; Keras copies it to [rows, channels, height, width] first
-    modes        a replica's function modes see each call of torch; a model of Keras's own layers needs them in dropout
-                 alone, which draws from torch's default generator
-    gamma, ...   seed torch's default generator, draw and restore it, which one replica does at a time
+    modes        a replica's function modes see each call of torch; a model of Keras's own layers needs them only where
+                 Keras draws from torch's default generator
 
 Batch norm and images halve the CPU time of a step of MobileNetV2 in one replica.
 """
@@ -24,9 +23,8 @@ from keras.src.backend.torch import nn as keras_nn
 from keras.src.backend.torch import random as keras_random
 from torch import Tensor
 
-from lockstep._torch_compat import DisableTorchFunction, EnableTorchFunction
+from lockstep._torch_compat import EnableTorchFunction
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.mode import DEFAULT_GENERATOR_LOCK
 
 _KNOWN = ("keras.", "lockstep.")
 
@@ -95,24 +93,11 @@ def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tenso
 
 
 def _with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``dropout`` of Keras, which draws the replica's own numbers also where the replica's modes are off."""
-
-    @wraps(original)
-    def dropout(*args: Any, **kwargs: Any) -> Tensor:
-        with EnableTorchFunction():
-            return original(*args, **kwargs)
-
-    return dropout
-
-
-def _one_at_a_time(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of Keras that draws by seeding torch's default generator, which all threads share."""
+    """A function of Keras that draws from torch's default generator: the replica's own, also where modes are off."""
 
     @wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Tensor:
-        if get_replica_context() is None:
-            return original(*args, **kwargs)
-        with DEFAULT_GENERATOR_LOCK, DisableTorchFunction():
+        with EnableTorchFunction():
             return original(*args, **kwargs)
 
     return draw
@@ -120,10 +105,8 @@ def _one_at_a_time(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _REPLACED: dict[Any, dict[str, Callable[[Any], Any]]] = {
     keras_nn: {"_transpose_spatial_inputs": _without_copy, "_transpose_conv_kernel": _with_plain_strides},
-    keras_random: {
-        "dropout": _with_modes, "gamma": _one_at_a_time, "beta": _one_at_a_time, "binomial": _one_at_a_time
-    },
-}  # fmt: skip
+    keras_random: dict.fromkeys(("dropout", "gamma", "beta", "binomial"), _with_modes),
+}
 for _module, _functions in _REPLACED.items():
     for _name, _replaced in _functions.items():
         if hasattr(_module, _name):  # what a later Keras lacks, it does not need
