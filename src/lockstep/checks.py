@@ -43,10 +43,16 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
             raise ConfigError(f"{name}={value} was given, expected {lower}{upper}")
 
 
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Checks that a string is one of ``known``."""
+def check_choice(name: str, value: str | None, known: Sequence[str | None]) -> None:
+    """Checks that a string, or None, is one of ``known``."""
     if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, known))}")
+
+
+def check_seconds(name: str, seconds: float | None) -> None:
+    """Checks that a time is above 0 and finite; None is one that was not given."""
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ConfigError(f"{name}={seconds!r} was given, expected a number of seconds above 0")
 
 
 def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:

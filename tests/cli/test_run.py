@@ -332,8 +332,8 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
     [
         (["no-such.py"], "the script 'no-such.py' does not exist, expected a Python file"),
         (["--workers", "0", "program.py"], "workers=0 was given, expected at least 1"),
-        (["--max-restarts", "-1", "program.py"], "max_restarts=-1 was given, expected 0 or more"),
-        (["--stop-s", "0", "program.py"], "stop_s=0.0 was given, expected seconds above 0"),
+        (["--max-restarts", "-1", "program.py"], "max_restarts=-1 was given, expected at least 0"),
+        (["--stop-s", "0", "program.py"], "stop_s=0.0 was given, expected a number of seconds above 0"),
         (["--gpus-per-worker", "99", "program.py"], "99 GPUs were given for each of 1 workers"),
         (["--workers", "two", "program.py"], "--workers 'two' was given, expected a number, or MIN:MAX as in 1:4"),
         (["--workers", "1:", "program.py"], "--workers '1:' was given, expected a number, or MIN:MAX as in 1:4"),
@@ -342,7 +342,10 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
         (["--workers", "1:0", "program.py"], "--workers 1:0 was given, but MAX starts 0 on this host"),
         (["--workers", "5:2", "--hosts", "a:1,b:1", "--index", "0", "program.py"], "MAX starts 4 on the 2 hosts"),
         (["--workers", "2", "--rejoin-s", "9", "program.py"], "--rejoin-s 9 was given without --workers MIN:MAX"),
-        (["--workers", "1:2", "--rejoin-s", "0", "program.py"], "rejoin_s=0.0 was given, expected seconds above 0"),
+        (
+            ["--workers", "1:2", "--rejoin-s", "0", "program.py"],
+            "rejoin_s=0.0 was given, expected a number of seconds above 0",
+        ),
         (["--hosts", "a:1,b:1", "program.py"], "--hosts and --index go together"),
         (["--hosts", "a:1,b:1", "--index", "2", "program.py"], "index=2 was given for 2 hosts, expected 0 to 1"),
         (["--hosts", "a:1,a:1", "--index", "0", "program.py"], "hosts=a:1,a:1 names one twice"),

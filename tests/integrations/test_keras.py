@@ -389,7 +389,7 @@ def one_output() -> Any:
 
 class ByItself(keras.Sequential):
     def train_step(self, data: Any) -> dict[str, Any]:
-        return {"loss": 0.0}
+        return keras.Model.train_step(self, data)
 
 
 @pytest.mark.parametrize(

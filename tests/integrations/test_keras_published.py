@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 keras = pytest.importorskip("keras")
 
@@ -35,6 +36,99 @@ def test_weights_history_and_predictions_are_those_of_keras_alone(name: str, mak
         assert KERAS.largest_difference(found, history) < 20 * EXACT
         assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
         assert KERAS.largest_difference([outputs], [expected_outputs]) < 20 * EXACT
+
+
+class Alone(keras.Model):
+    """A model of one layer, whose step is that of a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def loss_of(self, data: Any) -> Any:
+        return self.compute_loss(y=data[1], y_pred=self(data[0]))
+
+
+class BackwardOfTorch(Alone):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        torch.autograd.backward([self.loss_of(data)])
+        return {}
+
+
+TRACKER = keras.metrics.Mean(name="of_all_models")
+
+
+class UnknownMetric(Alone):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        TRACKER.update_state(self.loss_of(data))
+        return {"loss": TRACKER.result()}
+
+
+class Summed(Alone):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        keras.ops.sum(self(data[0]) ** 2).backward()
+        self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {}
+
+
+class Counting(Alone):
+    steps = 0
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.steps += 1
+        return {}
+
+
+class HiddenSuper(Alone):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        step: Callable[..., Any] = getattr(super(), "train" + "_step")
+        return step(data)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (BackwardOfTorch, "loss.backward"),
+        (UnknownMetric, "of_all_models"),
+        (Summed, "Summed.train_step"),
+        (Counting, "'steps'"),
+        (HiddenSuper, "super"),
+    ],
+)
+def test_steps_that_would_have_other_numbers_are_refused(kind: Any, named: str, make_strategy: MakeStrategy):
+    model = distribute(kind(), make_strategy(2))
+    model.compile("sgd", KERAS.entropy())
+
+    with pytest.raises((ConfigError, UsageError), match=named) as refused:
+        model.fit(KERAS.X, KERAS.LABELS, verbose=0)
+
+    assert "\n" not in str(refused.value)
+
+
+class Noisy(Alone):
+    """Draws numbers in all ways, which are others in each replica; shuffles rows, which stay in their shard."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        x = x + 0.1 * keras.random.normal(x.shape) + 0.1 * torch.randn(x.shape)
+        x = 0.5 * (x + x[torch.randperm(len(x))])
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=keras.ops.tanh(torch.nn.functional.dropout(self(x), 0.1)))
+        loss.backward()
+        self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {"own": loss}
+
+
+def test_a_step_that_draws_numbers_is_not_refused(make_strategy: MakeStrategy):
+    model = distribute(Noisy(), make_strategy(3))
+    model.compile("sgd", KERAS.entropy())
+
+    history = model.fit(KERAS.X, KERAS.LABELS, verbose=0).history
+
+    assert history["own"][0] > 0.0
 
 
 class AlwaysNoisy(keras.layers.Layer):

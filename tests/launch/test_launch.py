@@ -206,8 +206,8 @@ def test_it_works_in_a_thread():
     ("options", "said"),
     [
         ({"workers": 0}, "workers=0 was given, expected at least 1"),
-        ({"workers": 1, "max_restarts": -1}, "max_restarts=-1 was given, expected 0 or more"),
-        ({"workers": 1, "timeout_s": 0}, "timeout_s=0 was given, expected seconds above 0"),
+        ({"workers": 1, "max_restarts": -1}, "max_restarts=-1 was given, expected at least 0"),
+        ({"workers": 1, "timeout_s": 0}, "timeout_s=0 was given, expected a number of seconds above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, int], said: str):

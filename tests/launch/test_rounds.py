@@ -100,7 +100,7 @@ def test_the_job_is_done_when_all_hosts_are():
     [
         ({"minimum": 0, "maximum": 4}, "workers=0:4 was given, expected at least 1 each"),
         ({"minimum": 1, "maximum": 0}, "workers=1:0 was given, expected at least 1 each"),
-        ({"minimum": 1, "maximum": 4, "rejoin_s": 0}, "rejoin_s=0 was given, expected seconds above 0"),
+        ({"minimum": 1, "maximum": 4, "rejoin_s": 0}, "rejoin_s=0 was given, expected a number of seconds above 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], said: str):

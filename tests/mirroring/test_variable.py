@@ -177,7 +177,7 @@ def test_the_initial_value_is_copied_and_may_be_per_replica(make_strategy: MakeS
 
 @pytest.mark.parametrize(("name", "value"), [("aggregation", "max"), ("synchronization", "never")])
 def test_unknown_settings_list_the_known(name: str, value: str, make_strategy: MakeStrategy):
-    with pytest.raises(ValueError, match=f"{name}='{value}' is unknown; choose one of '"):
+    with pytest.raises(ValueError, match=f"{name}='{value}' is unknown; choose one of "):
         make_strategy(2).variable(0.0, **{name: value})  # type: ignore[arg-type]
 
 

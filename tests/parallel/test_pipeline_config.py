@@ -61,7 +61,7 @@ def test_without_a_number_there_are_two_microbatches_for_every_stage():
 def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="microbatches=2 leave some of 4 workers idle all the time; give at least 4"):
         choose_pipeline_config("1f1b", 2, 4)
-    with pytest.raises(ConfigError, match="schedule='zero' is unknown; choose 1f1b, gpipe, interleaved, zero_bubble, "):
+    with pytest.raises(ConfigError, match="schedule='zero' is unknown; choose one of 1f1b, gpipe"):
         choose_pipeline_config("zero", None, 2)  # type: ignore[arg-type]
 
 

@@ -156,5 +156,5 @@ def test_all_devices_by_default_and_picked_ones_in_the_order_given(split_cpu: Ca
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
 def test_a_time_limit_is_above_zero(timeout_s: float, make_strategy: MakeStrategy):
-    with pytest.raises(ConfigError, match="is no waiting time; give a number of seconds above 0"):
+    with pytest.raises(ConfigError, match="was given, expected a number of seconds above 0"):
         make_strategy(2, timeout_s=timeout_s)

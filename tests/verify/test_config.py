@@ -17,8 +17,8 @@ def test_a_script_that_is_there_is_taken():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps=0 was given, expected at least 1 update"),
-        ({"timeout_s": 0.0}, "timeout_s=0 was given, expected a number of seconds above 0"),
+        ({"steps": 0}, "steps=0 was given, expected at least 1"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 was given, expected a number of seconds above 0"),
         ({"devices": "tpu:4"}, "tpu:4"),
         ({"program": Program(name="a", target="no-such.py")}, "the script 'no-such.py' does not exist"),
         ({"program": Program(name="a", target=str(Path(__file__).parent))}, "is a folder, expected a Python file"),

@@ -25,6 +25,7 @@ from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors
+from lockstep.checks import check_choice
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -71,8 +72,7 @@ class CheckpointManager:
     ) -> None:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not a number of checkpoints; give 1 or more, or None to keep all")
-        if best not in (None, "min", "max"):
-            raise ConfigError(f"best={best!r} is unknown; choose 'min', 'max' or None")
+        check_choice("best", best, ("min", "max", None))
         self._checkpoint = checkpoint
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep

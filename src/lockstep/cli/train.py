@@ -255,7 +255,7 @@ class TrainingCommand(ABC):
         ]
         if self.quiet:  # else it stands below the epochs, where fit writes it
             lines.append(f"fingerprint {result.fingerprint}")
-        print("\n".join(lines))
+        _say("\n".join(lines))
 
     def _settings(self) -> str:
         """When the run ended, the versions, and every setting that is not None, for the curves."""
@@ -357,7 +357,7 @@ class TrainReviews(TrainingCommand):
     def check_output(self) -> Path:
         output = super().check_output()
         check_folder(output / "checkpoints")
-        _ = reviews_recipe.RunPaths(resume=self.resume)
+        reviews_recipe.check_resume(self.resume)
         for package in ("transformers", "accelerate", "torchmetrics"):
             require(package, "text")
         return output
@@ -374,14 +374,17 @@ class TrainReviews(TrainingCommand):
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         _say(f"{_reviews_overview(task)}\n")
-        paths = reviews_recipe.RunPaths(
-            checkpoints=folders.checkpoints,
-            logs=self._logs(folders),
-            model=folders.model,
+        result = reviews_recipe.train_reviews(
+            self.config,
+            task,
+            strategy,
+            texts=self.text,
+            checkpoint_dir=folders.checkpoints,
+            log_dir=self._logs(folders),
+            output_dir=folders.model,
             resume=self.resume,
+            bar=ProgressBar(verbose) if verbose else None,
         )
-        bar = ProgressBar(verbose) if verbose else None
-        result = reviews_recipe.train_reviews(self.config, task, strategy, texts=self.text, paths=paths, bar=bar)
         if verbose:
             _say(f"fingerprint {result.fingerprint}")
         trained = result.trained_parameters

@@ -21,10 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from lockstep.checks import check_choice, check_seconds
 from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
 from lockstep.errors import ClusterError, ConfigError
 
@@ -370,10 +371,9 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
             raise ConfigError(f"bucket_mb={self.bucket_mb!r} is no size; give a number of MB above 0, such as 25")
-        if self.compression not in (None, "bf16"):
-            raise ConfigError(f'compression={self.compression!r} is unknown; choose "bf16" or None')
-        check_waiting_time("lost_after_s", self.lost_after_s)
-        check_waiting_time("timeout_s", self.timeout_s)
+        check_choice("compression", self.compression, (*get_args(Compression), None))
+        check_seconds("lost_after_s", self.lost_after_s)
+        check_seconds("timeout_s", self.timeout_s)
 
     @property
     def bucket_bytes(self) -> int:
@@ -382,9 +382,3 @@ class CommunicationOptions:
     @property
     def travel_as(self) -> torch.dtype | None:
         return torch.bfloat16 if self.compression == "bf16" else None
-
-
-def check_waiting_time(name: str, seconds: float) -> None:
-    """Raises a ConfigError unless a waiting time is above 0."""
-    if not seconds > 0:
-        raise ConfigError(f"{name}={seconds!r} is no waiting time; give a number of seconds above 0")

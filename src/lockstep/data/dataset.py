@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lockstep.checks import check_choice
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
@@ -199,8 +200,7 @@ class DistributedDataset(DistributedIterable):
         lists: Lists = "auto",
         items: bool = False,
     ) -> None:
-        if shard not in get_args(Shard):
-            raise ConfigError(f'shard={shard!r} is unknown; choose "batch" or "off"')
+        check_choice("shard", shard, get_args(Shard))
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
         layout = BatchLayout.of(source, lists, items=items)

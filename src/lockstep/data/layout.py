@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
+from lockstep.checks import check_choice
 from lockstep.data.structure import (
     RowList,
     RowTuple,
@@ -28,7 +29,7 @@ from lockstep.data.structure import (
     root_children,
     rows_of,
 )
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
 
 Lists = Literal["auto", "rows", "columns"]
 _Mode = Literal["rows", "columns"]
@@ -56,8 +57,7 @@ class BatchLayout:
     def __init__(
         self, lists: Lists = "auto", *, items: bool = False, records_are_rows: bool = False, keeps_tuples: bool = True
     ) -> None:
-        if lists not in get_args(Lists):
-            raise ConfigError(f'lists={lists!r} is unknown; choose "auto", "rows" or "columns"')
+        check_choice("lists", lists, get_args(Lists))
         self._lists, self._items = lists, items
         self._records_are_rows, self._keeps_tuples = records_are_rows, keeps_tuples
         self._known: dict[str, _Mode] = {}  # what the lists of earlier batches held, by name

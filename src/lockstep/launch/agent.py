@@ -21,7 +21,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
-from lockstep.errors import ClusterError, ConfigError
+from lockstep.checks import check_seconds
+from lockstep.errors import ClusterError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
 from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
@@ -48,10 +49,8 @@ class Limits:
     stop_s: float = 30.0  # seconds that they get to save after SIGTERM before they are killed
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "stop_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value} was given, expected seconds above 0")
+        check_seconds("timeout_s", self.timeout_s)
+        check_seconds("stop_s", self.stop_s)
 
 
 class WorkerSetup(LogsSpecs):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from lockstep.checks import check_least
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
@@ -109,10 +110,8 @@ class Job:
     limits: Limits
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"workers={self.workers} was given, expected at least 1; say how many processes to start")
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts={self.max_restarts} was given, expected 0 or more")
+        check_least(self, 1, "workers")
+        check_least(self, 0, "max_restarts")
 
     def divide_this_host(self) -> Resources:
         gpus = visible_gpus(os.environ, torch.cuda.device_count())

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvous_round, share_no_rendezvous_store
+from lockstep.checks import check_seconds
 from lockstep.cluster.environment import JOB_ID_VARIABLE, parse_torchrun
 from lockstep.cluster.spec import ClusterSpec, parse_address
 from lockstep.errors import ClusterError, ConfigError
@@ -102,8 +103,7 @@ class Elastic:
                 f"workers={self.minimum}:{self.maximum} was given, expected at least 1 each: MIN workers are enough to "
                 "go on, and MAX are started on this host"
             )
-        if not 0 < self.rejoin_s < float("inf"):
-            raise ConfigError(f"rejoin_s={self.rejoin_s} was given, expected seconds above 0")
+        check_seconds("rejoin_s", self.rejoin_s)
 
 
 @dataclass(frozen=True, kw_only=True)

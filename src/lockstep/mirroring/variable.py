@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from lockstep.checks import check_choice
 from lockstep.collectives.per_replica import PerReplica, VariableBase, read_tensors, select
 from lockstep.collectives.reduce import ReduceOp, reduce_across
 from lockstep.config import LogicalDevice
@@ -49,10 +50,8 @@ class MirroredVariable(VariableBase):
         synchronization: Synchronization,
     ) -> None:
         devices, workers = owner.devices, owner.workers
-        choices = ("aggregation", aggregation, Aggregation), ("synchronization", synchronization, Synchronization)
-        for name, chosen, known in choices:
-            if chosen not in get_args(known):
-                raise ConfigError(f"{name}={chosen!r} is unknown; choose one of {str(get_args(known))[1:-1]}")
+        check_choice("aggregation", aggregation, get_args(Aggregation))
+        check_choice("synchronization", synchronization, get_args(Synchronization))
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise ConfigError(
                 f"variable got a tensor of shape {tuple(value.shape)} that requires gradients, and a variable is not "

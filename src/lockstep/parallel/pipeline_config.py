@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import inf
 from typing import Literal, get_args
 
+from lockstep.checks import check_choice
 from lockstep.errors import ConfigError
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
@@ -33,8 +34,7 @@ class PipelineConfig:
     stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}")
+        check_choice("schedule", self.schedule, SCHEDULES)
         if self.workers == 1:
             return
         each, (least, most) = self.stages_per_worker, _STAGES_PER_WORKER[self.schedule]

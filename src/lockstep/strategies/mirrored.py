@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.checks import check_seconds
 from lockstep.cluster.environment import declared_job
-from lockstep.collectives.communicator import SingleWorkerCommunicator, check_waiting_time
+from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.replicas.runner import ReplicaRunner
@@ -45,7 +46,7 @@ class MirroredStrategy(ThreadedStrategy):
         threads_per_replica: int | None = None,
     ) -> None:
         threads = check_replicas(replicas, threads_per_replica)
-        check_waiting_time("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s)
         job = declared_job()
         if job is not None:
             raise UsageError(

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from lockstep.checks import check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.spec import ClusterSpec
@@ -23,7 +24,6 @@ from lockstep.collectives.communicator import (
     Communicator,
     SingleWorkerCommunicator,
     check_agreement,
-    check_waiting_time,
 )
 from lockstep.collectives.distributed import DistributedCommunicator
 from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
@@ -328,7 +328,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
         threads_per_replica: int | None = None,
     ) -> None:
-        check_waiting_time("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s)
         threads = check_replicas(replicas, threads_per_replica)
         if replicas is not None and communication is not None and communication.compression is not None:
             raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.checks import check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
@@ -23,7 +24,6 @@ from lockstep.collectives.communicator import (
     SingleWorkerCommunicator,
     all_gather_object,
     check_agreement,
-    check_waiting_time,
 )
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
@@ -131,7 +131,7 @@ class ParallelStrategy(ThreadedStrategy):
         timeout_s: float = START_TIMEOUT_S,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        check_waiting_time("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster

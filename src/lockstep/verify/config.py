@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.checks import check_least, check_seconds
 from lockstep.config import parse_device_request
 from lockstep.errors import ConfigError
 
@@ -36,10 +37,8 @@ class VerifyConfig:
     timeout_s: float = 300.0  # time limit of each run, in seconds
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps} was given, expected at least 1 update to compare; try 3")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s:g} was given, expected a number of seconds above 0")
+        check_least(self, 1, "steps")
+        check_seconds("timeout_s", self.timeout_s)
         if self.devices is not None:
             parse_device_request(self.devices)
         script = Path(self.program.target)

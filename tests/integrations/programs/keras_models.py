@@ -224,7 +224,111 @@ class TorchModules(keras.Model):
         return self.out(self.frozen(self.inner(x)))
 
 
+class Clipped(keras.Model):
+    """Computes its steps itself, with an average of the weights beside them, and clips gradients by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.out = layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)
+        self.average = layers.Dense(6)
+        self.largest = keras.metrics.MeanAbsoluteError(name="largest")
+
+    def build(self, shape: Any) -> None:
+        self.average.build(shape)
+        super().build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(keras.ops.tanh(self.norm(self.hidden(x), training=training)))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, weight = data
+        self.zero_grad()
+        outputs = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=outputs, sample_weight=weight)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        weights = [each for each in self.trainable_weights if each.value.grad is not None]
+        with torch.no_grad():
+            self.optimizer.apply([each.value.grad for each in weights], weights)
+        self.average.kernel.assign(0.9 * self.average.kernel + 0.1 * self.hidden.kernel)
+        return {**self._updated(y, outputs, loss), "norm": norm, "plain": loss}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        outputs = self(x)
+        return self._updated(y, outputs, self.compute_loss(y=y, y_pred=outputs))
+
+    def predict_step(self, data: Any) -> Any:
+        return 2.0 * self(data)
+
+    def _updated(self, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
+        self.largest.update_state(y, keras.ops.max(outputs, axis=1))
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            elif metric is not self.largest:
+                metric.update_state(y, outputs)
+        found = {each.name: each.result() for each in self.metrics if each.name != "compile_metrics"}
+        return {**found, "twice": 2.0 * self.largest.result()}
+
+
+class Adversarial(keras.Model):
+    """Two models, an optimizer each, and a penalty on the gradients of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh")])
+        self.judge = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        self.losses_of_judge, self.losses_of_maker = keras.metrics.Mean(name="judge"), keras.metrics.Mean(name="maker")
+        self.entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.losses_of_judge, self.losses_of_maker]
+
+    def compile(self, **optimizers: Any) -> None:
+        super().compile()
+        self.of_judge, self.of_maker = optimizers["of_judge"], optimizers["of_maker"]
+
+    def call(self, x: Any) -> Any:
+        return self.judge(self.maker(x[:, :4]))
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        made, ones = self.maker(real[:, :4]), torch.ones((len(real), 1))
+        judged = torch.cat([self.judge(real), self.judge(made)])
+        loss = self.entropy(torch.cat([ones, 0 * ones]), judged) + self._penalty((real + made).detach())
+        self._update(self.judge, loss, self.of_judge)
+        self.losses_of_judge.update_state(loss)
+        loss = self.entropy(ones, self.judge(self.maker(real[:, :4])))
+        self._update(self.maker, loss, self.of_maker)
+        self.losses_of_maker.update_state(loss)
+        return {each.name: each.result() for each in self.metrics}
+
+    def _penalty(self, inputs: Any) -> Any:
+        judged = self.judge(inputs.requires_grad_())
+        slopes = torch.autograd.grad(judged, inputs, torch.ones_like(judged), create_graph=True)[0]
+        return keras.ops.mean(keras.ops.sum(slopes**2, axis=1))
+
+    def _update(self, model: Any, loss: Any, optimizer: Any) -> None:
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
+
+
 PUBLISHED = {
+    "own steps": Program(
+        model=Clipped,
+        compiled=lambda model: model.compile("sgd", entropy(), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS, "sample_weight": WEIGHTS, "validation_data": (X[:35], LABELS[:35])},
+    ),
+    "own step of two models": Program(
+        model=Adversarial,
+        compiled=lambda model: model.compile(
+            of_judge=keras.optimizers.Adam(0.01), of_maker=keras.optimizers.SGD(0.1, momentum=0.9)
+        ),
+        fitted={"x": X},
+    ),
     "autoencoder": Program(
         model=autoencoder,
         compiled=lambda model: model.compile("adam", "binary_crossentropy"),

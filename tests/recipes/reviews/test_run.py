@@ -13,7 +13,7 @@ from transformers.utils import logging
 from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import build_reviews
-from lockstep.recipes.reviews.train import ReviewsResult, RunPaths, train_reviews
+from lockstep.recipes.reviews.train import ReviewsResult, check_resume, train_reviews
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -31,13 +31,9 @@ def train(config: ReviewsConfig, strategy: Strategy, **others) -> ReviewsResult:
 def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
     tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):
-    places = RunPaths(
-        checkpoints=tmp_path / "checkpoints",
-        logs=tmp_path / "logs",
-        model=tmp_path / "model",
-    )
+    places = {f"{name}_dir": tmp_path / name for name in ("checkpoint", "log", "output")}
 
-    result = train(tiny(epochs=5), make_strategy(2), texts=["书不错。", "服务很差。"], paths=places)
+    result = train(tiny(epochs=5), make_strategy(2), texts=["书不错。", "服务很差。"], **places)
 
     assert set(result.history.history) == {"loss", "val_loss", "val_accuracy", "val_f1"}
     assert [timing.steps for timing in result.history.timing] == [8] * 5
@@ -45,11 +41,11 @@ def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
     assert result.history.history["loss"][4] < 0.3
     assert result.test_metrics["f1"] > 0.8
     assert [answer.label for answer in result.classified] == ["好评！", "差评！"]
-    ask = pipeline("text-classification", model=str(places.model))
+    ask = pipeline("text-classification", model=str(tmp_path / "output"))
     theirs = [ask(text)[0] for text in ("书不错。", "服务很差。")]
     assert [(a.label, pytest.approx(a.score)) for a in result.classified] == [(t["label"], t["score"]) for t in theirs]
-    assert len(list(places.checkpoints.iterdir())) == 3
-    assert list((places.logs / "train").glob("events.out.tfevents*"))
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 3
+    assert list((tmp_path / "log" / "train").glob("events.out.tfevents*"))
 
 
 def test_the_best_epoch_is_tested_and_not_the_last(
@@ -89,10 +85,10 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
 ):
     config, logs = tiny(epochs=2, dropout=0.3, hide=0.3), tmp_path / "logs"
 
-    whole = train(config, make_strategy(2), paths=RunPaths(checkpoints=tmp_path / "checkpoints", logs=logs))
+    whole = train(config, make_strategy(2), checkpoint_dir=tmp_path / "checkpoints", log_dir=logs)
     for file in logs.rglob("events.*"):  # as of an earlier second, since readers sort them by name
         file.rename(file.with_name(file.name.replace("tfevents.", "tfevents.0")))
-    again = train(config, make_strategy(2), paths=RunPaths(resume=tmp_path / "checkpoints" / "checkpoint-8", logs=logs))
+    again = train(config, make_strategy(2), resume=tmp_path / "checkpoints" / "checkpoint-8", log_dir=logs)
 
     assert (again.history.epoch, again.history.history) == (whole.history.epoch, whole.history.history)
     assert [timing.epoch for timing in again.history.timing] == [0, 1]
@@ -104,7 +100,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"is not a checkpoint of a Trainer: it has no trainer_state\.json"):
-        RunPaths(resume=tmp_path)
+        check_resume(tmp_path)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tiny: MakeConfig, make_strategy: MakeStrategy):

@@ -2,6 +2,7 @@
 
     model          ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
     step           what runs in each replica
+    own_step       a ``train_step`` of the model's class that computes the step by itself
     custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
     variables      each replica's values of the model's variables, and what becomes of them after a step
     losses         losses that are divided by the numbers of the whole batch

@@ -5,6 +5,8 @@
     metric.update_state     counts in the replica; after the run the states of all replicas are added up
     other state of layers   averaged over the rows after the run, as by ``fit``
 
+A model's own ``train_step`` is such a step too, in which gradients are those of the whole batch (``own_step``).
+
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
 """
 
@@ -19,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.backend.torch.layer import TorchLayer
 from keras.src.losses import loss as keras_losses
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from torch import Tensor
@@ -26,9 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
+from lockstep.integrations.keras.losses import current_shard
+from lockstep.integrations.keras.own_step import OwnStep, metrics_of
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import buffer_variables
-from lockstep.integrations.keras.variables import DefaultGenerators, seed_of_replica
+from lockstep.integrations.keras.variables import DefaultGenerators, seed_of_replica, summed
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
@@ -46,17 +51,32 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
 
     Args:
         context: of the replica.
-        keeps: whether a layer of a distributed model keeps a variable, such as statistics.
+        keeps: whether a distributed model keeps a variable, such as statistics.
         default_seed: the variable of the replica's own default seed generator.
+        sums_gradients: whether gradients are those of all replicas already in the step, as in a model's own.
+        is_compared: whether nothing is to be updated with the gradients, which are compared only.
 
     Attributes:
         assigned: the variables that the step has assigned, by id.
+        compared: the gradients that optimizers were given; None where they are not compared.
+        sums_gradients: as given.
     """
 
-    def __init__(self, context: ReplicaContext, keeps: Callable[[Any], bool], default_seed: Any) -> None:
+    def __init__(
+        self,
+        context: ReplicaContext,
+        keeps: Callable[[Any], bool],
+        default_seed: Any,
+        *,
+        sums_gradients: bool,
+        is_compared: bool,
+    ) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
+        self.compared: list[list[Tensor | None]] | None = [] if is_compared else None
+        self.sums_gradients = sums_gradients
         self._context, self._keeps, self._default_seed = context, keeps, default_seed
+        self._is_summing = False
         self._known: dict[int, Any] = {}  # a variable that is gone would leave its id to another one
 
     def get_current_value(self, variable: Any) -> Tensor | None:
@@ -70,7 +90,14 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
             variable._direct_assign(value)
             return
         is_merged = variable.aggregation != "none" or _is_seed(variable) or self._keeps(variable)
-        if variable.trainable or not is_merged:
+        if variable.trainable and self.sums_gradients:
+            value = self._with_gradient(value.detach())
+        elif self.sums_gradients and not (_is_seed(variable) or self._keeps(variable)):
+            raise UsageError(
+                f"the model's own step assigns the variable {variable.path!r}, which the model does not know; make it, "
+                "or the metric that it belongs to, in the __init__ of the model"
+            )
+        elif variable.trainable or not is_merged:
             what = "is trained" if variable.trainable else "has aggregation='none' and is in no distributed model"
             raise UsageError(
                 f"the step assigns the variable {variable.path!r} in each replica, and it {what}; assign it outside "
@@ -80,17 +107,35 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
         self.state_mapping[id(variable)] = value
 
     def holds(self, tensors: set[int]) -> bool:
-        """Whether the step has used a variable whose own value is one of these tensors, given by their ids."""
-        return any(id(each._value) in tensors for each in self._known.values())
+        """Whether the step has used a variable whose value or own value is one of these tensors, given by their ids."""
+        values = (*self.state_mapping.values(), *(each._value for each in self._known.values()))
+        return any(id(each) in tensors for each in values)
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Has the next value of each variable be its own at that time, without a gradient."""
         for each in variables:
             self.state_mapping.pop(id(each), None)
+            self.assigned.pop(id(each), None)
+
+    def weights(self) -> list[Tensor]:
+        """The values that gradients are computed for, of the trainable variables that the step has used."""
+        used = (id(each) for each in self._known.values() if each.trainable)
+        return [self.state_mapping[each] for each in used if each in self.state_mapping]
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """A block that computes gradients and sums those of all replicas."""
+        self._is_summing = True
+        try:
+            yield
+        finally:
+            self._is_summing = False
 
     def part(self, variable: Any, share: float) -> Tensor:
         """What is added up over the replicas for a variable. ``share`` is that of this replica's rows in the batch."""
-        value = self._value(variable)
+        value = self._value(variable).detach()
+        if not share:
+            return torch.zeros_like(value)
         if variable.aggregation == "sum":
             return value
         if _is_seed(variable):
@@ -112,7 +157,20 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
             return torch.zeros_like(value)
         if _is_seed(variable):
             return seed_of_replica(value, self._context.replica_id_in_sync_group)
-        return value.requires_grad_() if variable.trainable and value.is_floating_point() else value
+        return self._with_gradient(value) if variable.trainable and value.is_floating_point() else value
+
+    def _with_gradient(self, value: Tensor) -> Tensor:
+        value.requires_grad_()
+        if self.sums_gradients:
+            value.register_hook(self._refuse_shard)  # type: ignore[no-untyped-call]
+        return value
+
+    def _refuse_shard(self, _: Tensor) -> None:
+        if not self._is_summing:
+            raise UsageError(
+                "torch.autograd.backward was called in a model's own step, where the gradients of the replicas are "
+                "not summed; call loss.backward() or torch.autograd.grad"
+            )
 
     def _is_direct(self, variable: Any) -> bool:
         return variable is self._default_seed or get_replica_context() is None
@@ -135,20 +193,21 @@ class CustomSteps:
         self, strategy: Strategy, fn: Callable[..., Any], rows: Sequence[int | None]
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         """Around a run of ``fn``. Yields the block around it in each replica; afterwards merges what they assigned."""
-        if isinstance(getattr(fn, "__self__", None), Step):  # of fit, which does all this by itself
+        step = getattr(fn, "__self__", None)
+        if isinstance(step, Step):  # of fit, which does all this by itself
             yield nullcontext
             return
+        own_step = step if isinstance(step, OwnStep) else None
         generators = self._default_generators.generators()
         steps: dict[int, StepVariables] = {}
         kept: set[int] = set()
 
         def keeps(variable: Any) -> bool:
             if id(variable) not in kept:  # at first none is, and a model may be built in the step
-                kept.update(
-                    id(each)
-                    for model in self.models
-                    for each in (*model.non_trainable_variables, *buffer_variables(model))
-                )
+                for model in self.models:
+                    of_metrics = (each for metric in metrics_of(model) for each in metric.variables)
+                    owned = (*model.non_trainable_variables, *of_metrics, *buffer_variables(model))
+                    kept.update(id(each) for each in owned)
             return id(variable) in kept
 
         @contextmanager
@@ -156,12 +215,20 @@ class CustomSteps:
             context = replica_of_step()
             generator = generators[context.local_replica]
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
-            steps[context.local_replica] = StepVariables(context, keeps, generator.state)
+            steps[context.local_replica] = StepVariables(
+                context,
+                keeps,
+                generator.state,
+                sums_gradients=own_step is not None,
+                is_compared=own_step is not None and own_step.is_compared,
+            )
             with keras.device(str(context.device.torch_device)), steps[context.local_replica]:
                 yield
 
         yield in_replica
-        _merge(strategy, [steps[replica] for replica in sorted(steps)], rows)
+        if own_step is None or not own_step.is_compared:
+            sizes = rows if own_step is None else own_step.sizes
+            _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
 
 
 _custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
@@ -203,26 +270,11 @@ def _merge(strategy: Strategy, steps: Sequence[StepVariables], rows: Sequence[in
         [step.part(each, count / total) for each in assigned.values()]
         for step, count in zip(steps, counts, strict=True)
     ]
-    for each, value in zip(assigned.values(), _summed(strategy, parts), strict=True):
+    for each, value in zip(assigned.values(), summed(strategy, parts), strict=True):
         if each.aggregation == "sum" or _is_seed(each):
             each.assign_add(value)
         else:
             each.assign(value)
-
-
-def _summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
-    like = parts[0]
-    dtypes = list(dict.fromkeys(each.dtype for each in like))
-    flat = [
-        PerReplica([torch.cat([each.reshape(-1) for each in own if each.dtype == dtype]) for own in parts])
-        for dtype in dtypes
-    ]
-    sums = {
-        dtype: iter(total.split([each.numel() for each in like if each.dtype == dtype]))
-        for dtype, total in zip(dtypes, strategy.reduce("sum", flat), strict=True)
-    }
-    return [next(sums[each.dtype]).view(each.shape) for each in like]
 
 
 def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,16 +291,26 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
+        if step.compared is not None:
+            step.compared.append([None if each is None else each.detach().clone() for each in grads])
+            return None
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        strategy = context.strategy
+        strategy, shard = context.strategy, current_shard.get()
+        assigned = [each for each in variables if id(each) in step.assigned]
 
         @torch.no_grad()
-        def update(given: list[list[Tensor | None]]) -> None:
+        def update(given: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:
+            gradients = [each for each, _ in given]
             with _without_scope(variables[0]._value.device):
-                original(self, _sums(strategy, given, variables), variables)
+                if assigned:
+                    for each, value in zip(assigned, summed(strategy, [parts for _, parts in given]), strict=True):
+                        each.assign(value)
+                own = gradients[0] if step.sums_gradients else _sums(strategy, gradients, variables)
+                original(self, own, variables)
 
-        context.meet(f"{self.name}.apply", list(grads), update)
-        step.forget(variables)
+        parts = [step.part(each, shard.share) for each in assigned if shard is not None]
+        context.meet(f"{self.name}.apply", (list(grads), parts), update)
+        step.forget((*variables, *self.variables))
         return None
 
     return apply
@@ -268,7 +330,7 @@ def _sums(
         ]
         for own in given
     ]
-    *sums, used = _summed(strategy, parts)
+    *sums, used = summed(strategy, parts)
     return [
         each.to(variable._value.device) if is_used else None
         for each, variable, is_used in zip(sums, variables, used.tolist(), strict=True)
@@ -281,7 +343,7 @@ def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def reduce(values: Any, *args: Any, **kwargs: Any) -> Any:
         reduction = kwargs.get("reduction", args[2] if len(args) > 2 else "sum_over_batch_size")
-        own = isinstance(global_state.get_global_attribute(_SCOPE), StepVariables)
+        own = isinstance(global_state.get_global_attribute(_SCOPE), StepVariables) and current_shard.get() is None
         context = get_replica_context() if own and reduction not in (None, "none", "sum") else None
         if context is not None and context.num_replicas_in_sync > 1 and keras.ops.ndim(values):
             raise ConfigError(
@@ -304,6 +366,19 @@ def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"torch's {type(optimizer).__name__}.step was called in a replica on the weights of a Keras model, which "
             "have no gradients there; use an optimizer of Keras: optimizer.apply(gradients, model.trainable_variables)"
         )
+
+
+def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+    """``named_parameters`` of a layer, which in a replica are the values that its gradients are computed for."""
+
+    @wraps(original)
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        in_replica = get_replica_context() is not None
+        values = {id(each._value): each.value for each in self.variables} if in_replica else {}
+        for name, parameter in original(self, *args, **kwargs):
+            yield name, values.get(id(parameter), parameter)
+
+    return named_parameters
 
 
 def _is_seed(variable: Any) -> bool:
@@ -333,4 +408,5 @@ def _without_scope(device: torch.device) -> Iterator[None]:
 for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
     _optimizer.apply = _updating_once(_optimizer.apply)
 keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
+TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by
 register_optimizer_step_pre_hook(_refuse_torch_step)

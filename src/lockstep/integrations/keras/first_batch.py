@@ -8,18 +8,23 @@ maximum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import torch
 from torch import Tensor
 
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
+from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
+from lockstep.strategies.base import Strategy
 
 _LOSS_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 # Rounding may put single rows on the other side of a threshold.
 _METRIC_TOLERANCE = 2e-2
@@ -59,6 +64,47 @@ def check_first_batch(step: Step, data: Any, run: Callable[[Callable[[Any, int],
                 'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
                 '"only_first_replica" if it counts batches'
             )
+
+
+def check_own_step(step: OwnStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
+    """Raises a ConfigError if a model's own train_step gets other gradients from shards than from whole rows.
+
+    Nothing is updated. A step that gives other gradients when it is run again is not compared.
+
+    Args:
+        step: the step.
+        strategy: that of the model.
+        data: some rows.
+        divided: their shards with their sizes, and the number of rows.
+    """
+    (shards, sizes), rows = divided
+    step = replace(step, rows=rows, sizes=sizes.values, is_compared=True)
+    found = step.run(strategy, shards)[0]
+    # Every replica computes with all rows, so that the mean over the replicas is that of one device.
+    step = replace(step, rows=rows * strategy.num_replicas_in_sync, sizes=[rows] * len(sizes))
+    copies = [keras.tree.map_structure(_copied, data) for _ in sizes]
+    whole, again = (step.run(strategy, PerReplica(copies))[0] for _ in range(2))
+    if _same_gradients(again, whole) and not _same_gradients(found, whole):
+        raise ConfigError(
+            f"{step.name} gets other gradients from the shards of {rows} rows than from all of them on one device: a "
+            "loss is no mean over rows; have each be a loss of Keras or a mean over rows, of which none needs another"
+        )
+
+
+def _same_gradients(one: Any, other: Any) -> bool:
+    """Whether the gradients of each optimizer are equal, within what halves and sums in another order round."""
+    for gradients, expected in zip(one, other, strict=True):
+        pairs = [(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None and b is not None]
+        largest = max((float(b.abs().max()) for _, b in pairs), default=0.0)
+        is_half = any(b.dtype in (torch.float16, torch.bfloat16) for _, b in pairs)
+        tolerance = (_HALF_TOLERANCE if is_half else _GRADIENT_TOLERANCE) * largest
+        if any(float((a - b).abs().max()) > tolerance for a, b in pairs):
+            return False
+    return True
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:

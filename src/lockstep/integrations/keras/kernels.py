@@ -24,6 +24,7 @@ from keras.src.backend.torch import random as keras_random
 from torch import Tensor
 
 from lockstep._torch_compat import EnableTorchFunction
+from lockstep.integrations.keras.losses import is_compared
 from lockstep.replicas.context import get_replica_context
 
 _KNOWN = ("keras.", "lockstep.")
@@ -51,6 +52,7 @@ def _is_keras_alone(layer: Any) -> bool:
 def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Any:
     """``BatchNormalization.call``, where the statistics are those of the inputs."""
     numbers = inputs.numel() // inputs.shape[layer.axis]
+    training = training and not is_compared.get()
     if get_replica_context() is None or not training or not layer.trainable or mask is not None or numbers < 2:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
     inputs = inputs if inputs.dtype == torch.float64 else inputs.float()

@@ -3,7 +3,8 @@
     Keras's loop -> batch -> shards -> step in each replica -> sums over the replicas -> Keras's optimizer, once
 
 The model stays the object that it was, with its layers, variables and optimizer; its class becomes a subclass of its
-own, in which the steps are ours. A ``train_step`` of the model's class that calls ``super().train_step`` calls ours.
+own, in which the steps are ours. A ``train_step`` of the model's class that calls ``super().train_step`` calls ours;
+one that computes the step by itself runs in each replica.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -20,15 +21,16 @@ import keras
 import torch
 
 from lockstep.collectives.communicator import run_on_chief
-from lockstep.collectives.per_replica import PerReplica
+from lockstep.collectives.per_replica import PerReplica, merge
 from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
-from lockstep.integrations.keras.first_batch import check_first_batch
+from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
+from lockstep.integrations.keras.own_step import OwnStep, is_own_step, metrics_of
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
 from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
@@ -38,6 +40,8 @@ from lockstep.strategies.parallel import ParallelStrategy
 
 M = TypeVar("M", bound=keras.Model)
 ReplicaStep = Callable[[Any, int], Any]
+_COMPARED_ROWS = 4
+"""Rows of each replica with which a model's own step is checked; every replica computes with those of all at once."""
 
 
 def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bool = False) -> M:
@@ -166,14 +170,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             prepare_in_step(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """That of torch; in a replica for the gradients of the replica."""
-        if get_replica_context() is None:
-            super().zero_grad(set_to_none)
-        else:
-            for each in self.trainable_variables:
-                each.value.grad = None
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Keras's own."""
         super().compile(*args, **kwargs)
@@ -198,6 +194,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def predict_step(self, data: Any) -> Any:
         """The outputs for a batch of all replicas, on every worker. Outside replicas."""
+        self._refuse_in_replica()
         self._distribution.has_stepped = True
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
         step = self._distribution.step(self, rows)
@@ -211,20 +208,20 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if force or self.train_function is None:
             self._refuse_options()
             super().make_train_function(force)
-            self.train_function = self._checked(self.train_function, "train_step")
+            self.train_function = self._step_function(self.train_function, "train_step")
 
     def make_test_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``test_step`` of this class."""
         if force or self.test_function is None:
             self._refuse_options()
             super().make_test_function(force)
-            self.test_function = self._checked(self.test_function, "test_step")
+            self.test_function = self._step_function(self.test_function, "test_step")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``predict_step`` of this class."""
         if force or self.predict_function is None:
             super().make_predict_function(force)
-            self.predict_function = self._checked(self.predict_function, "predict_step")
+            self.predict_function = self._step_function(self.predict_function, "predict_step")
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's own, by the chief alone; every worker calls it."""
@@ -233,6 +230,16 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Keras's own, by the chief alone; every worker calls it."""
         self._on_chief("save_weights", lambda: self.save_weights(filepath, *args, **kwargs))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keras's own. Raises a UsageError for a count in a step, which each replica would count."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and get_replica_context() is not None and vars(self).get(name) != value:
+            raise UsageError(
+                f"the step sets {name!r} of the model to {value} in each replica; keep it in a variable, made by "
+                'add_weight(..., trainable=False, aggregation="only_first_replica"), or set it in a callback'
+            )
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
         with _undistributed(self):
@@ -245,6 +252,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _step(self, data: Any) -> tuple[Step, Any]:
         """A step for a batch, and the shards that it runs on; the first one is checked."""
+        self._refuse_in_replica()
         distribution, strategy = self._distribution, self._distribution.strategy
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
@@ -254,6 +262,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
+
+    def _refuse_in_replica(self) -> None:
+        if get_replica_context() is not None:
+            raise UsageError(
+                f"a step of {_class_before(type(self)).__name__} came to Keras's in a replica; have its body itself "
+                "call super().train_step(data), super().test_step(data) or super().predict_step(data)"
+            )
 
     def _run(self, step: ReplicaStep, shards: Any) -> list[Changes]:
         strategy = self._distribution.strategy
@@ -284,8 +299,10 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                 "train with a policy of float32 or mixed_bfloat16"
             )
 
-    def _checked(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        """A step function of Keras, which raises a ConfigError if it has not come to a step of all replicas."""
+    def _step_function(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+        """A step function of Keras, whose step runs on all replicas: that of this class, or the model's own."""
+        if is_own_step(_class_before(type(self)), name):
+            return partial(self._own_step, name)
 
         def step(data: Any) -> Any:
             self._distribution.has_stepped = False
@@ -293,11 +310,39 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             if not self._distribution.has_stepped:
                 raise ConfigError(
                     f"{_class_before(type(self)).__name__}.{name} has computed a step by itself, on one device; have "
-                    f"it call super().{name}(data), or override compute_loss instead"
+                    f"it call super().{name}(data), or compute the step without naming {name}"
                 )
             return result
 
         return step
+
+    def _own_step(self, name: str, data: Any) -> Any:
+        """The results of a step that the model's class computes by itself, in each replica on its shard."""
+        distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
+        batch = keras.tree.map_structure(_on_host, data[0])
+        (shards, sizes), rows = distribution.divide(batch)
+        distribution.compare_weights(self)
+        step = OwnStep(
+            step=getattr(self, name),
+            name=f"{_class_before(type(self)).__name__}.{name}",
+            metrics=metrics_of(self),
+            rows=rows,
+            sizes=sizes.values,
+        )
+        if name == "train_step" and not distribution.first_batch_is_checked and rows > 1 and replicas > 1:
+            at = (0, min(rows, replicas * _COMPARED_ROWS))
+            some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
+            check_own_step(step, distribution.strategy, some, distribution.divide(some))
+            distribution.first_batch_is_checked = True
+        with nullcontext() if name == "train_step" else torch.no_grad():
+            results = step.run(distribution.strategy, shards)
+        if name != "predict_step":
+            return results[0]
+        outputs = [
+            keras.tree.map_structure(lambda output, size=size: output[:size], result)
+            for result, size in zip(results, sizes, strict=True)
+        ]
+        return distribution.strategy.gather(merge(outputs), axis=0)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -59,7 +59,7 @@ class Step:
         """The outputs, and what layers have assigned and drawn."""
         context = replica_of_step()
         with self._variables(context) as values:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(moved(data, context))
             outputs = keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
             return outputs, values.changes((), rows / self.rows)
 
@@ -73,7 +73,7 @@ class Step:
     def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
         """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(_moved(data, context))
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(moved(data, context))
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
             loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
@@ -83,7 +83,7 @@ class Step:
         return shard.share, loss
 
 
-def _moved(data: Any, context: ReplicaContext) -> Any:
+def moved(data: Any, context: ReplicaContext) -> Any:
     """A shard on the device of its replica."""
     device = context.device.torch_device
     return keras.tree.map_structure(

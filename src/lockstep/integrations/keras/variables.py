@@ -233,6 +233,21 @@ def stateless_scope() -> Any:
     return keras.StatelessScope(collect_losses=True, initialize_variables=False)
 
 
+def summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
+    like = parts[0]
+    dtypes = list(dict.fromkeys(each.dtype for each in like))
+    flat = [
+        PerReplica([torch.cat([each.reshape(-1) for each in own if each.dtype == dtype]) for own in parts])
+        for dtype in dtypes
+    ]
+    sums = {
+        dtype: iter(total.split([each.numel() for each in like if each.dtype == dtype]))
+        for dtype, total in zip(dtypes, strategy.reduce("sum", flat), strict=True)
+    }
+    return [next(sums[each.dtype]).view(each.shape) for each in like]
+
+
 class _Parts:
     """The parts of a flat tensor, in order."""
 

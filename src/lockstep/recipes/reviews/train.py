@@ -27,24 +27,13 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPaths:
-    """Where a run writes, and which checkpoint it resumes from; nothing is written where a path is None.
-
-    ``checkpoints`` gets the Trainer's last three, ``logs`` those for TensorBoard, ``model`` what ``pipeline`` reads.
-    """
-
-    checkpoints: Path | None = None
-    logs: Path | None = None
-    model: Path | None = None
-    resume: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.resume is not None and not (self.resume / "trainer_state.json").is_file():
-            raise ConfigError(
-                f"resume={str(self.resume)!r} is not a checkpoint of a Trainer: it has no trainer_state.json; give a"
-                " folder such as runs/reviews/checkpoints/20260101-120000/checkpoint-109"
-            )
+def check_resume(folder: Path | None) -> None:
+    """Checks that a folder to resume from is a checkpoint of a Trainer."""
+    if folder is not None and not (folder / "trainer_state.json").is_file():
+        raise ConfigError(
+            f"resume={str(folder)!r} is not a checkpoint of a Trainer: it has no trainer_state.json; give a folder such"
+            " as runs/reviews/checkpoints/20260101-120000/checkpoint-109"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +66,10 @@ def train_reviews(
     strategy: Strategy,
     *,
     texts: Sequence[str] = (),
-    paths: RunPaths | None = None,
+    checkpoint_dir: Path | None = None,
+    log_dir: Path | None = None,
+    output_dir: Path | None = None,
+    resume: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     bar: Callback | None = None,
 ) -> ReviewsResult:
@@ -88,38 +80,42 @@ def train_reviews(
         task: the result of ``build_reviews``; its model is trained.
         strategy: the devices.
         texts: new reviews to classify.
-        paths: where to write; None writes nothing.
+        checkpoint_dir: folder for the Trainer's last three checkpoints; None keeps none.
+        log_dir: folder for TensorBoard logs; None writes none.
+        output_dir: folder for the model and its tokenizer at the end, as ``pipeline`` reads them; None writes none.
+        resume: the checkpoint of an earlier run to resume from.
         callbacks: callbacks of transformers.
         bar: a progress bar of ``lockstep.train``.
     """
     from lockstep.recipes.reviews.trainer import HistoryCallback, ReviewsTrainer, training_arguments
 
-    paths, is_chief = paths or RunPaths(), strategy.workers.is_chief
+    check_resume(resume)
+    is_chief = strategy.workers.is_chief
     with quiet_transformers(), ExitStack() as stack:
         if bar is not None:
             stack.enter_context(closing(bar))
-        checkpoints = paths.checkpoints
-        if checkpoints is None:  # the best epoch is read back from its checkpoint
-            checkpoints = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
-        args = training_arguments(config, checkpoints, on_cpu=strategy.devices[0].kind == "CPU")
+        if checkpoint_dir is None:  # the best epoch is read back from its checkpoint
+            checkpoint_dir = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
+        args = training_arguments(config, checkpoint_dir, on_cpu=strategy.devices[0].kind == "CPU")
         trainer = ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=[*callbacks])
         logger = None
-        if paths.logs is not None and is_chief:
-            logger = stack.enter_context(closing(TensorBoard(paths.logs, update_freq="batch")))
-            if paths.resume is not None:
-                logger.load_state_dict({"run": str(paths.logs)})
+        if log_dir is not None and is_chief:
+            logger = stack.enter_context(closing(TensorBoard(log_dir, update_freq="batch")))
+            if resume is not None:
+                logger.load_state_dict({"run": str(log_dir)})
         rows = trainer.args.train_batch_size * config.accumulate
         shown = bar if is_chief else None
         recorder = HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
         trainer.add_callback(recorder)
-        trainer.train(resume_from_checkpoint=None if paths.resume is None else str(paths.resume))
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         fingerprint = trainer.fingerprint()
         tested: Any = trainer.predict(task.test.sorted_by_length(), metric_key_prefix="test").metrics
         trained = trained_parameters(task.model)
         model: Any = trainer.model
         if config.lora is not None:
             model = model.merge_and_unload()  # of peft: adds the adapters to the weights
-        run_on_chief(strategy.workers, "write the model", lambda: _write(paths, model, task))
+        if output_dir is not None:
+            run_on_chief(strategy.workers, "write the model", lambda: _write(output_dir, model, task))
         history, f1 = recorder.history, recorder.history.history["val_f1"]
         return ReviewsResult(
             source=task.table.source,
@@ -133,10 +129,9 @@ def train_reviews(
         )
 
 
-def _write(paths: RunPaths, model: Any, task: ReviewsTask) -> None:
-    if paths.model is not None:
-        model.save_pretrained(paths.model)
-        task.tokenizer.save_pretrained(paths.model)
+def _write(folder: Path, model: Any, task: ReviewsTask) -> None:
+    model.save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
 
 
 def classify(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: int) -> tuple[Classified, ...]:
