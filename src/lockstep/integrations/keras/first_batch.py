@@ -31,25 +31,18 @@ _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 _METRIC_TOLERANCE = 2e-2
 
 
-def check_first_batch(
-    model: Any,
-    variables: ModelVariables,
-    data: Any,
-    run: Callable[[Callable[[Any, int], Changes]], list[Changes]],
-    rows: int,
-) -> None:
+def check_first_batch(step: Step, data: Any, run: Callable[[Callable[[Any, int], Changes]], list[Changes]]) -> None:
     """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
-        model: a compiled model, whose variables stay as they are.
-        variables: its variables.
+        step: a step of a compiled model, whose variables stay as they are.
         data: the whole batch.
         run: runs a step in each local replica, on its shard of the batch.
-        rows: of the batch.
     """
+    model, variables, rows = step.model, step.variables, step.rows
     whole = _changes_of_whole(model, variables, data, rows)
     with torch.no_grad():
-        sums = list(variables.sum_changes(run(Step(model=model, variables=variables, rows=rows).evaluate)))
+        sums = list(variables.sum_changes(run(step.evaluate)))
     states = {id(each): (change, whole[id(each)]) for each, change in sums}
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
     if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):

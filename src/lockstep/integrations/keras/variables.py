@@ -24,6 +24,7 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from torch import Tensor
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
 from lockstep.integrations.keras.torch_modules import buffer_variables
@@ -139,12 +140,10 @@ class ModelVariables:
         Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
         """
         first, sums = changes[0], self._sums(changes)
-        gradients = [sums[each.value.dtype].next_like(each.value) for each in self.trainable[: len(first.used)]]
+        gradients = [_next_part(sums, each.value) for each in self.trainable[: len(first.used)]]
         with torch.no_grad():
-            for each in self.metrics:
-                each.value.add_(sums[each.value.dtype].next_like(each.value))
-            for each in first.added:
-                each.value.add_(sums[each.value.dtype].next_like(each.value))
+            for value in (each.value for each in (*self.metrics, *first.added)):
+                value.add_(_next_part(sums, value))
             for each, by in zip(self.seeds, first.drawn, strict=True):
                 each.value.add_(by.to(each.value.device))
             for each, value in first.counted:
@@ -156,7 +155,7 @@ class ModelVariables:
         """The metrics and other variables that a step without gradients has changed, by how much. Changes nothing."""
         sums = self._sums(changes)
         for each in (*self.metrics, *changes[0].added):
-            yield each, sums[each.value.dtype].next_like(each.value)
+            yield each, _next_part(sums, each.value)
 
     def _sums(self, changes: Sequence[Changes]) -> dict[torch.dtype, _Parts]:
         return {
@@ -170,7 +169,11 @@ class ReplicaVariables:
 
     def __init__(self, model: ModelVariables, scope: Any, device: torch.device, copies: dict[int, Tensor], number: int):
         self._model, self._scope, self._number = model, scope, number
-        values = scope.state_mapping
+        with DisableTorchFunction():  # the replica's function modes would only pass on some thousand calls
+            self._enter(device, copies)
+
+    def _enter(self, device: torch.device, copies: dict[int, Tensor]) -> None:
+        model, values, number = self._model, self._scope.state_mapping, self._number
         values.update((id(each), copies.get(id(each), each.value)) for each in model.others)
         for each in model.trainable:
             values[id(each)] = copies.get(id(each), each.value.detach()).detach().requires_grad_()
@@ -185,6 +188,10 @@ class ReplicaVariables:
 
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
         """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
+        with DisableTorchFunction(), torch.no_grad():
+            return self._changes(gradients, share)
+
+    def _changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
         model, values = self._model, self._scope.state_mapping
         owned = (*model.others, *model.trainable)
         changed = [each for each in owned if values[id(each)] is not self._before[id(each)]]
@@ -201,7 +208,7 @@ class ReplicaVariables:
         ]
         flat: dict[torch.dtype, list[Tensor]] = {}
         for like, part in parts:
-            counts = part.detach() if share else torch.zeros_like(part)
+            counts = part if share else torch.zeros_like(part)
             flat.setdefault(like.dtype, []).append(counts.to(like.dtype).reshape(-1))
         return Changes(
             used=[gradient is not None for gradient in gradients],
@@ -263,3 +270,7 @@ class _Parts:
         """The next part, with the shape and on the device of ``value``."""
         begin, self._at = self._at, self._at + value.numel()
         return self._flat[begin : self._at].view(value.shape).to(value.device)
+
+
+def _next_part(parts: dict[torch.dtype, _Parts], value: Tensor) -> Tensor:
+    return parts[value.dtype].next_like(value)
