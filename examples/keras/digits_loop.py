@@ -32,7 +32,7 @@ def main() -> None:
     )
     train, test = DataLoader(train, args.batch_size, shuffle=True), DataLoader(test, args.batch_size)
 
-    devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
+    devices = ls.config.request_devices(args.devices) if args.devices else None
     strategy = ls.MirroredStrategy(devices)
     with strategy.scope():
         # By default batch norm uses the statistics of each replica's shard; this uses those of the whole batch.

@@ -34,7 +34,7 @@ def main() -> None:
     train = MaskedLines(text.train, tokenizer, args, shuffled=True)
     valid, test = (MaskedLines(lines, tokenizer, args) for lines in (text.valid, text.test))
 
-    devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
+    devices = ls.config.request_devices(args.devices) if args.devices else None
     with ls.MirroredStrategy(devices).scope():
         model = distribute(build(args.vocabulary, args.dropout))
     rate = keras.optimizers.schedules.PolynomialDecay(args.learning_rate, args.epochs * len(train), 0.0)

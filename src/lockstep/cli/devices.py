@@ -45,7 +45,7 @@ def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
     """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default."""
     if spec is None:
         return config.resolve_devices(None)
-    return config.apply_device_request(config.parse_device_request(spec))
+    return config.request_devices(spec)
 
 
 def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
