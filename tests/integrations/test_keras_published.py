@@ -131,6 +131,18 @@ def test_a_step_that_draws_numbers_is_not_refused(make_strategy: MakeStrategy):
     assert history["own"][0] > 0.0
 
 
+def test_a_rerun_with_one_strategy_has_the_same_bits(make_strategy: MakeStrategy):
+    strategy, weights = make_strategy(2), []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        model = distribute(Noisy(), strategy)
+        model.compile("sgd", KERAS.entropy())
+        model.fit(KERAS.X, KERAS.LABELS, verbose=0)
+        weights.append(model.get_weights())
+
+    assert KERAS.largest_difference(*weights) == 0.0
+
+
 class AlwaysNoisy(keras.layers.Layer):
     def __init__(self) -> None:
         super().__init__()

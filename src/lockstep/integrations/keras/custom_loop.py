@@ -181,11 +181,12 @@ class CustomSteps:
 
     Attributes:
         models: the models that the strategy has.
+        default_generators: the random numbers of layers without a seed.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.models: WeakSet[Any] = WeakSet()
-        self._default_generators = DefaultGenerators(strategy)
+        self.default_generators = DefaultGenerators(strategy)
         strategy.surround_steps(self._surround)
 
     @contextmanager
@@ -198,7 +199,7 @@ class CustomSteps:
             yield nullcontext
             return
         own_step = step if isinstance(step, OwnStep) else None
-        generators = self._default_generators.generators()
+        generators = self.default_generators.generators()
         steps: dict[int, StepVariables] = {}
         kept: set[int] = set()
 
@@ -234,11 +235,14 @@ class CustomSteps:
 _custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
 
 
-def allow_custom_steps(model: Any, strategy: Strategy) -> None:
-    """Has the steps that a strategy runs train a model as ``fit`` would."""
+def allow_custom_steps(model: Any, strategy: Strategy) -> DefaultGenerators:
+    """Has the steps that a strategy runs train a model as ``fit`` would. Returns the strategy's random numbers."""
     if strategy not in _custom_steps:
         _custom_steps[strategy] = CustomSteps(strategy)
-    _custom_steps[strategy].models.add(model)
+    steps = _custom_steps[strategy]
+    steps.models.add(model)
+    steps.default_generators.begin_anew()
+    return steps.default_generators
 
 
 def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:

@@ -84,20 +84,20 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         return model
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
-    object.__setattr__(model, "_distribution", Distribution(strategy))  # which Keras does not track
+    distribution = Distribution(strategy, allow_custom_steps(model, strategy))
+    object.__setattr__(model, "_distribution", distribution)  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
     model.train_function = model.test_function = model.predict_function = None
-    allow_custom_steps(model, strategy)
     return model
 
 
 class Distribution:
     """A strategy, and what has been seen of the model that it trains."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, default_generators: DefaultGenerators) -> None:
         self.strategy = strategy
-        self._default_generators = DefaultGenerators(strategy)
+        self._default_generators = default_generators
         self.first_batch_is_checked = False  # since the model was compiled
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
@@ -332,7 +332,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if name == "train_step" and not distribution.first_batch_is_checked and rows > 1 and replicas > 1:
             at = (0, min(rows, replicas * _COMPARED_ROWS))
             some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
-            check_own_step(step, distribution.strategy, some, distribution.divide(some))
+            check_own_step(self, step, distribution.strategy, some, distribution.divide(some))
             distribution.first_batch_is_checked = True
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)

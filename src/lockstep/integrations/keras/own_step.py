@@ -114,10 +114,18 @@ class _FixedDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_random(func) and "dropout" in func.__name__ and args:
             return args[0]
-        drawn = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in (torch.argsort, Tensor.argsort):  # by which Keras shuffles
+            return _in_order(*args, **kwargs)
+        drawn = func(*args, **kwargs)
         if not is_random(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
             return drawn
         return torch.arange(drawn.numel(), device=drawn.device) if func is torch.randperm else drawn.fill_(0.5)
+
+
+def _in_order(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """``argsort``, which leaves equal numbers in their order."""
+    return torch.sort(input, dim=dim, descending=descending, stable=True).indices
 
 
 class WholeGradients(TorchFunctionMode):

@@ -12,6 +12,7 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,25 +64,36 @@ def seed_of_replica(state: Tensor, number: int) -> Tensor:
 
 
 class DefaultGenerators:
-    """Keras's global seed generators, which layers draw from that give no seed: one for each local replica.
+    """The random numbers of layers that give no seed: torch's in the replicas, and Keras's global seed generators.
 
-    Keras makes one in each thread, with a seed from Python's generator. Inside a ``StatelessScope`` its state would not
-    be kept, so that it gave the same numbers at every step.
+    There is one of each for each local replica. Keras makes a seed generator in each thread, with a seed from Python's
+    generator. Inside a ``StatelessScope`` its state would not be kept, so that it gave the same numbers at every step.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._first, self._number = strategy.workers.first_replica, len(strategy.devices)
-        self._seed: int | None = None
-        self._generators: list[Any] = []
+        self._strategy = strategy
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Begins with numbers that follow from the present state of torch's generator, as does torch's own.
+
+        So a program that calls ``keras.utils.set_random_seed`` has the same numbers again in one process.
+        """
+        self._seed = torch.initial_seed()
+        self._begin(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
     def generators(self) -> Sequence[Any]:
         """The generators; new ones after ``keras.utils.set_random_seed``, which sets torch's seed too."""
-        seed = torch.initial_seed()
-        if seed != self._seed:
-            numbers = range(self._first, self._first + self._number)
-            self._generators = [keras.random.SeedGenerator((seed + seed_offset(each)) % 2**31) for each in numbers]
-            self._seed = seed
+        if torch.initial_seed() != self._seed:
+            self._seed = torch.initial_seed()
+            self._begin(self._seed)
         return self._generators
+
+    def _begin(self, seed: int) -> None:
+        first, number = self._strategy.workers.first_replica, len(self._strategy.devices)
+        self._strategy.generators.begin(seed, first)
+        seeds = ((seed + seed_offset(each)) % 2**31 for each in range(first, first + number))
+        self._generators = [keras.random.SeedGenerator(each) for each in seeds]
 
 
 class ModelVariables:
