@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[tuple[float, float]], 
     """Trains and tests. Returns loss and accuracy of every training step, and the trained network."""
     args = parse_arguments(argv)
     dtype = torch.float64 if args.float64 else torch.float32
-    devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
+    devices = ls.config.request_devices(args.devices) if args.devices else None
     strategy = ls.MirroredStrategy(devices, seed=0)
     # MobileNetV2 with a hidden layer of 512 before the output, and global batches of (images, labels).
     config = ImagesConfig(data=args.data, size=args.size, batch_size=args.batch_size, hidden=512, valid_fraction=0.0)

@@ -29,7 +29,7 @@ import lockstep as ls
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains and tests. Returns the test loss and accuracy."""
     args = parse_arguments(argv)
-    devices = ls.config.apply_device_request(ls.config.parse_device_request(args.devices)) if args.devices else None
+    devices = ls.config.request_devices(args.devices) if args.devices else None
     strategy = ls.MultiWorkerMirroredStrategy(devices, seed=0)  # waits for all workers
     train, test = digits(args.batch_size)
     with strategy.scope():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep import console
-from lockstep.report import epochs_table, metrics_line, text_table
+from lockstep.console import text_table
+from lockstep.report import epochs_table, metrics_line
 from lockstep.train.logs import EpochTiming, History
 
 

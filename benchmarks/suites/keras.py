@@ -1,4 +1,4 @@
-"""Suite ``keras``: a Keras model on our replicas beside Keras on torch alone, and on TensorFlow's MirroredStrategy."""
+"""Suite ``keras``: a Keras program on our replicas, on one device, and on TensorFlow's MirroredStrategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.frameworks import PROGRAMS, peers_of
+from benchmarks.frameworks import ENVIRONMENTS, PROGRAMS, peers_of
 from benchmarks.harness import run_rounds, trials_of
 from benchmarks.programs import Program
 from benchmarks.report import Report, Section, columns, report_of
@@ -16,26 +16,35 @@ from benchmarks.trial import Conditions, Contender, Pace, Role, select_contender
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
 
 PACE = Pace(warm_up=3, steps=12, rounds=3)
-LIMITS = {"keras": 0.85, "tensorflow-2": 1.0}
+LIMITS = {"keras": 0.85, "tensorflow-2 fit": 1.0, "tensorflow-2": 1.0}
 """The step time of two replicas over that of each other."""
 
 
 def contenders(workload: str) -> list[Contender]:
-    """Ours on two and four replicas, Keras alone, and TensorFlow where it has an environment."""
+    """Ours on two and four replicas, Keras alone, and TensorFlow, by the same program and by a loop of its own."""
+    tensorflow = ENVIRONMENTS / "tensorflow" / "bin" / "python"
     return [
-        _on_torch("lockstep-2", "distribute, MirroredStrategy, CPU split in 2", 2, "ours"),
-        _on_torch("lockstep-4", "distribute, MirroredStrategy, CPU split in 4", 4, "ours"),
-        _on_torch("keras", "Keras's own step, all cores as intra-op threads", 0, "baseline"),
+        _fit("lockstep-2", "torch", "distribute, MirroredStrategy, CPU split in 2", 2, "ours"),
+        _fit("lockstep-4", "torch", "distribute, MirroredStrategy, CPU split in 4", 4, "ours"),
+        _fit("keras", "torch", "Keras's own step, all cores as intra-op threads", 0, "baseline"),
+        _fit("tensorflow-2 fit", "tensorflow", "MirroredStrategy on 2 logical CPU devices", 2, "peer", tensorflow),
         *(each for each in peers_of(workload) if each.name in LIMITS),
     ]
 
 
-def _on_torch(name: str, settings: str, replicas: int, role: Role) -> Contender:
-    variables = {"KERAS_BACKEND": "torch", "LOCKSTEP_REPLICAS": str(replicas)}
-    program = Program(python=Path(sys.executable), script=PROGRAMS / "train_keras.py", variables=variables)
-    how = f"Keras on torch, {settings}, one process, Model.train_on_batch, NHWC"
+def _fit(
+    name: str, backend: str, settings: str, replicas: int, role: Role, python: Path = Path(sys.executable)
+) -> Contender:
+    """The program ``train_keras.py`` on one backend of Keras."""
+    variables = {"KERAS_BACKEND": backend, "REPLICAS": str(replicas), "TF_CPP_MIN_LOG_LEVEL": "2"}
     return Contender(
-        name=name, settings=how, launcher=program, replicas=max(1, replicas), layout="framework", role=role
+        name=name,
+        settings=f"Keras on {backend}, {settings}, one process, Model.fit, NHWC",
+        launcher=Program(python=python, script=PROGRAMS / "train_keras.py", variables=variables),
+        replicas=max(1, replicas),
+        layout="framework",
+        role=role,
+        peer=backend if role == "peer" else "",
     )
 
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
+GAP = "  "  # between the columns of a table
 _NO_BREAK = "\xa0"  # textwrap breaks lines at spaces, and not here
 
 Output = Literal["terminal", "notebook", "file"]
@@ -66,6 +67,36 @@ def items_that_fit(items: Sequence[str], columns: int) -> list[str]:
             break
         fitting.append(item)
     return fitting
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Sets cells in columns under a rule of dashes; a column of numbers is aligned to the right.
+
+    Columns that a terminal has no space for follow in another table below, which repeats the first column.
+    """
+    available = width()
+    blocks: list[list[list[str]]] = [[]]
+    for cells in zip(headings, *rows, strict=True):
+        size = max(map(len, cells))
+        align = str.rjust if all(map(is_number, cells[1:])) else str.ljust
+        heading, *others = (align(cell, size) for cell in cells)
+        column = [heading, "-" * size, *others]
+        beside = sum(len(each[0]) + len(GAP) for each in blocks[-1])
+        if available is not None and len(blocks[-1]) > 1 and beside + size > available:
+            blocks.append([blocks[0][0]])
+        blocks[-1].append(column)
+    tables = ("\n".join(GAP.join(cells).rstrip() for cells in zip(*block, strict=True)) for block in blocks)
+    return "\n\n".join(tables)
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell of a table is a number, or stands for one."""
+    text = cell.replace(",", "").removesuffix("%")
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
 
 
 def write_line(text: str) -> None:

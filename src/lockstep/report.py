@@ -1,4 +1,4 @@
-"""Tables and curves of a run: text and Markdown tables, and the curves as a PNG.
+"""The table and the curves of a run, and tables in Markdown.
 
 The PNG is made with matplotlib's object interface: no window, no pyplot state, no settings of the caller touched.
 """
@@ -27,29 +27,6 @@ _COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 
 
-_GAP = "  "
-
-
-def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Sets cells in columns under a rule of dashes; a column of numbers is aligned to the right.
-
-    Columns that a terminal has no space for follow in another table below, which repeats the first column.
-    """
-    width = console.width()
-    blocks: list[list[list[str]]] = [[]]
-    for cells in zip(headings, *rows, strict=True):
-        size = max(map(len, cells))
-        align = str.rjust if all(map(_is_number, cells[1:])) else str.ljust
-        heading, *others = (align(cell, size) for cell in cells)
-        column = [heading, "-" * size, *others]
-        beside = sum(len(each[0]) + len(_GAP) for each in blocks[-1])
-        if width is not None and len(blocks[-1]) > 1 and beside + size > width:
-            blocks.append([blocks[0][0]])
-        blocks[-1].append(column)
-    tables = ("\n".join(_GAP.join(cells).rstrip() for cells in zip(*block, strict=True)) for block in blocks)
-    return "\n\n".join(tables)
-
-
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; a column of numbers is aligned to the right.
 
@@ -60,17 +37,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
         | ours | 1 |
     """
     columns = zip(headings, *rows, strict=True)
-    rule = ["---:" if all(map(_is_number, cells)) else "---" for _, *cells in columns]
+    rule = ["---:" if all(map(console.is_number, cells)) else "---" for _, *cells in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
-
-
-def _is_number(cell: str) -> bool:
-    text = cell.replace(",", "").removesuffix("%")
-    try:
-        float(text)
-    except ValueError:
-        return text in ("", "-")
-    return True
 
 
 def epochs_table(history: History) -> str:
@@ -85,7 +53,7 @@ def epochs_table(history: History) -> str:
         [str(epoch + 1), *(_format(name, by[epoch]) if epoch in by else "-" for name, by in columns.items())]
         for epoch in history.epoch
     ]
-    return text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in columns)], rows)
+    return console.text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in columns)], rows)
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:

@@ -55,6 +55,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "curves",
     ]
     assert "train 35, valid 4, test 4 images; 1 broken image skipped" in done.stdout
+    assert done.stdout.count("fingerprint ") == 1
     assert "3 replicas against one device in plain PyTorch" in done.stdout
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (tmp_path / "out" / "model").iterdir()} == {

@@ -119,9 +119,8 @@ def test_devices_that_could_not_be_resolved_are_not_in_use(cpu):
 
 
 def test_the_notation_of_the_command_line_reaches_the_registry():
-    request = config.parse_device_request("cpu:4")
     assert config.list_logical_devices("CPU")[1:] == []
-    assert config.apply_device_request(request) == tuple(config.list_logical_devices("CPU"))
+    assert config.request_devices("cpu:4") == tuple(config.list_logical_devices("CPU"))
     assert len(config.resolve_devices(["cpu:3", "cpu:0"])) == 2
 
 

@@ -196,22 +196,25 @@ def test_data_that_keras_takes(data: Callable[[], Any], make_strategy: MakeStrat
     assert KERAS.largest_difference(*weights) < EXACT
 
 
-def test_a_rerun_with_dropout_has_the_same_bits_and_each_replica_draws_its_own_mask(make_strategy: MakeStrategy):
+@pytest.mark.parametrize("own_code", [False, True])
+def test_a_rerun_with_dropout_has_the_same_bits_and_each_replica_draws_its_own_mask(
+    own_code: bool, make_strategy: MakeStrategy
+):
     masks: list[Any] = []
 
-    def noted(x: Any) -> Any:
-        masks.append(x.detach().numpy() == 0)
-        return x
+    def noted(y_true: Any, y_pred: Any) -> Any:
+        masks.append(y_pred.detach().numpy() == 0)
+        return y_true[:, 0] * 0
 
     runs = []
     for _ in range(2):
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Lambda(noted)])
-        model.add(keras.layers.Dense(3))
-        compiled(distribute(model, make_strategy(2)))
-        model.train_on_batch(KERAS.X[:8], KERAS.LABELS[:8])
+        dropout = keras.layers.Lambda(torch.nn.functional.dropout) if own_code else keras.layers.Dropout(0.5)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), dropout])
+        compiled(distribute(model, make_strategy(2)), loss="mse", metrics=[noted])
+        model.train_on_batch(KERAS.X[:8], KERAS.X[:8])
         trained, masks = masks[-2:], []
-        model.fit(KERAS.X, KERAS.LABELS, batch_size=34, epochs=2, verbose=0)
+        model.fit(KERAS.X, KERAS.X, batch_size=34, epochs=2, verbose=0)
         runs.append(model.get_weights())
 
     assert KERAS.largest_difference(*runs) == 0.0
@@ -273,6 +276,28 @@ def test_numbers_that_are_drawn_without_a_seed_differ_by_step_and_replica_and_re
 
     assert runs[0] == runs[1]
     assert len({tuple(each) for each in runs[0]}) == 4
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.Dropout(0.5),
+        lambda: keras.layers.MixUp(),  # draws from a beta distribution
+        lambda: keras.layers.Lambda(torch.nn.functional.dropout),
+    ],
+    ids=["dropout", "mix_up", "own code"],
+)
+def test_layers_that_draw_from_torch_s_default_generator_draw_from_the_replica_s(
+    layer: Callable[[], Any], make_strategy: MakeStrategy
+):
+    model = keras.Sequential([keras.Input((10, 10, 3)), layer(), keras.layers.Flatten(), keras.layers.Dense(3)])
+    compiled(distribute(model, make_strategy(2)))
+    before = torch.get_rng_state()
+
+    for _ in range(2):
+        model.train_on_batch(KERAS.IMAGES[:8], KERAS.LABELS[:8])
+
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_with_replicas_given_the_bits_are_the_same_on_any_devices(split_cpu: Callable[[int], tuple[Any, ...]]):

@@ -67,6 +67,21 @@ class UnknownMetric(Alone):
         return {"loss": TRACKER.result()}
 
 
+class Summed(Alone):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        keras.ops.sum(self(data[0]) ** 2).backward()
+        self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {}
+
+
+class Counting(Alone):
+    steps = 0
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.steps += 1
+        return {}
+
+
 class HiddenSuper(Alone):
     def train_step(self, data: Any) -> dict[str, Any]:
         step: Callable[..., Any] = getattr(super(), "train" + "_step")
@@ -75,14 +90,57 @@ class HiddenSuper(Alone):
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [(BackwardOfTorch, "loss.backward"), (UnknownMetric, "of_all_models"), (HiddenSuper, "super")],
+    [
+        (BackwardOfTorch, "loss.backward"),
+        (UnknownMetric, "of_all_models"),
+        (Summed, "Summed.train_step"),
+        (Counting, "'steps'"),
+        (HiddenSuper, "super"),
+    ],
 )
 def test_steps_that_would_have_other_numbers_are_refused(kind: Any, named: str, make_strategy: MakeStrategy):
     model = distribute(kind(), make_strategy(2))
     model.compile("sgd", KERAS.entropy())
 
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises((ConfigError, UsageError), match=named) as refused:
         model.fit(KERAS.X, KERAS.LABELS, verbose=0)
+
+    assert "\n" not in str(refused.value)
+
+
+class Noisy(Alone):
+    """Draws numbers in all ways, which are others in each replica; shuffles rows, which stay in their shard."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        x = x + 0.1 * keras.random.normal(x.shape) + 0.1 * torch.randn(x.shape)
+        x = 0.5 * (x + x[torch.randperm(len(x))])
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=keras.ops.tanh(torch.nn.functional.dropout(self(x), 0.1)))
+        loss.backward()
+        self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {"own": loss}
+
+
+def test_a_step_that_draws_numbers_is_not_refused(make_strategy: MakeStrategy):
+    model = distribute(Noisy(), make_strategy(3))
+    model.compile("sgd", KERAS.entropy())
+
+    history = model.fit(KERAS.X, KERAS.LABELS, verbose=0).history
+
+    assert history["own"][0] > 0.0
+
+
+def test_a_rerun_with_one_strategy_has_the_same_bits(make_strategy: MakeStrategy):
+    strategy, weights = make_strategy(2), []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        model = distribute(Noisy(), strategy)
+        model.compile("sgd", KERAS.entropy())
+        model.fit(KERAS.X, KERAS.LABELS, verbose=0)
+        weights.append(model.get_weights())
+
+    assert KERAS.largest_difference(*weights) == 0.0
 
 
 class AlwaysNoisy(keras.layers.Layer):

@@ -134,3 +134,28 @@ def test_settings_that_cannot_be_used(strategy: MirroredStrategy) -> None:
     synced = strategy.mirror(Net(), sync_batchnorm=True)
     with pytest.raises(ConfigError, match="meets other replicas in its forward"):
         synced.compile_as(Compilation())
+
+
+def test_a_function_that_the_step_calls_is_not_compiled_at_every_call(strategy: MirroredStrategy) -> None:
+    graphs = []
+
+    def noted(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=noted, dynamic=True)
+    def gated(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight) * torch.sigmoid(x)
+
+    mirrored = strategy.mirror(nn.Linear(8, 8, bias=False))
+
+    def forward(x: Tensor) -> Tensor:
+        return gated(x, next(mirrored.parameters()))
+
+    for rows in (8, 8, 6, 10, 12, 14):
+        x = torch.randn(rows, 8)
+        (batch,) = strategy.distribute_dataset([x])
+        found = strategy.gather(strategy.run(forward, (batch,)), axis=0)
+        torch.testing.assert_close(found, (x @ mirrored.weight) * torch.sigmoid(x))
+
+    assert len(graphs) <= 4  # each replica at most for a first shape, and once more for all others

@@ -99,11 +99,12 @@ def test_class_and_sample_weights_multiply_the_losses(make_strategy: MakeStrateg
     assert_close(weights(model), expected)
 
 
-def test_class_weight_reads_one_hot_targets(make_strategy: MakeStrategy):
+def test_class_weight_reads_one_hot_targets_and_numbers_of_numpy(make_strategy: MakeStrategy):
     x, y = rows()
     model, other = make_model(make_strategy(2)), make_model(make_strategy(2))
-    for each, targets in ((model, y), (other, nn.functional.one_hot(y, 3).float())):
-        each.fit(x, targets, shuffle=False, class_weight=CLASSES, verbose=0)
+    of_numpy = dict(zip(np.arange(3), np.float32(list(CLASSES.values())), strict=True))
+    for each, targets, factors in ((model, y, CLASSES), (other, nn.functional.one_hot(y, 3).float(), of_numpy)):
+        each.fit(x, targets, shuffle=False, class_weight=factors, verbose=0)  # type: ignore[arg-type]  # NumPy's numbers
     assert_close(weights(model), weights(other))
 
 

@@ -215,7 +215,8 @@ def test_the_live_line_shows_what_has_arrived(monkeypatch: pytest.MonkeyPatch):
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(progress._TerminalBar, "first_s", 0.0)
+    monkeypatch.setattr(progress._TerminalBar, "every_s", 0.0)
     with on_gpus(metrics=accuracy(), lags=True) as (model, driver), redirect_stdout(Terminal()) as terminal:
         between = Between(lambda: driver.waits)
         model.fit(batches(6), callbacks=[between])

@@ -163,7 +163,7 @@ def masked_division(scores: Tensor, target: Tensor) -> Tensor:
 def masked_division_of_at_least_one(scores: Tensor, target: Tensor) -> Tensor:
     mask = (target != -100).double()
     losses = F.cross_entropy(scores.transpose(1, 2), target, reduction="none") * mask
-    return torch.sum(input=losses) / mask.sum().clamp(min=1)
+    return torch.neg(input=-torch.sum(input=losses) / mask.sum().clamp(min=1)) * 1.0
 
 
 def mean_of_chosen(scores: Tensor, target: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep import console
 from lockstep.cli.app import COMMANDS
 from lockstep.cli.devices import take_devices
 from lockstep.cli.flags import BenchDevicesFlag, CommandsHelp, FolderFlag, Nested, check_file, check_folder, command
@@ -97,12 +98,11 @@ class BenchScaling:
 
 def _say_scaling(sample: Sample, done: int, planned: int) -> None:
     record, configuration = sample.record, sample.configuration
-    print(
+    line = (
         f"{done:3d}/{planned}  round {sample.round + 1}  {configuration.name:<29} batch {configuration.batch_size:4d}  "
-        f"{median(record.step_ms):8.1f} ms a step  {record.examples_per_s:9,.1f} examples/s  "
-        f"loss {record.loss:.4f}",
-        flush=True,
+        f"{median(record.step_ms):8.1f} ms a step  {record.examples_per_s:9,.1f} examples/s  loss {record.loss:.4f}"
     )
+    print(console.fill(line), flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

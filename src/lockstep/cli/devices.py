@@ -12,9 +12,9 @@ from lockstep import config
 from lockstep.cli.flags import DevicesFlag, command
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.config import LogicalDevice, resolve_devices
+from lockstep.console import text_table
 from lockstep.replicas.device.driver import gpu_driver
 from lockstep.replicas.device.memory import MB
-from lockstep.report import text_table
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy, own_devices
@@ -45,7 +45,7 @@ def take_devices(spec: str | None) -> tuple[config.LogicalDevice, ...]:
     """The logical devices for the value of ``--devices``, divided as it says; None means a strategy's default."""
     if spec is None:
         return config.resolve_devices(None)
-    return config.apply_device_request(config.parse_device_request(spec))
+    return config.request_devices(spec)
 
 
 def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:

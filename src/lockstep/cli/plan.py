@@ -10,6 +10,7 @@ import typer
 
 from lockstep import console
 from lockstep.cli.flags import GroupedHelp, command, flag_name
+from lockstep.console import text_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep.plan.cost import Prediction
@@ -19,7 +20,6 @@ from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_so
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
 from lockstep.plan.software import PRECISIONS, PrecisionName
-from lockstep.report import text_table
 
 _SEQUENCES_PER_DEVICE = 8
 

@@ -255,7 +255,7 @@ class TrainingCommand(ABC):
         ]
         if self.quiet:  # else it stands below the epochs, where fit writes it
             lines.append(f"fingerprint {result.fingerprint}")
-        print("\n".join(lines))
+        _say("\n".join(lines))
 
     def _settings(self) -> str:
         """When the run ended, the versions, and every setting that is not None, for the curves."""

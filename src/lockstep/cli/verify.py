@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep import console
 from lockstep.cli.flags import BEFORE_A_PROGRAM, command
 from lockstep.verify.config import Program, VerifyConfig
 from lockstep.verify.report import render
@@ -51,7 +52,7 @@ class Verify:
         program = find_program(self.program, tuple(self.arguments or ()))
         config = VerifyConfig(program=program, steps=self.steps, devices=self.devices, timeout_s=self.timeout_s)
         report = run_verification(config, progress=None if self.quiet else _print_progress)
-        print(render(report))
+        print(console.fill(render(report)))
         return 0 if report.sound else 1
 
 

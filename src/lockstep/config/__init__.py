@@ -23,8 +23,8 @@ from lockstep.config.request import DeviceName, DeviceRequest, apply_request, pa
 
 __all__ = [
     "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
-    "apply_device_request", "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
-    "parse_device_request", "release_devices", "resolve_devices", "set_logical_device_configuration",
+    "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
+    "parse_device_request", "release_devices", "request_devices", "resolve_devices", "set_logical_device_configuration",
 ]  # fmt: skip
 
 # A machine's devices exist once per process, and so does their division.
@@ -82,9 +82,22 @@ def release_devices(devices: Sequence[LogicalDevice]) -> None:
     _registry.release(devices)
 
 
-def apply_device_request(request: DeviceRequest) -> tuple[LogicalDevice, ...]:
-    """Divides devices as ``request`` asks, and returns the logical devices to make a strategy of."""
-    return apply_request(_registry, request)
+def request_devices(text: str) -> tuple[LogicalDevice, ...]:
+    """Divides devices as a program's user asks, and returns the logical devices to make a strategy of.
+
+    Args:
+        text: what is said on a command line: ``"gpu"`` or ``"cpu"`` for all of them; ``"cpu:4"`` for the CPU divided by
+            four; ``"gpu:4x2048"`` for four shares of 2048 MB of the first GPU; or names, ``"gpu:0,gpu:2"``.
+
+    Raises:
+        ConfigError: another form, an unknown device, or one that is in use and divided in another way.
+
+    Example:
+        >>> import lockstep as ls
+        >>> [device.name for device in ls.config.request_devices("cpu:0")]
+        ['cpu:0']
+    """
+    return apply_request(_registry, parse_device_request(text))
 
 
 if not TYPE_CHECKING:  # which takes a module that has this for one that has every name

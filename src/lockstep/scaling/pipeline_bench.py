@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.atomic_files import atomic_write
 from lockstep.checks import check_choice, check_least
+from lockstep.console import text_table
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import (
     SCHEDULES,
@@ -32,7 +33,7 @@ from lockstep.parallel.pipeline_config import (
 from lockstep.parallel.pipeline_trace import ActionKind, Orders, PipelineTrace, simulate, textbook_bubble
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.model import new_bert
-from lockstep.report import markdown_table, text_table
+from lockstep.report import markdown_table
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.plots import draw_pipelines
 

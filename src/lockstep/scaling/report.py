@@ -14,8 +14,8 @@ from typing import Any
 
 from lockstep import console
 from lockstep.atomic_files import atomic_write
+from lockstep.console import text_table
 from lockstep.extras import require
-from lockstep.report import text_table
 from lockstep.scaling.measure import GPU_PROFILED_STEPS, PARTS
 from lockstep.scaling.plots import draw_scaling
 from lockstep.scaling.runner import Row, ScalingResult

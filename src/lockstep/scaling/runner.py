@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import lockstep as ls
-from lockstep.config import LogicalDevice, apply_device_request, parse_device_request
+from lockstep.config import LogicalDevice, request_devices
 from lockstep.errors import ClusterError, DataError, LockstepError
 from lockstep.scaling.machine import Machine, this_machine
 from lockstep.scaling.measure import Record, StepTimes, mean_times, measure
@@ -60,9 +60,7 @@ def _measure(
     if configuration.cores is not None:
         torch.set_num_threads(configuration.cores)
     # All cores as one device are divided in no other way.
-    logical = apply_device_request(
-        parse_device_request("cpu:1" if configuration.layout == "whole machine" else devices)
-    )
+    logical = request_devices("cpu:1" if configuration.layout == "whole machine" else devices)
     task = recipe.build(replace(config, batch_size=configuration.batch_size))
     timed_steps = min(settings.steps, len(task.train))
     with closing(ls.MirroredStrategy(logical[: configuration.replicas], seed=_SEED)) as strategy:

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -118,12 +119,12 @@ class Arrays(Dataset[Any]):
     def weighted(self, class_weight: Mapping[int, float]) -> Arrays:
         """The same with the sample weights multiplied by the weight of each row's class, 1 for a class without one."""
         classes = _classes(self.columns[1])
-        for key, weight in class_weight.items():
-            if isinstance(key, bool) or not isinstance(key, int) or not isinstance(weight, (int, float)):
-                raise ConfigError(f"class_weight has {key!r}: {weight!r}; give a dict of class number to weight")
+        factors: list[tuple[Any, Any]] = list(class_weight.items())
         weights = torch.ones(self.rows, device=classes.device)
-        for key, weight in class_weight.items():
-            weights[classes == key] = weight
+        for key, weight in factors:
+            if isinstance(key, bool) or not isinstance(key, Integral) or not isinstance(weight, Real):
+                raise ConfigError(f"class_weight has {key!r}: {weight!r}; give a dict of class number to weight")
+            weights[classes == int(key)] = float(weight)
         if len(self.columns) > 2:
             given = self.columns[2]
             weights = given * weights.to(given.device).reshape(-1, *[1] * (given.dim() - 1))

@@ -119,8 +119,8 @@ class CollectedOutputs:
 
     def __init__(self) -> None:
         self._spec: Any = None
-        self._columns: list[list[Tensor]] = []
-        self._rows: list[int] = []
+        self._shards: list[list[Tensor]] = []
+        self._rows: list[int] = []  # of each global batch
 
     def begin_batch(self) -> None:
         """Begins another global batch."""
@@ -136,19 +136,17 @@ class CollectedOutputs:
                     f"the module returned {kind} for {rows} rows; predict joins rows of tensors: return tensors whose "
                     f"first dimension is {rows}"
                 )
-        self._rows[-1] += rows
-        if self._spec is None:
-            self._spec, self._columns = spec, [[] for _ in leaves]
-        elif spec != self._spec:
+        if self._spec not in (None, spec):
             raise ConfigError(
                 f"the module returned {spec} after {self._spec}; predict needs one structure for all batches"
             )
-        for column, leaf in zip(self._columns, leaves, strict=True):
-            column.append(leaf.detach().cpu())
+        self._spec = spec
+        self._rows[-1] += rows
+        self._shards.append([leaf.detach().cpu() for leaf in leaves])
 
     def joined(self, workers: Communicator) -> Any:
         """The rows of all workers, with one tensor per leaf of the outputs, on the CPU. Every worker must call it."""
-        columns = [torch.cat(column) for column in self._columns]
+        columns = [torch.cat(column) for column in zip(*self._shards, strict=True)]
         # A worker without rows takes the structure of another one's.
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
         known = [each for each in all_gather_object(workers, "structure of the predictions", empty) if each is not None]

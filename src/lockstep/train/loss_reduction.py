@@ -55,7 +55,7 @@ class _Call(NamedTuple):
     @property
     def first(self) -> Any:
         """The tensor that it was called for."""
-        return self.args[0] if self.args else self.kwargs.get("input")
+        return self.args[0]
 
     @property
     def is_of_one_number(self) -> bool:
@@ -93,6 +93,8 @@ class ReductionTracer(TorchFunctionMode):
         if note is None:
             return func(*args, **kwargs)
         func = _OUT_OF_PLACE.get(func, func)
+        if not args:  # torch.sum(input=losses)
+            args = (kwargs.pop("input"),)
         result = func(*args, **kwargs)
         note(self, result, _Call(func, args, kwargs))
         return result

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep import console
 from lockstep._torch_compat import tree_leaves
 
-_GAP = "  "
 _LEAST_NAME = 12
 """Columns that the names of layers keep in the narrowest terminal."""
 _MIB = 2**20
@@ -32,12 +32,11 @@ def summary_table(module: nn.Module, shapes: Mapping[str, str], *, depth: int | 
     ]
     if not shapes:
         headings, rows = [headings[0], *headings[2:]], [[row[0], *row[2:]] for row in rows]
-    sizes = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     if width is not None:
-        sizes[0] = max(min(sizes[0], width - sum(sizes[1:]) - len(_GAP) * (len(sizes) - 1)), _LEAST_NAME)
-    cells = [headings, ["-" * size for size in sizes], *rows]
-    lines = [_GAP.join(map(_cell, row, sizes)) for row in cells]
-    return "\n".join([*(line.rstrip() for line in lines), "", *_sums(module)])
+        _, *others = zip(headings, *rows, strict=True)
+        longest = max(width - sum(max(map(len, column)) + len(console.GAP) for column in others), _LEAST_NAME)
+        rows = [[name if len(name) <= longest else name[: longest - 1] + "…", *numbers] for name, *numbers in rows]
+    return "\n".join([console.text_table(headings, rows), "", *_sums(module)])
 
 
 @contextmanager
@@ -75,12 +74,6 @@ def _layers(module: nn.Module, depth: int | None) -> Iterator[tuple[str, nn.Modu
         if is_last or own or not any(part.children()):
             numbers = [sum(each.numel() for each in own if each.requires_grad or kept) for kept in (True, False)]
             yield name or "(itself)", part, numbers[0], numbers[1]
-
-
-def _cell(text: str, size: int) -> str:
-    if len(text) > size:
-        text = text[: size - 1] + "…"
-    return text.rjust(size) if text.replace(",", "").isdecimal() else text.ljust(size)
 
 
 def _sums(module: nn.Module) -> Iterator[str]:

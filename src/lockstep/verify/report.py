@@ -6,7 +6,7 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from lockstep.report import text_table
+from lockstep.console import text_table
 from lockstep.verify.causes import Finding, explain
 from lockstep.verify.compare import KINDS, NOISE_FACTOR, Comparison, Difference, Tolerance
 from lockstep.verify.config import VerifyConfig

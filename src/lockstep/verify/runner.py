@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import apply_device_request, parse_device_request
+from lockstep.config import request_devices
 from lockstep.errors import ReplicaError
 from lockstep.parent_death import die_with_parent
 from lockstep.verify.config import Program, RunConfig, VerifyConfig
@@ -178,7 +178,7 @@ def _run_observed(config: VerifyConfig, run: RunConfig, recorder: Recorder, scra
     if changes.threads is not None:
         torch.set_num_threads(changes.threads)
     if config.devices is not None:
-        apply_device_request(parse_device_request(config.devices))
+        request_devices(config.devices)
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     if "numpy" in sys.modules:

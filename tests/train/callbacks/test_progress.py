@@ -33,7 +33,8 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal to redirect to, and a bar that draws every step however fast."""
-    monkeypatch.setattr(progress_module, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(progress_module._TerminalBar, "every_s", 0.0)
+    monkeypatch.setattr(progress_module._TerminalBar, "first_s", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
     return Terminal()

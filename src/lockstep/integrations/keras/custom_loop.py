@@ -54,17 +54,26 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
         keeps: whether a distributed model keeps a variable, such as statistics.
         default_seed: the variable of the replica's own default seed generator.
         sums_gradients: whether gradients are those of all replicas already in the step, as in a model's own.
+        is_compared: whether nothing is to be updated with the gradients, which are compared only.
 
     Attributes:
         assigned: the variables that the step has assigned, by id.
+        compared: the gradients that optimizers were given; None where they are not compared.
         sums_gradients: as given.
     """
 
     def __init__(
-        self, context: ReplicaContext, keeps: Callable[[Any], bool], default_seed: Any, *, sums_gradients: bool
+        self,
+        context: ReplicaContext,
+        keeps: Callable[[Any], bool],
+        default_seed: Any,
+        *,
+        sums_gradients: bool,
+        is_compared: bool,
     ) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
+        self.compared: list[list[Tensor | None]] | None = [] if is_compared else None
         self.sums_gradients = sums_gradients
         self._context, self._keeps, self._default_seed = context, keeps, default_seed
         self._is_summing = False
@@ -172,11 +181,12 @@ class CustomSteps:
 
     Attributes:
         models: the models that the strategy has.
+        default_generators: the random numbers of layers without a seed.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.models: WeakSet[Any] = WeakSet()
-        self._default_generators = DefaultGenerators(strategy)
+        self.default_generators = DefaultGenerators(strategy)
         strategy.surround_steps(self._surround)
 
     @contextmanager
@@ -189,7 +199,7 @@ class CustomSteps:
             yield nullcontext
             return
         own_step = step if isinstance(step, OwnStep) else None
-        generators = self._default_generators.generators()
+        generators = self.default_generators.generators()
         steps: dict[int, StepVariables] = {}
         kept: set[int] = set()
 
@@ -207,24 +217,32 @@ class CustomSteps:
             generator = generators[context.local_replica]
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
             steps[context.local_replica] = StepVariables(
-                context, keeps, generator.state, sums_gradients=own_step is not None
+                context,
+                keeps,
+                generator.state,
+                sums_gradients=own_step is not None,
+                is_compared=own_step is not None and own_step.is_compared,
             )
             with keras.device(str(context.device.torch_device)), steps[context.local_replica]:
                 yield
 
         yield in_replica
-        sizes = rows if own_step is None else own_step.sizes
-        _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
+        if own_step is None or not own_step.is_compared:
+            sizes = rows if own_step is None else own_step.sizes
+            _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
 
 
 _custom_steps: WeakKeyDictionary[Strategy, CustomSteps] = WeakKeyDictionary()
 
 
-def allow_custom_steps(model: Any, strategy: Strategy) -> None:
-    """Has the steps that a strategy runs train a model as ``fit`` would."""
+def allow_custom_steps(model: Any, strategy: Strategy) -> DefaultGenerators:
+    """Has the steps that a strategy runs train a model as ``fit`` would. Returns the strategy's random numbers."""
     if strategy not in _custom_steps:
         _custom_steps[strategy] = CustomSteps(strategy)
-    _custom_steps[strategy].models.add(model)
+    steps = _custom_steps[strategy]
+    steps.models.add(model)
+    steps.default_generators.begin_anew()
+    return steps.default_generators
 
 
 def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
@@ -277,6 +295,9 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
+        if step.compared is not None:
+            step.compared.append([None if each is None else each.detach().clone() for each in grads])
+            return None
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         strategy, shard = context.strategy, current_shard.get()
         assigned = [each for each in variables if id(each) in step.assigned]
@@ -293,7 +314,7 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
         parts = [step.part(each, shard.share) for each in assigned if shard is not None]
         context.meet(f"{self.name}.apply", (list(grads), parts), update)
-        step.forget(variables)
+        step.forget((*variables, *self.variables))
         return None
 
     return apply

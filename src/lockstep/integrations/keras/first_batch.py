@@ -8,46 +8,44 @@ maximum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import torch
 from torch import Tensor
 
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
+from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
+from lockstep.strategies.base import Strategy
 
 _LOSS_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = 1e-3
+_HALF_GRADIENT_TOLERANCE = 5e-2
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 # Rounding may put single rows on the other side of a threshold.
 _METRIC_TOLERANCE = 2e-2
 
 
-def check_first_batch(
-    model: Any,
-    variables: ModelVariables,
-    data: Any,
-    run: Callable[[Callable[[Any, int], Changes]], list[Changes]],
-    rows: int,
-) -> None:
+def check_first_batch(step: Step, data: Any, run: Callable[[Callable[[Any, int], Changes]], list[Changes]]) -> None:
     """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
-        model: a compiled model, whose variables stay as they are.
-        variables: its variables.
+        step: a step of a compiled model, whose variables stay as they are.
         data: the whole batch.
         run: runs a step in each local replica, on its shard of the batch.
-        rows: of the batch.
     """
+    model, variables, rows = step.model, step.variables, step.rows
     whole = _changes_of_whole(model, variables, data, rows)
     with torch.no_grad():
-        sums = list(variables.sum_changes(run(Step(model=model, variables=variables, rows=rows).evaluate)))
+        sums = list(variables.sum_changes(run(step.evaluate)))
     states = {id(each): (change, whole[id(each)]) for each, change in sums}
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
-    exact = all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
-    if not _close(total, expected, _LOSS_TOLERANCE if exact else _HALF_TOLERANCE):
+    if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):
         raise ConfigError(
             f"the loss of the first batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
             f"shards have a mean of {float(total) / rows:.6g}: the loss, or a loss added by a layer, is no mean over "
@@ -66,6 +64,51 @@ def check_first_batch(
                 'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
                 '"only_first_replica" if it counts batches'
             )
+
+
+def check_own_step(model: Any, step: OwnStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
+    """Raises a ConfigError if a model's own train_step gets other gradients from shards than from whole rows.
+
+    Nothing is updated. A step that gives other gradients when it is run again is not compared.
+
+    Args:
+        model: the model, whose variables stay as they are.
+        step: its step.
+        strategy: that of the model.
+        data: some rows.
+        divided: their shards with their sizes, and the number of rows.
+    """
+    (shards, sizes), rows = divided
+    step = replace(step, rows=rows, sizes=sizes.values, is_compared=True)
+    found = step.run(strategy, shards)[0]
+    # Every replica computes with all rows, so that the mean over the replicas is that of one device.
+    step = replace(step, rows=rows * strategy.num_replicas_in_sync, sizes=[rows] * len(sizes))
+    copies = [keras.tree.map_structure(_copied, data) for _ in sizes]
+    whole, again = (step.run(strategy, PerReplica(copies))[0] for _ in range(2))
+    tolerance = _GRADIENT_TOLERANCE if _is_exact(model) else _HALF_GRADIENT_TOLERANCE
+    if _same_gradients(again, whole, tolerance) and not _same_gradients(found, whole, tolerance):
+        raise ConfigError(
+            f"{step.name} gets other gradients from the shards of {rows} rows than from all of them on one device: a "
+            "loss is no mean over rows; have each be a loss of Keras or a mean over rows, of which none needs another"
+        )
+
+
+def _same_gradients(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether the gradients of each optimizer are equal, within a part of the largest one."""
+    for gradients, expected in zip(one, other, strict=True):
+        pairs = [(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None and b is not None]
+        largest = max((float(b.abs().max()) for _, b in pairs), default=0.0)
+        if any(float((a - b).abs().max()) > tolerance * largest for a, b in pairs):
+            return False
+    return True
+
+
+def _is_exact(model: Any) -> bool:
+    return all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:

@@ -46,6 +46,8 @@ class Shard:
 
 current_shard: ContextVar[Shard | None] = ContextVar("lockstep_keras_shard", default=None)
 """The shard that a replica computes the loss of; None elsewhere."""
+is_compared: ContextVar[bool] = ContextVar("lockstep_keras_is_compared", default=False)
+"""Whether the results of shards are compared with those of the whole batch: rows must not depend on each other."""
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
-from lockstep.integrations.keras.first_batch import check_first_batch
-from lockstep.integrations.keras.kernels import fuse_batchnorms
+from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
+from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
 from lockstep.integrations.keras.own_step import OwnStep, is_own_step, metrics_of
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
@@ -40,6 +40,8 @@ from lockstep.strategies.parallel import ParallelStrategy
 
 M = TypeVar("M", bound=keras.Model)
 ReplicaStep = Callable[[Any, int], Any]
+_COMPARED_ROWS = 4
+"""Rows of each replica with which a model's own step is checked; every replica computes with those of all at once."""
 
 
 def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bool = False) -> M:
@@ -82,27 +84,31 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         return model
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
-    object.__setattr__(model, "_distribution", Distribution(strategy))  # which Keras does not track
+    distribution = Distribution(strategy, allow_custom_steps(model, strategy))
+    object.__setattr__(model, "_distribution", distribution)  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
     model.train_function = model.test_function = model.predict_function = None
-    allow_custom_steps(model, strategy)
     return model
 
 
 class Distribution:
     """A strategy, and what has been seen of the model that it trains."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, default_generators: DefaultGenerators) -> None:
         self.strategy = strategy
-        self._default_generators = DefaultGenerators(strategy)
+        self._default_generators = default_generators
         self.first_batch_is_checked = False  # since the model was compiled
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
+        self.needs_modes: bool | None = None  # None until it is looked at, after the model was compiled
 
-    def variables(self, model: Any) -> ModelVariables:
-        """The model's variables, for one step."""
-        return ModelVariables(model, self.strategy, self._default_generators.generators())
+    def step(self, model: Any, rows: int, scale: float = 1.0) -> Step:
+        """A step on a batch of ``rows``."""
+        if self.needs_modes is None:
+            self.needs_modes = needs_modes(model)
+        variables = ModelVariables(model, self.strategy, self._default_generators.generators())
+        return Step(model=model, variables=variables, rows=rows, scale=scale, needs_modes=self.needs_modes)
 
     def divide(self, data: Any) -> tuple[tuple[PerReplica[Any], PerReplica[int]], int]:
         """Divides a batch of all workers. Returns the local replicas' shards with their rows, and the rows of all.
@@ -167,7 +173,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Keras's own."""
         super().compile(*args, **kwargs)
-        self._distribution.first_batch_is_checked = False
+        self._distribution.first_batch_is_checked, self._distribution.needs_modes = False, None
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on a batch of all replicas; returns the metrics. Outside replicas."""
@@ -191,7 +197,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         self._refuse_in_replica()
         self._distribution.has_stepped = True
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
-        step = Step(model=self, variables=self._distribution.variables(self), rows=rows)
+        step = self._distribution.step(self, rows)
         with torch.no_grad():
             outputs, changes = strategy.run(step.predict, shards)
             step.variables.apply(strategy.local_results(changes))
@@ -225,6 +231,16 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Keras's own, by the chief alone; every worker calls it."""
         self._on_chief("save_weights", lambda: self.save_weights(filepath, *args, **kwargs))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keras's own. Raises a UsageError for a count in a step, which each replica would count."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and get_replica_context() is not None and vars(self).get(name) != value:
+            raise UsageError(
+                f"the step sets {name!r} of the model to {value} in each replica; keep it in a variable, made by "
+                'add_weight(..., trainable=False, aggregation="only_first_replica"), or set it in a callback'
+            )
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> Any:
         with _undistributed(self):
             return self.__reduce__()
@@ -242,10 +258,10 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         shards, rows = distribution.divide(data)
         distribution.compare_weights(self)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
-            check_first_batch(self, distribution.variables(self), data, lambda step: self._run(step, shards), rows)
+            check_first_batch(distribution.step(self, rows), data, lambda step: self._run(step, shards))
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
-        return Step(model=self, variables=distribution.variables(self), rows=rows, scale=scale), shards
+        return distribution.step(self, rows, scale), shards
 
     def _refuse_in_replica(self) -> None:
         if get_replica_context() is not None:
@@ -302,10 +318,22 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _own_step(self, name: str, data: Any) -> Any:
         """The results of a step that the model's class computes by itself, in each replica on its shard."""
-        distribution = self._distribution
-        (shards, sizes), rows = distribution.divide(data[0])
+        distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
+        batch = keras.tree.map_structure(_on_host, data[0])
+        (shards, sizes), rows = distribution.divide(batch)
         distribution.compare_weights(self)
-        step = OwnStep(step=getattr(self, name), metrics=metrics_of(self), rows=rows, sizes=sizes.values)
+        step = OwnStep(
+            step=getattr(self, name),
+            name=f"{_class_before(type(self)).__name__}.{name}",
+            metrics=metrics_of(self),
+            rows=rows,
+            sizes=sizes.values,
+        )
+        if name == "train_step" and not distribution.first_batch_is_checked and rows > 1 and replicas > 1:
+            at = (0, min(rows, replicas * _COMPARED_ROWS))
+            some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
+            check_own_step(self, step, distribution.strategy, some, distribution.divide(some))
+            distribution.first_batch_is_checked = True
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":

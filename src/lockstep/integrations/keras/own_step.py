@@ -28,10 +28,11 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep._torch_compat import tree_flatten, tree_unflatten
 from lockstep.errors import UsageError
-from lockstep.integrations.keras.losses import Shard, current_shard, losses_of_shard
+from lockstep.integrations.keras.losses import Shard, current_shard, is_compared, losses_of_shard
 from lockstep.integrations.keras.step import moved
 from lockstep.integrations.keras.variables import summed
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.rng.mode import is_random
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
@@ -56,15 +57,19 @@ class OwnStep:
 
     Args:
         step: the method.
+        name: of the method, with its class.
         metrics: of the model.
         rows: of the whole batch.
         sizes: the rows that count of each local replica's shard.
+        is_compared: whether it changes nothing, and returns the gradients that it gives to optimizers.
     """
 
     step: Callable[[Any], Any]
+    name: str
     metrics: Sequence[Any]
     rows: int
     sizes: Sequence[int]
+    is_compared: bool = False
 
     def run(self, strategy: Strategy, shards: Any) -> tuple[Any, ...]:
         """What the step returns in each local replica. Outside replicas."""
@@ -80,10 +85,47 @@ class OwnStep:
         context = replica_of_step()
         rows, share = self.sizes[context.local_replica], self.share(context.local_replica)
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
-        with losses_of_shard(shard), WholeGradients(context, share):
+        with losses_of_shard(shard), ExitStack() as around:
+            if self.is_compared:
+                around.enter_context(_compared())
+            around.enter_context(WholeGradients(context, share))
             results = self.step(moved(data, context))
+        if self.is_compared:
+            step: Any = get_stateless_scope()
+            return step.compared
         leaves, structure = tree_flatten(results)
         return tree_unflatten(_averaged(context, share, leaves), structure)
+
+
+@contextmanager
+def _compared() -> Iterator[None]:
+    """A block in which the results for a row do not depend on the rows beside it, nor on what is drawn."""
+    token = is_compared.set(True)
+    try:
+        with _FixedDraws():
+            yield
+    finally:
+        is_compared.reset(token)
+
+
+class _FixedDraws(TorchFunctionMode):
+    """Inside, random numbers are 0.5, or 0 for integers, dropout leaves all elements, and rows are not shuffled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_random(func) and "dropout" in func.__name__ and args:
+            return args[0]
+        kwargs = kwargs or {}
+        if func in (torch.argsort, Tensor.argsort):  # by which Keras shuffles
+            return _in_order(*args, **kwargs)
+        drawn = func(*args, **kwargs)
+        if not is_random(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
+            return drawn
+        return torch.arange(drawn.numel(), device=drawn.device) if func is torch.randperm else drawn.fill_(0.5)
+
+
+def _in_order(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """``argsort``, which leaves equal numbers in their order."""
+    return torch.sort(input, dim=dim, descending=descending, stable=True).indices
 
 
 class WholeGradients(TorchFunctionMode):

@@ -6,7 +6,7 @@ it in an exchange, and not every layer can be called without rows.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import keras
 import torch
 from torch import Tensor
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.variables import Changes, ModelVariables, ReplicaVariables
 from lockstep.replicas.context import ReplicaContext
@@ -30,12 +31,14 @@ class Step:
         variables: its variables.
         rows: of the whole batch.
         scale: what the optimizer multiplies the loss by.
+        needs_modes: whether torch's function modes must see what the model calls.
     """
 
     model: Any
     variables: ModelVariables
     rows: int
     scale: float = 1.0
+    needs_modes: bool = True
 
     def train(self, data: Any, rows: int) -> Changes:
         """Forward and backward."""
@@ -64,7 +67,8 @@ class Step:
         return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
 
     def _outputs(self, x: Any, *, training: bool) -> Any:
-        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+        with nullcontext() if self.needs_modes else DisableTorchFunction():
+            return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 
     def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
         """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""

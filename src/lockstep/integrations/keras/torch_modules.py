@@ -16,7 +16,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from torch import Tensor, nn
 
 from lockstep._torch_compat import tree_map
-from lockstep.integrations.keras.losses import current_shard
+from lockstep.integrations.keras.losses import current_shard, is_compared
 from lockstep.mirroring.module.batch_norm import convert_sync_batch_norm, guard_single_row, has_sync_batch_norm
 from lockstep.replicas.context import get_replica_context
 
@@ -50,7 +50,9 @@ class ReplicatedModule:
         context, shard = get_replica_context(), current_shard.get()
         if not in_stateless_scope():
             return self._own(*args, training=training, **kwargs)
-        module = self._copies[context.local_replica if context else 0].train(training is not False)
+        module = self._copies[context.local_replica if context else 0].train(
+            training is not False and not is_compared.get()
+        )
         values = {name: each.value for name, each in self._parameters.items()}
         values |= {name: each.value.clone() for name, each in self.buffers.items()}
         has_row = shard is None or shard.rows > 0 or not has_sync_batch_norm(module)

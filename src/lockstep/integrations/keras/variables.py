@@ -12,6 +12,7 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from torch import Tensor
 
+from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
 from lockstep.integrations.keras.torch_modules import buffer_variables
@@ -62,25 +64,36 @@ def seed_of_replica(state: Tensor, number: int) -> Tensor:
 
 
 class DefaultGenerators:
-    """Keras's global seed generators, which layers draw from that give no seed: one for each local replica.
+    """The random numbers of layers that give no seed: torch's in the replicas, and Keras's global seed generators.
 
-    Keras makes one in each thread, with a seed from Python's generator. Inside a ``StatelessScope`` its state would not
-    be kept, so that it gave the same numbers at every step.
+    There is one of each for each local replica. Keras makes a seed generator in each thread, with a seed from Python's
+    generator. Inside a ``StatelessScope`` its state would not be kept, so that it gave the same numbers at every step.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._first, self._number = strategy.workers.first_replica, len(strategy.devices)
-        self._seed: int | None = None
-        self._generators: list[Any] = []
+        self._strategy = strategy
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Begins with numbers that follow from the present state of torch's generator, as does torch's own.
+
+        So a program that calls ``keras.utils.set_random_seed`` has the same numbers again in one process.
+        """
+        self._seed = torch.initial_seed()
+        self._begin(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
     def generators(self) -> Sequence[Any]:
         """The generators; new ones after ``keras.utils.set_random_seed``, which sets torch's seed too."""
-        seed = torch.initial_seed()
-        if seed != self._seed:
-            numbers = range(self._first, self._first + self._number)
-            self._generators = [keras.random.SeedGenerator((seed + seed_offset(each)) % 2**31) for each in numbers]
-            self._seed = seed
+        if torch.initial_seed() != self._seed:
+            self._seed = torch.initial_seed()
+            self._begin(self._seed)
         return self._generators
+
+    def _begin(self, seed: int) -> None:
+        first, number = self._strategy.workers.first_replica, len(self._strategy.devices)
+        self._strategy.generators.begin(seed, first)
+        seeds = ((seed + seed_offset(each)) % 2**31 for each in range(first, first + number))
+        self._generators = [keras.random.SeedGenerator(each) for each in seeds]
 
 
 class ModelVariables:
@@ -127,12 +140,10 @@ class ModelVariables:
         Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
         """
         first, sums = changes[0], self._sums(changes)
-        gradients = [sums[each.value.dtype].next_like(each.value) for each in self.trainable[: len(first.used)]]
+        gradients = [_next_part(sums, each.value) for each in self.trainable[: len(first.used)]]
         with torch.no_grad():
-            for each in self.metrics:
-                each.value.add_(sums[each.value.dtype].next_like(each.value))
-            for each in first.added:
-                each.value.add_(sums[each.value.dtype].next_like(each.value))
+            for value in (each.value for each in (*self.metrics, *first.added)):
+                value.add_(_next_part(sums, value))
             for each, by in zip(self.seeds, first.drawn, strict=True):
                 each.value.add_(by.to(each.value.device))
             for each, value in first.counted:
@@ -144,7 +155,7 @@ class ModelVariables:
         """The metrics and other variables that a step without gradients has changed, by how much. Changes nothing."""
         sums = self._sums(changes)
         for each in (*self.metrics, *changes[0].added):
-            yield each, sums[each.value.dtype].next_like(each.value)
+            yield each, _next_part(sums, each.value)
 
     def _sums(self, changes: Sequence[Changes]) -> dict[torch.dtype, _Parts]:
         return {
@@ -158,7 +169,11 @@ class ReplicaVariables:
 
     def __init__(self, model: ModelVariables, scope: Any, device: torch.device, copies: dict[int, Tensor], number: int):
         self._model, self._scope, self._number = model, scope, number
-        values = scope.state_mapping
+        with DisableTorchFunction():  # the replica's function modes would only pass on some thousand calls
+            self._enter(device, copies)
+
+    def _enter(self, device: torch.device, copies: dict[int, Tensor]) -> None:
+        model, values, number = self._model, self._scope.state_mapping, self._number
         values.update((id(each), copies.get(id(each), each.value)) for each in model.others)
         for each in model.trainable:
             values[id(each)] = copies.get(id(each), each.value.detach()).detach().requires_grad_()
@@ -173,6 +188,10 @@ class ReplicaVariables:
 
     def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
         """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
+        with DisableTorchFunction(), torch.no_grad():
+            return self._changes(gradients, share)
+
+    def _changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
         model, values = self._model, self._scope.state_mapping
         owned = (*model.others, *model.trainable)
         changed = [each for each in owned if values[id(each)] is not self._before[id(each)]]
@@ -189,7 +208,7 @@ class ReplicaVariables:
         ]
         flat: dict[torch.dtype, list[Tensor]] = {}
         for like, part in parts:
-            counts = part.detach() if share else torch.zeros_like(part)
+            counts = part if share else torch.zeros_like(part)
             flat.setdefault(like.dtype, []).append(counts.to(like.dtype).reshape(-1))
         return Changes(
             used=[gradient is not None for gradient in gradients],
@@ -251,3 +270,7 @@ class _Parts:
         """The next part, with the shape and on the device of ``value``."""
         begin, self._at = self._at, self._at + value.numel()
         return self._flat[begin : self._at].view(value.shape).to(value.device)
+
+
+def _next_part(parts: dict[torch.dtype, _Parts], value: Tensor) -> Tensor:
+    return parts[value.dtype].next_like(value)

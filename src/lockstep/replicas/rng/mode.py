@@ -146,7 +146,7 @@ class ReplicaRng(TorchFunctionMode):
         if func in _METADATA:
             return func(*args)
         kwargs = kwargs or {}
-        if self.guard is not None:
+        if self.guard is not None and not torch.compiler.is_compiling():
             result = self.guard(func, args, kwargs)
             if result is not PROCEED:
                 return result

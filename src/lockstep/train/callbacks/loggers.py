@@ -21,8 +21,6 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.train.callbacks.base import Callback, Logs, check_path
 from lockstep.train.logs import EpochTiming
 
-_FLUSH_S = 2
-
 
 class CSVLogger(Callback):
     """Writes the logs of every epoch to a CSV file, flushed after each line. Arguments as in Keras.
@@ -265,9 +263,8 @@ class TensorBoard(ScalarLogger):
         if run not in self._writers:
             module = require("torch.utils.tensorboard", "train")
             # After a Ctrl-C inside a write, close waits until the writer's thread next flushes by itself.
-            self._writers[run] = module.SummaryWriter(
-                str(self.log_dir / run), purge_step=self._purge_step, flush_secs=_FLUSH_S
-            )
+            folder = str(self.log_dir / run)
+            self._writers[run] = module.SummaryWriter(folder, purge_step=self._purge_step, flush_secs=2)
         return self._writers[run]
 
 

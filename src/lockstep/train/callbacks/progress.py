@@ -23,9 +23,6 @@ from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.logs import LazyLogs
 
-_REDRAW_S = 0.1
-_REDRAW_NOTEBOOK_S = 0.5
-_FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
 _FIRST_STEP = "first step"
 _BAR_CELLS = 8  # the numbers leave the bar at least this much space
 _BAR_KNOWN = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -54,7 +51,8 @@ class _Display(ABC):
     ``first_s`` is how long after the beginning of the run it first wants numbers, and ``every_s`` how often then.
     """
 
-    first_s = every_s = 0.0
+    first_s: float
+    every_s: float
 
     def __init__(self) -> None:
         self.title = ""
@@ -91,7 +89,7 @@ class _Display(ABC):
 class _PlainLines(_Display):
     """A line at a time, for logs and pipes; the first one early, as a sign of life."""
 
-    first_s, every_s = _FIRST_LINE_S, _LINE_EVERY_S
+    first_s, every_s = 5.0, 30.0
 
     def show(self, step: int, items: Sequence[str], step_s: float) -> None:
         console.write_line(console.line_of(self.title, [self._position(step), *items, *self._time_left(step, step_s)]))
@@ -104,9 +102,10 @@ class _PlainLines(_Display):
 class _TerminalBar(_Display):
     """A tqdm bar in the last line of the terminal. ``tqdm`` is the class."""
 
+    first_s = every_s = 0.1
+
     def __init__(self, tqdm: type[Any]) -> None:
         super().__init__()
-        self.first_s = self.every_s = _REDRAW_S
         # Without tqdm's monitor thread, which would outlive the run.
         self._make = type("Bar", (tqdm,), {"monitor_interval": 0})
         self._bar: Any = None
@@ -134,7 +133,7 @@ class _TerminalBar(_Display):
 class _NotebookBar(_Display):
     """A bar in the output of a cell, the same one for all epochs; it stays with what it last showed."""
 
-    first_s = every_s = _REDRAW_NOTEBOOK_S
+    first_s = every_s = 0.5
 
     def __init__(self) -> None:
         super().__init__()
