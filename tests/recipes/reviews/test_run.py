@@ -91,6 +91,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     again = train(config, make_strategy(2), resume=tmp_path / "checkpoints" / "checkpoint-8", log_dir=logs)
 
     assert (again.history.epoch, again.history.history) == (whole.history.epoch, whole.history.history)
+    assert list(again.history.history) == list(whole.history.history)
     assert [timing.epoch for timing in again.history.timing] == [0, 1]
     assert again.best_epoch == whole.best_epoch
     events = EventAccumulator(str(logs / "train"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -147,7 +148,7 @@ class HistoryCallback(TrainerCallback):
         """Restores the history from the checkpoint, if there is one; starts the progress bar and the logger."""
         saved: Any = state.stateful_callbacks  # by name
         if _SAVED_AS in saved:
-            self.history = History.restored(saved[_SAVED_AS])
+            self.history = History.restored(json.loads(saved[_SAVED_AS]))
         self._logged = state.global_step
         self._view.training_state.position = Position(step=state.global_step)
         steps = math.ceil(self._rows / self._batch_size)
@@ -201,7 +202,7 @@ class HistoryCallback(TrainerCallback):
         self.history.add(self._epoch, logs)
         self.history.timing.append(self._view.clock.summary(self._epoch))
         saved: Any = state.stateful_callbacks
-        saved[_SAVED_AS] = asdict(self.history)
+        saved[_SAVED_AS] = json.dumps(asdict(self.history))  # the Trainer would sort the keys
         for callback in (self._bar, self._logger):
             callback.on_epoch_end(self._epoch, logs)
 
