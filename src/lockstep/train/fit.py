@@ -226,9 +226,12 @@ class TrainLoop:
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
         """Steps the scheduler, and adds a step to the loss: the sums of all workers, or layouts, only updates have."""
-        self._step_scheduler(update)
         if update is not None:
             self.grad_norm = update.grad_norm
+            # Not after an update that the host knows was skipped. If a GPU skips one by itself, the schedule must not
+            # depend on when the host learns of it.
+            if self._setup.scheduler is not None and update.skipped is not True:
+                self._setup.scheduler.step()
         if self._workers.is_single and not self._workers.any_layout:
             sums = [number for output in outputs for number in (output.total, output.count)]
         else:
@@ -246,11 +249,3 @@ class TrainLoop:
         gathered = self._workers.all_gather_numbers("end of an epoch", [rows])
         self._stop.received()
         return int(sum(each for (each,) in gathered))
-
-    def _step_scheduler(self, update: StepResult | None) -> None:
-        """Steps the scheduler, unless the host knows that the update was skipped.
-
-        If a GPU skips an update by itself, the schedule must not depend on when the host learns of it.
-        """
-        if self._setup.scheduler is not None and update is not None and update.skipped is not True:
-            self._setup.scheduler.step()

@@ -53,17 +53,16 @@ class ReplicaState:
         self.metrics_checked = not metrics
         self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
         self.losses = 0  # how many shards, or microbatches, had a loss
-        self.reset_sums()
-
-    def reset_sums(self) -> None:
-        """Sets the sums to 0."""
-        self.total: Number = 0.0
-        self.count: Number = 0.0
+        self.sums = Totals(0.0, 0.0)
 
     def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
-        self.total = self.total + _double(total)
-        self.count = self.count + _double(count)
+        self.sums = Totals(self.sums.total + _double(total), self.sums.count + _double(count))
+
+    def take_sums(self) -> Totals:
+        """The sums, which begin again at 0."""
+        sums, self.sums = self.sums, Totals(0.0, 0.0)
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +161,8 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     """Sums gradients and losses over the replicas, divides once, and updates. Every replica must call it."""
     if setup.optimizer is None:
         raise UsageError("there is no optimizer; give one to model.compile(optimizer=...)")
-    totals = Totals(total=state.total, count=state.count)
-    state.reset_sums()
-    scaler = setup.precision.scaler
-    return setup.optimizer.update(replica_of_step(), totals=totals, clip_norm=setup.config.clip_norm, scaler=scaler)
+    clip_norm, scaler = setup.config.clip_norm, setup.precision.scaler
+    return setup.optimizer.update(replica_of_step(), totals=state.take_sums(), clip_norm=clip_norm, scaler=scaler)
 
 
 def _own_sums(

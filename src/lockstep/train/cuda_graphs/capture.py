@@ -164,7 +164,7 @@ def capture_step(
         raise NotCapturableError(f"the step could not be captured: {type(error).__name__}: {line}") from error
     finally:
         for state in states.values:
-            state.reset_sums()
+            state.take_sums()
         for copy in setup.module.copies:
             copy.zero_grad()
     return CapturedStep(
