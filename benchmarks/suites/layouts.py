@@ -27,7 +27,7 @@ from lockstep.extras import require
 from lockstep.plan.layout import Layout
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import shape_of
-from lockstep.plan.software import Software, precision_named
+from lockstep.plan.software import PRECISIONS, Software
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
@@ -110,7 +110,7 @@ def planned(layout: Mapping[str, Any], work: LayoutWork) -> Layout:
 
 def expected_mb(layout: Mapping[str, Any], work: LayoutWork) -> float:
     """What ``lockstep plan`` expects of the fullest worker."""
-    software = Software(precision=precision_named("fp32"), transposed_head_gradient=onednn_is_faster())
+    software = Software(precision=PRECISIONS["fp32"], transposed_head_gradient=onednn_is_faster())
     return estimate_memory(shape_of(work.config()), planned(layout, work), software).total / _MB
 
 

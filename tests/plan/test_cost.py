@@ -10,11 +10,11 @@ from lockstep.plan.cost import Prediction, accumulate_seconds, layer_work, predi
 from lockstep.plan.hardware import LINKS, Network, device_kind
 from lockstep.plan.layout import Layout
 from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape
-from lockstep.plan.software import Software, precision_named
+from lockstep.plan.software import PRECISIONS, Software
 
 A100 = device_kind("a100-80gb")
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)
-SOFTWARE = Software(precision=precision_named("mixed"), fused_attention=False, overlap_data=False)
+SOFTWARE = Software(precision=PRECISIONS["mixed"], fused_attention=False, overlap_data=False)
 # Ends that weigh nothing: all stages are equal.
 EVEN = ModelShape(layers=48, hidden=4096, heads=32, vocabulary=1, sequence=2048)
 
@@ -115,7 +115,7 @@ def test_autocast_and_unfused_programs_move_more_bytes():
         KNOWN_SHAPES["megatron-1.7b"],
         replace(KNOWN_SHAPES["megatron-1.7b"], saved=KNOWN_SHAPES["gpt2"].saved),
     )
-    autocast = Software(precision=precision_named("bf16"), fused_attention=False)
+    autocast = Software(precision=PRECISIONS["bf16"], fused_attention=False)
 
     assert layer_work(eager, Layout(), A100, SOFTWARE).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward
     assert layer_work(fused, Layout(), A100, autocast).forward > layer_work(fused, Layout(), A100, SOFTWARE).forward

@@ -12,11 +12,11 @@ import torch
 from lockstep.plan.layout import Layout, pipeline_workers
 from lockstep.plan.memory import WorkerMemory, estimate_memory, layer_activations
 from lockstep.plan.shapes import KNOWN_SHAPES, shape_of
-from lockstep.plan.software import Software, precision_named
+from lockstep.plan.software import PRECISIONS, Software
 
 GPT3 = KNOWN_SHAPES["gpt-3"]
 MEGATRON = Software(
-    precision=precision_named("mixed"),
+    precision=PRECISIONS["mixed"],
     fused_attention=False,
     static_buffers=False,
 )
@@ -77,7 +77,7 @@ def test_state_is_that_of_the_zero_paper():
 def test_tensor_ranks_make_the_gradient_of_all_words():
     """As DTensor's embedding does; their own part is then cut out, beside the one that is there already."""
     shape, layout = KNOWN_SHAPES["gpt2"], Layout(pipeline=2, tensor=2, microbatches=4)
-    software = Software(precision=precision_named("fp32"))
+    software = Software(precision=PRECISIONS["fp32"])
     first = pipeline_workers(shape, layout)[0]
     memory = WorkerMemory(shape, layout, software, first).estimate()
     words = 4 * shape.vocabulary * shape.hidden
@@ -115,8 +115,8 @@ def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
 
 def test_autocast_holds_a_cast_copy_of_the_weights():
     shape = KNOWN_SHAPES["gpt2"]
-    bf16 = estimate_memory(shape, Layout(), Software(precision=precision_named("bf16")))
-    fp32 = estimate_memory(shape, Layout(), Software(precision=precision_named("fp32")))
+    bf16 = estimate_memory(shape, Layout(), Software(precision=PRECISIONS["bf16"]))
+    fp32 = estimate_memory(shape, Layout(), Software(precision=PRECISIONS["fp32"]))
 
     assert bf16.weights == pytest.approx(6 * shape.parameters)
     assert fp32.weights == pytest.approx(4 * shape.parameters)
@@ -137,7 +137,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: s
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return _saved_bytes(module, lambda: module(ids, **({} if family == "bert" else {"use_cache": False})))
 
-    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=precision_named(precision))).saved
+    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=PRECISIONS[precision])).saved
 
     assert (saved(3) - saved(1)) / 2 == pytest.approx(counted, rel=0.03)
 

@@ -22,7 +22,7 @@ from lockstep.plan.hardware import device_kind
 from lockstep.plan.layout import Layout
 from lockstep.plan.search import Setting, search, usual_network
 from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape
-from lockstep.plan.software import Constants, Software, precision_named
+from lockstep.plan.software import PRECISIONS, Constants, Software
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ TABLES = (WEAK_SCALING, FIXED_BATCH, RECOMPUTATION)
 _DEVICE = device_kind("a100-80gb")
 # Weights and gradients in fp16 and in float32, and Adam's moments: 20 bytes a parameter (Smith et al. 2022, arXiv
 # 2201.11990, section 2.1).
-_MEGATRON_PRECISION = replace(precision_named("mixed"), optimizer=16)
+_MEGATRON_PRECISION = replace(PRECISIONS["mixed"], optimizer=16)
 # What those programs could do in 2021: no sharded optimizer, no sequence parallelism, no zero-bubble schedule, and
 # every layer's activations computed again.
 _MEGATRON_CHOICES = Choices(
@@ -313,7 +313,7 @@ def test_predictions_do_not_hang_on_one_constant():
         errors = []
         for row in WEAK_SCALING.rows:
             software = Software(
-                precision=precision_named("mixed"),
+                precision=PRECISIONS["mixed"],
                 fused_attention=False,
                 overlap_data=row.overlap_data,
                 split_sends=True,
@@ -339,7 +339,7 @@ def test_the_planners_choice_is_the_published_layout_or_close(row: Published):
 def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
     """Narayanan et al., figure 13: 162 billion parameters on 64 GPUs run fastest at tensor 8, pipeline 8."""
     shape = ModelShape(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence=2048)
-    software = Software(precision=precision_named("mixed"), fused_attention=False, split_sends=True)
+    software = Software(precision=PRECISIONS["mixed"], fused_attention=False, split_sends=True)
     steps = {
         tensor: _predict(
             shape,

@@ -19,7 +19,7 @@ from lockstep.plan.layout import CheckpointingName, Layout
 from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
 from lockstep.plan.shapes import ModelShape, shape_of
-from lockstep.plan.software import PrecisionName, precision_named
+from lockstep.plan.software import PRECISIONS, PrecisionName
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -94,7 +94,7 @@ class PlanCommand:
             network = replace(network, between=parse_link(between))
         software = usual_software(device)
         if self.precision is not None:
-            software = replace(software, precision=precision_named(self.precision))
+            software = replace(software, precision=PRECISIONS[self.precision])
         return make_plan(
             shape,
             devices=self.devices,

@@ -46,10 +46,6 @@ class LocalRows:
     start: int
     sizes: tuple[int, ...]
 
-    @property
-    def stop(self) -> int:
-        return self.start + sum(self.sizes)
-
 
 def local_rows(rows: int, workers: Communicator) -> LocalRows:
     """Divides ``rows`` rows among the replicas of all workers, and returns those of this worker's replicas."""

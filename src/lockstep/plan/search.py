@@ -18,7 +18,7 @@ from lockstep.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
 from lockstep.plan.layout import CHECKPOINTING, CheckpointingName, Layout, why_indivisible
 from lockstep.plan.memory import estimate_memory
 from lockstep.plan.shapes import Model, ModelShape, shape_of
-from lockstep.plan.software import Software, precision_named
+from lockstep.plan.software import PRECISIONS, PrecisionName, Software
 
 _MAX_MICROBATCH = 32
 _NEGLIGIBLE = 0.01
@@ -170,8 +170,8 @@ def usual_network(device: DeviceKind, devices: int) -> Network:
 
 def usual_software(device: DeviceKind) -> Software:
     """Lockstep in bf16 if the device has it, else in fp16; in float32 on a CPU."""
-    half = "bf16" if "bf16" in device.peak_tflops else "fp16"
-    return Software(precision=precision_named("fp32" if device.name == "cpu" else half))
+    half: PrecisionName = "bf16" if "bf16" in device.peak_tflops else "fp16"
+    return Software(precision=PRECISIONS["fp32" if device.name == "cpu" else half])
 
 
 def search(setting: Setting, choices: Choices = _ALL) -> Plan:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.errors import ConfigError
 from lockstep.plan.hardware import Format
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "mixed"]
@@ -31,7 +30,7 @@ class Precision:
         return 4 if self.cast else self.activation
 
 
-PRECISIONS: Mapping[str, Precision] = {
+PRECISIONS: Mapping[PrecisionName, Precision] = {
     precision.name: precision
     for precision in (
         Precision(name="fp32", format="fp32", weight=4, gradient=4, optimizer=8, activation=4),
@@ -41,13 +40,6 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision(name="mixed", format="fp16", weight=2, gradient=2, optimizer=12, activation=2),
     )
 }
-
-
-def precision_named(name: str) -> Precision:
-    """The precision called ``name``; raises ConfigError if it is unknown."""
-    if name not in PRECISIONS:
-        raise ConfigError(f"the precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
