@@ -279,11 +279,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         metrics: dict[str, Any] = self.get_metrics_result()
         return metrics
 
-    def _clear_losses(self) -> None:
-        """Keras's own, after a step: in a replica it would clear what other replicas' layers have noted."""
-        if get_replica_context() is None:
-            super()._clear_losses()
-
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
         with _undistributed(self):
