@@ -12,6 +12,7 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -248,11 +249,20 @@ def allow_custom_steps(model: Any, strategy: Strategy) -> DefaultGenerators:
 def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
     """Before the first call of a model in a step: builds it, and compares its weights with those of other workers.
 
-    Every replica calls it, with the arguments of its call.
+    Every replica calls it, with the arguments of its call. Warns if all train on one batch, which was not divided.
     """
-    context = replica_of_step()
+    context, is_training = replica_of_step(), torch.is_grad_enabled()
 
     def prepare(given: list[Any]) -> None:
+        first, *others = [[leaf for leaf in keras.tree.flatten(each) if keras.ops.is_tensor(leaf)] for each in given]
+        for leaf, *same in zip(first, *others, strict=False) if others and is_training else ():
+            if leaf.dim() and len(leaf) > 1 and all(other is leaf for other in same):
+                warnings.warn(
+                    f"the step calls the model {model.name!r} on one batch of shape {tuple(leaf.shape)} in all "
+                    f"{context.num_replicas_in_sync} replicas, and its gradients count once for each; divide it with "
+                    "strategy.distribute_dataset(batches), and hand what that yields to strategy.run",
+                    stacklevel=2,
+                )
         args, kwargs = keras.tree.map_structure(_symbolic, given[0])
         with _without_scope(context.strategy.devices[0].torch_device):
             if not model.built:
