@@ -102,6 +102,22 @@ def test_a_loop_and_fit_go_on_from_each_other_and_a_rerun_with_dropout_has_the_s
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(4) for j in range(i))
 
 
+def test_replicas_without_rows_leave_statistics_alone_and_count_what_they_count(make_strategy: MakeStrategy):
+    strategy = make_strategy(3)
+    model = distribute(keras.Sequential([keras.Input((2,)), layers.BatchNormalization(momentum=0.0)]), strategy)
+    calls = keras.Variable(0.0, trainable=False, aggregation="sum")
+
+    def step(x: Any) -> None:
+        model(x, training=True)
+        calls.assign_add(1.0)
+
+    (shards,) = strategy.distribute_dataset([torch.tensor([[1.0, 5.0]])])
+    strategy.run(step, args=(shards,))
+
+    assert model.layers[0].moving_mean.numpy().tolist() == [1.0, 5.0]
+    assert float(calls.value) == 3.0
+
+
 def test_metrics_count_all_rows_and_merge_calls_have_the_variables_themselves(make_strategy: MakeStrategy):
     strategy = make_strategy(3)
     model = distribute(keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)]), strategy)

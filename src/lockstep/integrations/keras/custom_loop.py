@@ -85,13 +85,13 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Called by Keras when a variable is assigned. Raises a UsageError if the replicas' values cannot be merged."""
-        variable, value = update
+        variable, value = update[0], update[1].detach()
         if self._is_direct(variable):
             variable._direct_assign(value)
             return
         is_merged = variable.aggregation != "none" or _is_seed(variable) or self._keeps(variable)
         if variable.trainable and self.sums_gradients:
-            value = self._with_gradient(value.detach())
+            value = self._with_gradient(value)
         elif self.sums_gradients and not (_is_seed(variable) or self._keeps(variable)):
             raise UsageError(
                 f"the model's own step assigns the variable {variable.path!r}, which the model does not know; make it, "
@@ -134,14 +134,12 @@ class StepVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
     def part(self, variable: Any, share: float) -> Tensor:
         """What is added up over the replicas for a variable. ``share`` is that of this replica's rows in the batch."""
         value = self._value(variable).detach()
-        if not share:
-            return torch.zeros_like(value)
-        if variable.aggregation == "sum":
-            return value
+        if variable.aggregation == "sum":  # a model's own step is called with a row that does not count
+            return value if share or not self.sums_gradients else torch.zeros_like(value)
         if _is_seed(variable):
             value = value - self._first_value(variable)
         elif value.is_floating_point() and variable.aggregation != "only_first_replica":
-            return value * share
+            return value * share if share else torch.zeros_like(value)  # the mean of no rows is NaN
         return value if self._context.replica_id_in_sync_group == 0 else torch.zeros_like(value)
 
     def _value(self, variable: Any) -> Tensor:
@@ -269,7 +267,9 @@ def _merge(strategy: Strategy, steps: Sequence[StepVariables], rows: Sequence[in
     if not assigned:
         return
     counts = [1 if each is None else each for each in rows]
-    total = max(1, int(strategy.reduce("sum", PerReplica(counts))))
+    total = int(strategy.reduce("sum", PerReplica(counts)))
+    if not total:
+        counts, total = [1] * len(counts), strategy.num_replicas_in_sync
     parts = [
         [step.part(each, count / total) for each in assigned.values()]
         for step, count in zip(steps, counts, strict=True)
