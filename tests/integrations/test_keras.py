@@ -418,6 +418,9 @@ def test_models_that_cannot_be_distributed(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     with pytest.raises(TypeError, match="Linear"):
         distribute(torch.nn.Linear(2, 2), strategy)  # type: ignore[type-var]
+    stateful = keras.Sequential([keras.Input(batch_shape=(4, 9, 8)), keras.layers.GRU(3, stateful=True, name="inner")])
+    with pytest.raises(ConfigError, match="'inner'"):
+        distribute(stateful, strategy)
     model = distribute(KERAS.sequential(), strategy)
     assert distribute(model, strategy) is model
     with pytest.raises(UsageError, match="another strategy"):

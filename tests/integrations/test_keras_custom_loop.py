@@ -175,6 +175,14 @@ def test_what_would_give_other_numbers_is_refused_in_one_line(
     assert KERAS.largest_difference(model.get_weights(), before) == 0.0
 
 
+def test_a_batch_that_was_not_divided_is_warned_of(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    model = distribute(keras.Sequential([keras.Input((10, 10, 3)), layers.Flatten(), layers.Dense(3)]), strategy)
+
+    with pytest.warns(UserWarning, match="distribute_dataset"):
+        strategy.run(lambda x: model(x).sum(), args=(BATCHES[0][0],))
+
+
 def test_a_model_of_no_strategy_or_another_one_is_refused(make_strategy: MakeStrategy):
     one, other = make_strategy(2), make_strategy(3)
     model = keras.Sequential([keras.Input((10, 10, 3)), layers.Flatten(), layers.Dense(3)])

@@ -18,7 +18,7 @@ import lockstep as ls  # noqa: E402
 pytestmark = pytest.mark.workers
 
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
-NAMES = ("functional", "recurrent")
+NAMES = ("functional", "own steps", "torch modules", "recurrent")
 
 
 def load() -> Any:
@@ -39,8 +39,8 @@ def job(program: str, folder: str) -> dict[str, Any]:
     ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
     strategy = ls.MultiWorkerMirroredStrategy(replicas=4, seed=0)
     found: dict[str, Any] = {}
-    for name in ("functional", "recurrent"):
-        model, history = programs.train(programs.PROGRAMS[name], strategy)
+    for name in ("functional", "own steps", "torch modules", "recurrent"):
+        model, history = programs.train((programs.PROGRAMS | programs.PUBLISHED)[name], strategy)
         found[name] = [torch.from_numpy(each) for each in model.get_weights()], history
     loop = programs.train_in_loop("adam", strategy)
     found["loop"] = {kind: [torch.as_tensor(each) for each in loop[kind]] for kind in loop}
@@ -71,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_history_are_those_of_keras_alone(results: dict[str, Any], name: str):
     programs = load()
-    model, history = programs.train(programs.PROGRAMS[name], None)
+    model, history = programs.train((programs.PROGRAMS | programs.PUBLISHED)[name], None)
 
     for worker in ("chief", "other"):
         weights, found = results[worker][name]
@@ -105,7 +105,7 @@ def test_the_bits_are_those_of_four_replicas_in_one_process(
     programs = load()
     with closing(ls.MirroredStrategy(split_cpu(1), replicas=4, seed=0)) as strategy:
         for name in NAMES:
-            model, _ = programs.train(programs.PROGRAMS[name], strategy)
+            model, _ = programs.train((programs.PROGRAMS | programs.PUBLISHED)[name], strategy)
             weights, _ = results["chief"][name]
             assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) == 0.0
 

@@ -277,14 +277,16 @@ class Adversarial(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maker = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh")])
+        hidden = layers.Dense(8, activation="tanh", activity_regularizer="l2")
+        self.maker = keras.Sequential([keras.Input((4,)), hidden])
         self.judge = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
         self.losses_of_judge, self.losses_of_maker = keras.metrics.Mean(name="judge"), keras.metrics.Mean(name="maker")
+        self.sizes = keras.metrics.Mean(name="size")
         self.entropy = keras.losses.BinaryCrossentropy(from_logits=True)
 
     @property
     def metrics(self) -> list[Any]:
-        return [self.losses_of_judge, self.losses_of_maker]
+        return [self.losses_of_judge, self.losses_of_maker, self.sizes]
 
     def compile(self, **optimizers: Any) -> None:
         super().compile()
@@ -299,8 +301,9 @@ class Adversarial(keras.Model):
         loss = self.entropy(torch.cat([ones, 0 * ones]), judged) + self._penalty((real + made).detach())
         self._update(self.judge, loss, self.of_judge)
         self.losses_of_judge.update_state(loss)
-        loss = self.entropy(ones, self.judge(self.maker(real[:, :4])))
+        loss = self.entropy(ones, self.judge(self.maker(real[:, :4]))) + sum(self.maker.losses)
         self._update(self.maker, loss, self.of_maker)
+        self.sizes.update_state(sum(self.maker.losses))
         self.losses_of_maker.update_state(loss)
         return {each.name: each.result() for each in self.metrics}
 

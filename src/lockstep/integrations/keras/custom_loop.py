@@ -12,6 +12,7 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -225,6 +226,8 @@ class CustomSteps:
                 yield
 
         yield in_replica
+        for model in self.models:
+            model._clear_losses()
         if own_step is None or not own_step.is_compared:
             sizes = rows if own_step is None else own_step.sizes
             _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
@@ -246,11 +249,20 @@ def allow_custom_steps(model: Any, strategy: Strategy) -> DefaultGenerators:
 def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
     """Before the first call of a model in a step: builds it, and compares its weights with those of other workers.
 
-    Every replica calls it, with the arguments of its call.
+    Every replica calls it, with the arguments of its call. Warns if all train on one batch, which was not divided.
     """
-    context = replica_of_step()
+    context, is_training = replica_of_step(), torch.is_grad_enabled()
 
     def prepare(given: list[Any]) -> None:
+        first, *others = [[leaf for leaf in keras.tree.flatten(each) if keras.ops.is_tensor(leaf)] for each in given]
+        for leaf, *same in zip(first, *others, strict=False) if others and is_training else ():
+            if leaf.dim() and len(leaf) > 1 and all(other is leaf for other in same):
+                warnings.warn(
+                    f"the step calls the model {model.name!r} on one batch of shape {tuple(leaf.shape)} in all "
+                    f"{context.num_replicas_in_sync} replicas, and its gradients count once for each; divide it with "
+                    "strategy.distribute_dataset(batches), and hand what that yields to strategy.run",
+                    stacklevel=2,
+                )
         args, kwargs = keras.tree.map_structure(_symbolic, given[0])
         with _without_scope(context.strategy.devices[0].torch_device):
             if not model.built:
@@ -385,6 +397,24 @@ def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callab
     return named_parameters
 
 
+def _clearing_own(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``Layer._clear_losses``, which in a replica leaves alone what the layer has noted in other replicas."""
+
+    @wraps(original)
+    def clear(self: Any) -> None:
+        scope = global_state.get_global_attribute(_SCOPE)
+        if get_replica_context() is None or scope is None:
+            original(self)
+            return
+        cleared = [each for each in scope.losses if id(each) in self._loss_ids]
+        self._loss_ids.difference_update(map(id, cleared))
+        scope.losses[:] = [each for each in scope.losses if not any(each is one for one in cleared)]
+        for layer in self._layers:
+            layer._clear_losses()
+
+    return clear
+
+
 def _is_seed(variable: Any) -> bool:
     return variable.name == _SEED_NAME  # type: ignore[no-any-return]
 
@@ -412,5 +442,6 @@ def _without_scope(device: torch.device) -> Iterator[None]:
 for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
     _optimizer.apply = _updating_once(_optimizer.apply)
 keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
+keras.layers.Layer._clear_losses = _clearing_own(keras.layers.Layer._clear_losses)
 TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by
 register_optimizer_step_pre_hook(_refuse_torch_step)

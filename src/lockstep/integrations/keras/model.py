@@ -59,7 +59,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         The same model. ``compile``, ``fit``, ``evaluate``, ``predict``, callbacks and ``save`` are Keras's own.
 
     Raises:
-        ConfigError: the strategy divides models.
+        ConfigError: a layer is stateful, or the strategy divides models.
         TypeError: ``model`` is no Keras model.
         UsageError: the model belongs to another strategy already.
 
@@ -82,6 +82,12 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         if model._distribution.strategy is not strategy:
             raise UsageError("this model belongs to another strategy already; build it anew for this one")
         return model
+    stateful = [each.name for each in model._flatten_layers() if getattr(each, "stateful", False)]
+    if stateful:
+        raise ConfigError(
+            f"the layer {stateful[0]!r} is stateful: it keeps a state for each row of a batch, and replicas divide the "
+            "rows; make it with stateful=False, or use the model on one device"
+        )
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
     distribution = Distribution(strategy, allow_custom_steps(model, strategy))
@@ -278,11 +284,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         self._clear_losses()
         metrics: dict[str, Any] = self.get_metrics_result()
         return metrics
-
-    def _clear_losses(self) -> None:
-        """Keras's own, after a step: in a replica it would clear what other replicas' layers have noted."""
-        if get_replica_context() is None:
-            super()._clear_losses()
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
