@@ -293,7 +293,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
     def _refuse_options(self) -> None:
         if self.run_eagerly or self.jit_compile:
             option = "run_eagerly" if self.run_eagerly else "jit_compile"
-            raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; leave it out")
+            instead = "leave it out" if self.run_eagerly else "have layers call functions under torch.compile instead"
+            raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; {instead}")
         if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
             raise ConfigError(
                 f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
