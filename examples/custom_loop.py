@@ -5,8 +5,6 @@ plain_loop.py is the same program in plain PyTorch on one device. To see what di
     diff -y examples/plain_loop.py examples/custom_loop.py
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

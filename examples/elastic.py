@@ -11,8 +11,6 @@ The same training in one process:
 All end with the same fingerprint: the same bits of weights, optimizer state and random numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

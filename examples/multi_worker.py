@@ -10,8 +10,6 @@ Without a launcher, in two terminals, with "index" 0 and 1:
       python examples/multi_worker.py
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

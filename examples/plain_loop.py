@@ -5,8 +5,6 @@ custom_loop.py is the same program on many devices. To see what differs:
     diff -y examples/plain_loop.py examples/custom_loop.py
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Two processes, each with half of every batch:
   lockstep run --workers 2 examples/unchanged/accelerate_loop.py
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -5,8 +5,6 @@ Two processes, each with half of every batch; Lightning uses the processes of th
   lockstep run --workers 2 examples/unchanged/lightning_fit.py
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ Two processes, each with half of every batch:
   lockstep run --workers 2 examples/unchanged/trainer.py
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
