@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +183,19 @@ def test_a_batch_that_was_not_divided_is_warned_of(make_strategy: MakeStrategy):
 
     with pytest.warns(UserWarning, match="distribute_dataset"):
         strategy.run(lambda x: model(x).sum(), args=(BATCHES[0][0],))
+
+
+def test_a_strategy_ends_with_its_models(split_cpu: Callable[[int], tuple[Any, ...]]):
+    strategy = ls.MirroredStrategy(split_cpu(2))
+    model = distribute(keras.Sequential([keras.Input((8,)), layers.Dense(3)]), strategy)
+    model.compile("sgd", "mse")
+    model.fit(KERAS.X[:4], KERAS.X[:4, :3], verbose=0)
+    known = weakref.ref(strategy)
+
+    del strategy, model
+    gc.collect()
+
+    assert known() is None
 
 
 def test_a_model_of_no_strategy_or_another_one_is_refused(make_strategy: MakeStrategy):

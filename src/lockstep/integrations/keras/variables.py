@@ -71,7 +71,9 @@ class DefaultGenerators:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        # And not the strategy, which ends with the last program that holds it.
+        self._torch, self._number = strategy.generators, len(strategy.devices)
+        self._first = strategy.workers.first_replica
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -90,9 +92,8 @@ class DefaultGenerators:
         return self._generators
 
     def _begin(self, seed: int) -> None:
-        first, number = self._strategy.workers.first_replica, len(self._strategy.devices)
-        self._strategy.generators.begin(seed, first)
-        seeds = ((seed + seed_offset(each)) % 2**31 for each in range(first, first + number))
+        self._torch.begin(seed, self._first)
+        seeds = ((seed + seed_offset(each)) % 2**31 for each in range(self._first, self._first + self._number))
         self._generators = [keras.random.SeedGenerator(each) for each in seeds]
 
 
