@@ -349,7 +349,10 @@ def test_callbacks_checkpoints_and_saved_models_are_keras_s(make_strategy: MakeS
     )
     again = compiled(distribute(loaded, make_strategy(3)))
     again.fit(KERAS.X, KERAS.LABELS, verbose=0)
-    keras.models.clone_model(model)
+    for each in (model, distribute(KERAS.functional(), make_strategy(2))):
+        clone, remade = keras.models.clone_model(each), type(each).from_config(each.get_config())
+        assert type(clone) is type(remade) is type(each).__mro__[1]
+        clone.summary(print_fn=str)
 
 
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
@@ -406,6 +409,7 @@ class ByItself(keras.Sequential):
 def test_what_replicas_cannot_compute_is_refused_in_one_line(
     model: Callable[[], Any], settings: dict[str, Any], named: str, make_strategy: MakeStrategy
 ):
+    keras.utils.set_random_seed(1)
     ours = compiled(distribute(model(), make_strategy(2)), **settings)
 
     with pytest.raises(ConfigError, match=named) as refused:

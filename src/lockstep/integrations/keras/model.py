@@ -251,11 +251,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         with _undistributed(self):
             return self.__reduce__()
 
-    @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """A model of the class that this one had before, which is not distributed."""
-        return _class_before(cls).from_config(config, custom_objects)
-
     def _step(self, data: Any) -> tuple[Step, Any]:
         """A step for a batch, and the shards that it runs on; the first one is checked."""
         self._refuse_in_replica()
@@ -365,9 +360,13 @@ def _rows(leaf: Any, at: tuple[int, int], *, copies: bool) -> Any:
 
 @cache
 def _distributed_class(original: Any) -> Any:
-    """The subclass of a model's class whose steps run on all replicas, under the same name."""
+    """The subclass of a model's class whose steps run on all replicas, under the same name.
+
+    A new model, which Keras makes of it for a clone or from a configuration, is one of the original class.
+    """
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (original, DistributedModel), names)
+    new = {"__new__": lambda _, *args, **kwargs: original(*args, **kwargs)}
+    return type(original.__name__, (original, DistributedModel), names | new)
 
 
 def _class_before(distributed: type) -> Any:
