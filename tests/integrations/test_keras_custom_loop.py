@@ -16,6 +16,7 @@ import torch
 keras = pytest.importorskip("keras")
 
 import lockstep as ls  # noqa: E402
+from lockstep._torch_compat import optimizer_pre_hooks  # noqa: E402
 from lockstep.errors import ConfigError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
@@ -167,7 +168,7 @@ def test_what_would_give_other_numbers_is_refused_in_one_line(
 ):
     strategy = make_strategy(2)
     model = distribute(keras.Sequential([keras.Input((10, 10, 3)), layers.Flatten(), layers.Dense(3)]), strategy)
-    before = model.get_weights()
+    before, hooks = model.get_weights(), dict(optimizer_pre_hooks)
     (shards,) = strategy.distribute_dataset(BATCHES[:1])
 
     with pytest.raises(error, match=named) as refused:
@@ -175,6 +176,7 @@ def test_what_would_give_other_numbers_is_refused_in_one_line(
 
     assert "\n" not in str(refused.value)
     assert KERAS.largest_difference(model.get_weights(), before) == 0.0
+    assert optimizer_pre_hooks == hooks  # one more would keep every mirrored optimizer from fused kernels
 
 
 def test_a_batch_that_was_not_divided_is_warned_of(make_strategy: MakeStrategy):

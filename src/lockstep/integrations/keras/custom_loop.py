@@ -225,7 +225,12 @@ class CustomSteps:
             with keras.device(str(context.device.torch_device)), steps[context.local_replica]:
                 yield
 
-        yield in_replica
+        # For the run only: with a hook of others in place, mirrored optimizers use no fused kernels.
+        watched = register_optimizer_step_pre_hook(_refuse_torch_step)
+        try:
+            yield in_replica
+        finally:
+            watched.remove()
         for model in self.models:
             model._clear_losses()
         if own_step is None or not own_step.is_compared:
@@ -444,4 +449,3 @@ for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimiz
 keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
 keras.layers.Layer._clear_losses = _clearing_own(keras.layers.Layer._clear_losses)
 TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by
-register_optimizer_step_pre_hook(_refuse_torch_step)
