@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,6 +210,18 @@ def test_a_batch_that_was_not_divided_is_said(make_strategy: MakeStrategy):
 
     with pytest.warns(UserWarning, match=r"\(6, 2\).*distribute_dataset"):
         strategy.run(step, (BATCHES[0],))
+
+
+def test_functions_that_cannot_be_hashed_are_gone_through(make_strategy: MakeStrategy):
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    # As torch.compile makes them, with what the compiled code needs among the constants.
+    made = FunctionType(double.__code__.replace(co_consts=(*double.__code__.co_consts, {})), globals())
+
+    strategy = make_strategy(2)
+
+    assert strategy.run(lambda: made(torch.ones(()))).values == (2.0, 2.0)
 
 
 def test_a_hook_that_keeps_features_outside_is_refused(make_strategy: MakeStrategy):

@@ -74,7 +74,8 @@ class FirstRun:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
         self._distributed = distributed
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
-        self._ran: dict[CodeType, dict[str, Any]] = {}  # functions with their globals
+        # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
+        self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._passes = [Passes() for _ in rows]
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
@@ -117,10 +118,10 @@ class FirstRun:
 
     def _entered(self, frame: FrameType, event: str, given: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in self._ran:
+        if event == "call" and id(code) not in self._ran:
             if code is _FORWARD_MODE:
                 refuse_forward_mode()
-            self._ran[code] = frame.f_globals
+            self._ran[id(code)] = code, frame.f_globals
         if event == "call" and code is _TORCH:
             context = get_replica_context()
             if context is not None:
@@ -136,7 +137,7 @@ class FirstRun:
             return
         passes = self._passes[context.local_replica]
         if event == "call" and frame.f_code is _BACKWARD and local.get("inputs") is None:
-            passes.begins_at(local["tensors"], saved=_SAVING_HOOKS not in self._ran)
+            passes.begins_at(local["tensors"], saved=id(_SAVING_HOOKS) not in self._ran)
         elif event == "call" and frame.f_code is _SUMMING:
             for leaf in tree_leaves(local["value"]):
                 if isinstance(leaf, Tensor):
@@ -188,7 +189,7 @@ class FirstRun:
     def _warn_of_draws(self, before: dict[str, Any]) -> None:
         now = _generator_states()
         for name in before:
-            lines = _draws(self._ran, name) if before[name] != now[name] else []
+            lines = _draws(self._ran.values(), name) if before[name] != now[name] else []
             if lines:
                 self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
@@ -293,12 +294,12 @@ def _generator_states() -> dict[str, Any]:
     return states
 
 
-def _draws(ran: dict[CodeType, dict[str, Any]], name: str) -> list[str]:
+def _draws(ran: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[str]:
     """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
     libraries = (*_LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     found: dict[str, None] = {}
-    for code, names in ran.items():
+    for code, names in ran:
         values = [names.get(each) for each in code.co_names]
         if "random" in code.co_names or stream in values:
             values += [getattr(stream, each, None) for each in code.co_names]
