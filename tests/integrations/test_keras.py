@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -416,6 +419,21 @@ def test_what_replicas_cannot_compute_is_refused_in_one_line(
         ours.fit(KERAS.X, KERAS.LABELS, verbose=0)
 
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_a_backend_that_is_not_installed_is_refused_with_what_to_set(backend: str):
+    program = "from lockstep.errors import ConfigError\ntry:\n    import lockstep.integrations.keras\n"
+    program += "except ConfigError as error:\n    print(error)"
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+
+    (line,) = done.stdout.splitlines()
+    assert backend in line
+    assert "KERAS_BACKEND=torch" in line
 
 
 def test_models_that_cannot_be_distributed(make_strategy: MakeStrategy):
