@@ -421,6 +421,17 @@ def test_what_replicas_cannot_compute_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("data", [Rows, generated, loader])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_batch_size_beside_batches_is_refused(method: str, data: Callable[[], Any], make_strategy: MakeStrategy):
+    model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(1)))
+
+    with pytest.raises(ConfigError, match="batch_size=4") as refused:
+        getattr(model, method)(data(), batch_size=4, verbose=0)
+
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_a_backend_that_is_not_installed_is_refused_with_what_to_set(backend: str):
     program = "from lockstep.errors import ConfigError\ntry:\n    import lockstep.integrations.keras\n"

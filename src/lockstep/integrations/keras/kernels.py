@@ -3,8 +3,9 @@
     batch norm   torch's own, in place of some ten elementwise operations and sums
     images       convolutions and pools get [rows, height, width, channels] as a permuted view, which is torch's
                  channels_last format; Keras copies it to [rows, channels, height, width] first
-    modes        a replica's function modes see each call of torch; a model of Keras's own layers needs them only where
-                 Keras draws from torch's default generator
+    modes        TorchFunctionModes of a replica see each call of torch: they give it the replica's random numbers and
+                 check the step. A model of Keras's own layers needs them only where Keras draws from torch's default
+                 generator
 
 Batch norm and images halve the CPU time of a step of MobileNetV2 in one replica.
 """
@@ -39,7 +40,7 @@ def fuse_batchnorms(model: Any) -> None:
 
 
 def needs_modes(model: Any) -> bool:
-    """Whether anything but Keras's own code computes the model's outputs, and so may call torch in any way."""
+    """Whether the model has layers or functions other than Keras's own, whose calls of torch the replica must see."""
     return not all(_is_keras_alone(layer) for layer in model._flatten_layers())
 
 

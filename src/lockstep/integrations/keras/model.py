@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import accumulate
@@ -181,6 +181,21 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         super().compile(*args, **kwargs)
         self._distribution.first_batch_is_checked, self._distribution.needs_modes = False, None
 
+    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own."""
+        _check_batch_size(x, batch_size)
+        return super().fit(x, y, batch_size, *args, **kwargs)
+
+    def evaluate(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own."""
+        _check_batch_size(x, batch_size)
+        return super().evaluate(x, y, batch_size, *args, **kwargs)
+
+    def predict(self, x: Any, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own."""
+        _check_batch_size(x, batch_size)
+        return super().predict(x, batch_size, *args, **kwargs)
+
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on a batch of all replicas; returns the metrics. Outside replicas."""
         if not self.trainable_variables:
@@ -340,6 +355,14 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             for result, size in zip(results, sizes, strict=True)
         ]
         return distribution.strategy.gather(merge(outputs), axis=0)
+
+
+def _check_batch_size(x: Any, batch_size: int | None) -> None:
+    if batch_size is not None and isinstance(x, (torch.utils.data.DataLoader, keras.utils.PyDataset, Generator)):
+        raise ConfigError(
+            f"batch_size={batch_size} was given beside a {type(x).__name__}, which makes batches by itself; leave "
+            "batch_size out, and have it make global batches, which are divided among the replicas"
+        )
 
 
 def _on_host(leaf: Any) -> Any:

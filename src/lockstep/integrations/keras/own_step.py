@@ -30,7 +30,7 @@ from lockstep._torch_compat import tree_flatten, tree_unflatten
 from lockstep.errors import UsageError
 from lockstep.integrations.keras.losses import Shard, current_shard, is_compared, losses_of_shard
 from lockstep.integrations.keras.step import moved
-from lockstep.integrations.keras.variables import summed
+from lockstep.integrations.keras.variables import flattened, parts_like, summed
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import is_random
 from lockstep.strategies.base import Strategy
@@ -192,12 +192,8 @@ class WholeGradients(TorchFunctionMode):
     def _sums(self, gradients: Sequence[Any]) -> list[Tensor]:
         """Each replica's own sums of the gradients of all replicas."""
         own = [each.contiguous() if self._share else torch.zeros_like(each) for each in gradients]
-        sums: dict[torch.dtype, Iterator[Tensor]] = {}
-        for dtype in dict.fromkeys(each.dtype for each in own):
-            parts = [each for each in own if each.dtype == dtype]
-            total: Tensor = self._context.all_reduce("sum", torch.cat([each.reshape(-1) for each in parts]))
-            sums[dtype] = iter(total.split([each.numel() for each in parts]))  # type: ignore[no-untyped-call]
-        return [next(sums[each.dtype]).view(each.shape) for each in own]
+        sums = {dtype: self._context.all_reduce("sum", each) for dtype, each in flattened(own).items()}
+        return parts_like(sums, own)
 
 
 def _averaged(context: ReplicaContext, share: float, leaves: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -140,11 +140,13 @@ class ModelVariables:
 
         Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
         """
-        first, sums = changes[0], self._sums(changes)
-        gradients = [_next_part(sums, each.value) for each in self.trainable[: len(first.used)]]
+        first, number = changes[0], len(changes[0].used)
+        added = [each.value for each in (*self.metrics, *first.added)]
+        sums = self._sums(changes, [*(each.value for each in self.trainable[:number]), *added])
+        gradients = sums[:number]
         with torch.no_grad():
-            for value in (each.value for each in (*self.metrics, *first.added)):
-                value.add_(_next_part(sums, value))
+            for value, by in zip(added, sums[number:], strict=True):
+                value.add_(by)
             for each, by in zip(self.seeds, first.drawn, strict=True):
                 each.value.add_(by.to(each.value.device))
             for each, value in first.counted:
@@ -154,15 +156,15 @@ class ModelVariables:
 
     def sum_changes(self, changes: Sequence[Changes]) -> Iterator[tuple[Any, Tensor]]:
         """The metrics and other variables that a step without gradients has changed, by how much. Changes nothing."""
-        sums = self._sums(changes)
-        for each in (*self.metrics, *changes[0].added):
-            yield each, _next_part(sums, each.value)
+        changed = (*self.metrics, *changes[0].added)
+        return zip(changed, self._sums(changes, [each.value for each in changed]), strict=True)
 
-    def _sums(self, changes: Sequence[Changes]) -> dict[torch.dtype, _Parts]:
-        return {
-            dtype: _Parts(self._strategy.reduce("sum", PerReplica([each.sums[dtype] for each in changes])))
+    def _sums(self, changes: Sequence[Changes], like: Sequence[Tensor]) -> list[Tensor]:
+        totals = {
+            dtype: self._strategy.reduce("sum", PerReplica([each.sums[dtype] for each in changes]))
             for dtype in changes[0].sums
         }
+        return parts_like(totals, like)
 
 
 class ReplicaVariables:
@@ -207,14 +209,11 @@ class ReplicaVariables:
             (each.value, (values[id(each)] - self._before[id(each)]) * weights.get(each.aggregation, share))
             for each in added
         ]
-        flat: dict[torch.dtype, list[Tensor]] = {}
-        for like, part in parts:
-            counts = part if share else torch.zeros_like(part)
-            flat.setdefault(like.dtype, []).append(counts.to(like.dtype).reshape(-1))
+        shares = [(part if share else torch.zeros_like(part)).to(like.dtype) for like, part in parts]
         return Changes(
             used=[gradient is not None for gradient in gradients],
             added=added,
-            sums={dtype: torch.cat(each) for dtype, each in flat.items()},
+            sums=flattened(shares),
             drawn=[values[id(each)] - self._before[id(each)] for each in model.seeds],
             counted=[(each, values[id(each)]) for each in changed if not any(each is one for one in added)],
         )
@@ -248,30 +247,23 @@ def stateless_scope() -> Any:
 
 def summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
-    like = parts[0]
-    dtypes = list(dict.fromkeys(each.dtype for each in like))
-    flat = [
-        PerReplica([torch.cat([each.reshape(-1) for each in own if each.dtype == dtype]) for own in parts])
-        for dtype in dtypes
-    ]
-    sums = {
-        dtype: iter(total.split([each.numel() for each in like if each.dtype == dtype]))
-        for dtype, total in zip(dtypes, strategy.reduce("sum", flat), strict=True)
+    flat = [flattened(own) for own in parts]
+    totals = strategy.reduce("sum", [PerReplica([own[dtype] for own in flat]) for dtype in flat[0]])
+    return parts_like(dict(zip(flat[0], totals, strict=True)), parts[0])
+
+
+def flattened(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """All elements of some tensors, in order, as a tensor [elements] for each dtype."""
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for each in tensors:
+        of_dtype.setdefault(each.dtype, []).append(each.reshape(-1))
+    return {dtype: torch.cat(each) for dtype, each in of_dtype.items()}
+
+
+def parts_like(flat: Mapping[torch.dtype, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of ``flattened``: tensors with the dtypes and shapes, and on the devices, of ``like``."""
+    parts = {
+        dtype: iter(elements.split([each.numel() for each in like if each.dtype == dtype]))  # type: ignore[no-untyped-call]
+        for dtype, elements in flat.items()
     }
-    return [next(sums[each.dtype]).view(each.shape) for each in like]
-
-
-class _Parts:
-    """The parts of a flat tensor, in order."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat, self._at = flat, 0
-
-    def next_like(self, value: Tensor) -> Tensor:
-        """The next part, with the shape and on the device of ``value``."""
-        begin, self._at = self._at, self._at + value.numel()
-        return self._flat[begin : self._at].view(value.shape).to(value.device)
-
-
-def _next_part(parts: dict[torch.dtype, _Parts], value: Tensor) -> Tensor:
-    return parts[value.dtype].next_like(value)
+    return [next(parts[each.dtype]).view(each.shape).to(each.device) for each in like]
