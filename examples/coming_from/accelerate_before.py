@@ -18,7 +18,7 @@ def main() -> None:
     torch.manual_seed(0)
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64; a shorter last one would be filled up
+    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64: equal shards
     order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(data, BATCH_SIZE // accelerator.num_processes, sampler=order)
 

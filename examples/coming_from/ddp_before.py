@@ -19,7 +19,7 @@ def main() -> None:
     torch.manual_seed(0)
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64; a shorter last one would count too much
+    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64: DDP wants equal shards
     sampler = DistributedSampler(data)
     loader = DataLoader(data, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
 

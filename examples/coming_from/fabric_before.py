@@ -19,7 +19,7 @@ def main() -> None:
     fabric.seed_everything(0)
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64
+    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64: equal shards
     loader = fabric.setup_dataloaders(DataLoader(data, BATCH_SIZE // fabric.world_size))
 
     network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))

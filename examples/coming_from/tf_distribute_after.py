@@ -46,7 +46,7 @@ def main() -> None:
         for rows, classes in strategy.distribute_dataset(batches):
             loss = train_step(rows, classes)
         print(f"epoch {epoch + 1}: loss {float(loss):.4f}")
-    np.savez("digits.npz", *(weight.detach().numpy().T for weight in network.parameters()))
+    np.savez("weights.npz", *(weight.detach().numpy().T for weight in network.parameters()))
 
 
 if __name__ == "__main__":

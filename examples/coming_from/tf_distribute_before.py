@@ -32,7 +32,7 @@ def main() -> None:
             per_example = tf.nn.sparse_softmax_cross_entropy_with_logits(classes, logits)
             loss = tf.nn.compute_average_loss(per_example, global_batch_size=BATCH_SIZE)
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
     @tf.function
@@ -44,7 +44,7 @@ def main() -> None:
         for rows, classes in strategy.experimental_distribute_dataset(batches):
             loss = train_step(rows, classes)
         print(f"epoch {epoch + 1}: loss {float(loss):.4f}")
-    np.savez("digits.npz", *model.get_weights())
+    np.savez("weights.npz", *model.get_weights())
 
 
 if __name__ == "__main__":
