@@ -53,7 +53,6 @@ llms_txt_build_parallel = False
 llms_txt_nested_enabled = False
 llms_txt_suffix_mode = "append"  # how-to/data.html.md beside how-to/data.html
 llms_txt_suppress_unknown_node_warnings = ["abbreviation"]
-suppress_warnings = ["toc.empty_glob"]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
