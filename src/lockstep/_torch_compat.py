@@ -242,6 +242,14 @@ def inductor() -> Any:
         return torch._inductor
 
 
+def compile_backward_at_once() -> Any:
+    """A block in which code for a backward pass is compiled with that of the forward, not when it is first run."""
+    with _probe("compile_module"):
+        import torch._functorch.config as functorch
+
+        return functorch.patch(force_non_lazy_backward_lowering=True)
+
+
 def graph_pass(change: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
     """A pass of inductor that changes a graph of operators; ``uuid`` stands for it in torch's cache of code."""
     with _probe("compile_module"):

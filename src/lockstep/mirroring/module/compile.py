@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -25,18 +25,13 @@ from lockstep._torch_compat import (
     detect_fake_mode,
     dynamo,
     inductor,
-    innermost_function_mode,
-    num_function_modes,
     tree_leaves,
-    without_innermost_function_mode,
 )
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.rng.compiled import compile_for_replicas, draws
-from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.rng.compiled import COMPILE_LIMIT_S, compile_for_replicas, draws
+from lockstep.replicas.rng.mode import without_replica_rng
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
-COMPILE_LIMIT_S = 1800.0
-"""How many seconds a replica waits for another that compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +101,7 @@ class CompiledCopies:
         # The first run may still choose among kernels, for all replicas.
         ends_when_found = (mode, forms) in self._seen[replica]
         try:
-            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), _without_replica_random():
+            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), without_replica_rng():
                 first = self._first.setdefault(mode, forms)
                 is_other = self._takes_others and forms != first
                 if is_other:
@@ -217,14 +212,6 @@ class _Draws(TorchDispatchMode):
         if draws(func, args, kwargs or {}):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _without_replica_random() -> Iterator[None]:
-    """Inside the block the replica's function mode is off: dynamo would trace it in every call of torch."""
-    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
-    with without_innermost_function_mode() if own else nullcontext():
-        yield
 
 
 def _form(leaf: Any) -> Hashable:

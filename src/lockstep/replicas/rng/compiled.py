@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from lockstep._torch_compat import graph_pass, inductor
+from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor
 from lockstep.errors import ConfigError
 from lockstep.replicas.rng.state import own_generator
 
+COMPILE_LIMIT_S = 1800.0
+"""How many seconds a replica waits for another that compiles."""
 _UUID = "lockstep-replica-seeds-1"
 """What torch's cache of compiled code knows the change of the graph by; a new number for each change of it."""
 
@@ -36,11 +38,11 @@ def _(number: int) -> torch.Tensor:
     return torch.empty((number,), dtype=torch.int64)
 
 
-def compile_for_replicas(graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Any:
+def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dict[str, Any]) -> Any:
     """Compiles a graph by inductor, for replicas that draw their own random numbers.
 
     Args:
-        graph: of torch functions or operators.
+        graph: a graph, or a module that can be called with tensors that have no values.
         inputs: what it is called with.
         options: settings of inductor.
 
@@ -52,7 +54,8 @@ def compile_for_replicas(graph: torch.fx.GraphModule, inputs: list[Any], options
             an error of its own.
     """
     options = {"joint_custom_post_pass": graph_pass(_draw_seeds_of_replica, _UUID), **options}
-    return inductor().compile(graph, inputs, options=options)
+    with compile_backward_at_once():
+        return inductor().compile(graph, inputs, options=options)
 
 
 def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
