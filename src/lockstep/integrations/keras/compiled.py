@@ -57,10 +57,11 @@ class CompiledForward:
         """
         tensors, rebuild = _tensors_of(x)
         shard = current_shard.get()
-        constants = (training, torch.is_grad_enabled(), shard and (shard.rows, shard.all_rows))
-        kind = (*constants, rebuild.form, *((each.shape, each.dtype, each.device) for each in tensors))
         variables = [*self._variables, default_seed]
         inputs = [*(each.value for each in variables), *tensors]
+        constants = (training, torch.is_grad_enabled(), shard and (shard.rows, shard.all_rows), rebuild.form)
+        shapes = ((each.shape, each.dtype, each.device) for each in tensors)
+        kind = (*constants, *shapes, *(each.requires_grad for each in inputs))
         with DisableTorchFunction():
             code = self._codes.get(kind) or self._compile(kind, variables, rebuild, training, inputs)
             return code(variables, inputs)
@@ -69,7 +70,9 @@ class CompiledForward:
         self, kind: Hashable, variables: Sequence[Any], rebuild: _Rebuild, training: bool, inputs: list[Tensor]
     ) -> _Code:
         if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
-            raise ReplicaError(f"{self._model.name!r} has waited {COMPILE_LIMIT_S:g} s for another replica to compile it")
+            raise ReplicaError(
+                f"{self._model.name!r} has waited {COMPILE_LIMIT_S:g} s for another replica to compile it"
+            )
         try:
             if kind not in self._codes:
                 self._codes[kind] = _Code(_Forward(self._model, variables, rebuild, training), inputs)
@@ -86,7 +89,7 @@ class _Code:
         try:
             with EnableTorchFunction(), without_replica_rng():
                 self._code = compile_for_replicas(forward, inputs, {})
-        except Exception as error:  # noqa: BLE001  # torch has errors of many kinds, around those of the model's code
+        except Exception as error:  # torch has errors of many kinds, around those of the model's code
             cause = _innermost(error)
             if isinstance(cause, LockstepError):
                 raise cause from None
@@ -168,7 +171,9 @@ class _Rebuild:
 
     def __call__(self, tensors: Iterable[Tensor]) -> Any:
         given = iter(tensors)
-        leaves = [next(given) if is_tensor else leaf for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)]
+        leaves = [
+            next(given) if is_tensor else leaf for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)
+        ]
         return tree_unflatten(leaves, self._structure)
 
 
@@ -197,6 +202,8 @@ def _refuse_to_add(_: Tensor) -> Tensor:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The error that torch's compiler has put into errors of its own."""
+    """The error that torch's compiler, and Keras with a layer's arguments, have put into others."""
     inner = getattr(error, "inner_exception", None) or error.__cause__
+    if inner is None and hasattr(error, "_keras_call_info_injected"):
+        inner = error.__context__
     return error if inner is None else _innermost(inner)

@@ -327,7 +327,9 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _refuse_options(self) -> None:
         if self.run_eagerly:
-            raise ConfigError("the model was compiled with run_eagerly=True, which replicas do not support; leave it out")
+            raise ConfigError(
+                "the model was compiled with run_eagerly=True, which replicas do not support; leave it out"
+            )
         if self.jit_compile and self._distribution.sync_batchnorm:
             raise ConfigError(
                 "the model was compiled with jit_compile=True and has batch norms of sync_batchnorm=True, in which "

@@ -90,24 +90,29 @@ def _(seed: Tensor, method: str, numbers: Sequence[float], like: Tensor) -> Tens
     return torch.empty_like(like)
 
 
+def _draw(seed: Tensor, method: str, numbers: Sequence[float], like: Tensor) -> Tensor:
+    drawn: Tensor = _seeded_draw(seed, method, numbers, like)
+    return drawn
+
+
 def _uniform(seed: Tensor, size: Sequence[int], **kind: Any) -> Tensor:
-    return _seeded_draw(seed, "uniform_", [0.0, 1.0], torch.empty(size, **kind))
+    return _draw(seed, "uniform_", [0.0, 1.0], torch.empty(size, **kind))
 
 
 def _normal(seed: Tensor, mean: float, std: float, size: Sequence[int], **kind: Any) -> Tensor:
-    return _seeded_draw(seed, "normal_", [mean, std], torch.empty(size, **kind))
+    return _draw(seed, "normal_", [mean, std], torch.empty(size, **kind))
 
 
 def _integers(seed: Tensor, low: int, high: int, size: Sequence[int], **kind: Any) -> Tensor:
-    return _seeded_draw(seed, "random_", [low, high], torch.empty(size, **kind))
+    return _draw(seed, "random_", [low, high], torch.empty(size, **kind))
 
 
 def _bernoulli(seed: Tensor, probabilities: Tensor) -> Tensor:
-    return _seeded_draw(seed, "bernoulli", [], probabilities.detach())
+    return _draw(seed, "bernoulli", [], probabilities.detach())
 
 
 def _multinomial(seed: Tensor, probabilities: Tensor, number: int, replacement: bool) -> Tensor:
-    return _seeded_draw(seed, "multinomial", [number], probabilities.detach())
+    return _draw(seed, "multinomial", [number], probabilities.detach())
 
 
 _OPERATORS: dict[Any, Callable[..., Tensor]] = {

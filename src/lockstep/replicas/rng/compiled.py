@@ -24,7 +24,10 @@ _UUID = "lockstep-replica-seeds-1"
 
 
 @torch.library.custom_op(
-    "lockstep::replica_seeds", mutates_args=(), schema="(int number) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+    "lockstep::replica_seeds",
+    mutates_args=(),
+    schema="(int number) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 def _replica_seeds(number: int) -> torch.Tensor:
     here = own_generator.get()
