@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -19,7 +20,11 @@ author = "Lockstep contributors"
 copyright = "Lockstep contributors, Apache-2.0"
 version = release = lockstep.__version__
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_extensions"))
+
 extensions = [
+    "command_help",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -32,7 +37,6 @@ exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-HERE = Path(__file__).parent
 # With DOCS_NOTEBOOKS=off the tutorials are shown without outputs: a quick build while a page is being written.
 nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
 nb_execution_cache_path = str(HERE / "_build" / "notebooks")
