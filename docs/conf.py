@@ -22,6 +22,7 @@ version = release = lockstep.__version__
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before the reference imports the integration
 
 extensions = [
     "command_help",
@@ -30,11 +31,10 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
     "sphinx_llm.txt",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # With DOCS_NOTEBOOKS=off the tutorials are shown without outputs: a quick build while a page is being written.
@@ -66,6 +66,8 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "Lockstep"
+html_static_path = ["_static"]
+html_css_files = ["lockstep.css"]
 
 _LITERAL = re.compile(r"(``.+?``)")
 # reStructuredText markup that docstrings use as plain text: "*.train.tokens", and the trailing underscore of "val_".
