@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def _escape_docstring(app: Sphinx, what: str, name: str, obj: object, options: o
     lines[:] = [_escaped(line) for line in lines]
 
 
+def _copy_figures(app: Sphinx, exception: Exception | None) -> None:
+    """The Markdown copies of the pages link to figures by the paths that these have in the sources."""
+    if exception is None and app.builder.name == "html":
+        shutil.copytree(HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program)
+
+
+def _no_program(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".py") or name == "__pycache__"]
+
+
 def setup(app: Sphinx) -> None:
     """Escapes docstrings before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
+    app.connect("build-finished", _copy_figures)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from lockstep.cli.app import parse
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -116,11 +113,6 @@ def test_every_block_of_code_runs_or_says_why_not():
         assert mark or language != "bash", f"<!-- run --> or <!-- not run: why --> is missing in {where}"
         if language == "python":
             compile(body, str(page), "exec")
-
-
-def test_commands_that_do_not_run_could():
-    for page, command in [(each, command) for each in PAGES for command in commands(each)]:
-        assert callable(parse(shlex.split(command)[1:])), f"{page}: {command}"
 
 
 def test_the_readme_has_python_and_bash_to_run():
