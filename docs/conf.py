@@ -70,6 +70,8 @@ html_title = "Lockstep"
 html_static_path = ["_static"]
 html_css_files = ["lockstep.css"]
 
+# An image of a page: "](" and its path.
+_FIGURE = re.compile(r"(!\[[^\]]*\]\()(figures/)")
 _LITERAL = re.compile(r"(``.+?``)")
 # reStructuredText markup that docstrings use as plain text: "*.train.tokens", and the trailing underscore of "val_".
 _NOT_MARKUP = re.compile(r"\*(?=\.)|(?<=\w)_(?=\W|$)")
@@ -88,9 +90,16 @@ def _escape_docstring(app: Sphinx, what: str, name: str, obj: object, options: o
 
 
 def _copy_figures(app: Sphinx, exception: Exception | None) -> None:
-    """The Markdown copies of the pages link to figures by the paths that these have in the sources."""
-    if exception is None and app.builder.name == "html":
-        shutil.copytree(HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program)
+    """Puts the figures where the Markdown copies of the pages look for them.
+
+    sphinx-llm writes the path of an image from the folder of the sources, also in pages that are in folders.
+    """
+    if exception is not None or app.builder.name != "html":
+        return
+    shutil.copytree(HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program)
+    for page in Path(app.outdir).rglob("*.html.md"):
+        up = os.path.relpath(app.outdir, page.parent)
+        page.write_text(_FIGURE.sub(rf"\g<1>{up}/\g<2>", page.read_text()))
 
 
 def _no_program(folder: str, names: list[str]) -> list[str]:
@@ -100,4 +109,4 @@ def _no_program(folder: str, names: list[str]) -> list[str]:
 def setup(app: Sphinx) -> None:
     """Escapes docstrings before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
-    app.connect("build-finished", _copy_figures)
+    app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm
