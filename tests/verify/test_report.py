@@ -3,7 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, render
+import pytest
+
+from lockstep import console
+from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, _table, render
 
 Verified = Callable[..., VerifyReport]
 
@@ -40,3 +43,22 @@ def test_measured_rounding_is_said_to_be(verified: Verified):
     report = replace(verified("learning_rate"), first=None, findings=())
 
     assert render(report).endswith("of a tensor's largest value, or 32 times the measured rounding")
+
+
+def test_it_fits_a_terminal_in_one_table_with_the_ends_of_long_names(
+    verified: Verified, monkeypatch: pytest.MonkeyPatch
+):
+    report = verified("dropout")
+    difference = replace(
+        next(iter(report.comparison.differences)), kind="gradient", name=f"encoder.{'layer.' * 9}norm.weight"
+    )
+    monkeypatch.setattr(console, "width", lambda: 72)
+
+    table = _table(report, [difference]).splitlines()
+    causes = render(report).partition("cause: ")[2].splitlines()[1:]
+
+    assert len(table) == 3
+    assert max(map(len, table)) == 72
+    assert ".norm.weight  " in table[2]
+    assert max(map(len, causes)) <= 72
+    assert {len(line) - len(line.lstrip()) for line in causes if line} == {2, 10}
