@@ -32,6 +32,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
     "sphinx_llm.txt",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
