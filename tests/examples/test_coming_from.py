@@ -133,7 +133,9 @@ def _keras() -> None:
 
 
 @pytest.mark.usefixtures("_keras")
+@pytest.mark.parametrize("name", ["keras", "keras_loop"])
 def test_two_replicas_have_the_numbers_of_keras_on_one_device(
+    name: str,
     tmp_path_factory: pytest.TempPathFactory,
     check: Check,
     monkeypatch: pytest.MonkeyPatch,
@@ -141,9 +143,9 @@ def test_two_replicas_have_the_numbers_of_keras_on_one_device(
 ):
     folder = tmp_path_factory.mktemp("keras")
     monkeypatch.chdir(folder)
-    runpy.run_path(str(FOLDER / "keras_before.py"), run_name="__main__")
+    runpy.run_path(str(FOLDER / f"{name}_before.py"), run_name="__main__")
 
-    check("keras", folder, capsys.readouterr().out)
+    check(name, folder, capsys.readouterr().out)
 
 
 def python_with_tensorflow() -> str | None:
