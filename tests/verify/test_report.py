@@ -3,6 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
+from lockstep import console
 from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, render
 
 Verified = Callable[..., VerifyReport]
@@ -40,3 +43,13 @@ def test_measured_rounding_is_said_to_be(verified: Verified):
     report = replace(verified("learning_rate"), first=None, findings=())
 
     assert render(report).endswith("of a tensor's largest value, or 32 times the measured rounding")
+
+
+def test_a_cause_is_broken_once_for_a_narrow_terminal_and_stays_indented(
+    verified: Verified, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(console, "width", lambda: 60)
+    cause = next(part for part in render(verified("mean_over_shard")).split("\n\n") if part.startswith("cause: "))
+
+    assert console.fill(cause) == cause
+    assert {line[:10].strip() for line in cause.splitlines()[1:]} == {"what", "tested", "change", ""}

@@ -6,7 +6,7 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from lockstep.console import text_table
+from lockstep import console
 from lockstep.verify.causes import Finding, explain
 from lockstep.verify.compare import KINDS, NOISE_FACTOR, Comparison, Difference, Tolerance
 from lockstep.verify.config import VerifyConfig
@@ -108,7 +108,7 @@ def _table(report: VerifyReport, differences: list[Difference]) -> str:
         tolerance = report.tolerance.of(each)
         numbers = (each.amount, each.relative, tolerance / each.size if each.size else tolerance)
         rows.append([str(each.step) if each.step else "start", each.kind, each.name, *map(_number, numbers)])
-    return text_table(["step", "what", "name", "differs by", "relative", "rounding"], rows)
+    return console.text_table(["step", "what", "name", "differs by", "relative", "rounding"], rows)
 
 
 def _equal(report: VerifyReport) -> str:
@@ -144,8 +144,8 @@ def _causes(report: VerifyReport) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    indent = f"  {name:<8}"
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=" " * 10, break_long_words=False)
+    indents = {"initial_indent": f"  {name:<8}", "subsequent_indent": " " * 10}
+    return textwrap.wrap(text, min(console.width() or _WIDTH, _WIDTH), break_long_words=False, **indents)
 
 
 def _number(value: float) -> str:
