@@ -1,8 +1,14 @@
-"""Sphinx settings: pages in Markdown, the reference from docstrings, warnings as errors (``make docs``)."""
+"""Sphinx settings: pages in Markdown, the reference from docstrings, warnings as errors (``make docs``).
+
+Pages in ``tutorials/`` are notebooks in Markdown (their front matter says ``file_format: mystnb``). They are executed
+when the documentation is built, and again only when their code changes; an error in one ends the build.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -13,11 +19,40 @@ author = "Lockstep contributors"
 copyright = "Lockstep contributors, Apache-2.0"
 version = release = lockstep.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
-myst_enable_extensions = ["colon_fence"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_llm.txt",
+]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+HERE = Path(__file__).parent
+# With DOCS_NOTEBOOKS=off the tutorials are shown without outputs: a quick build while a page is being written.
+nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
+nb_execution_cache_path = str(HERE / "_build" / "notebooks")
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+# Object lists of other projects are read from this repository, so that a build needs no network and is the same
+# everywhere. `_inventories/write.py` writes them.
+intersphinx_mapping: dict[str, tuple[str, str | None]] = {}
+
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+llms_txt_description = "tf.distribute for PyTorch: train one model on many devices as if on one, with the same numbers."
+llms_txt_build_parallel = False
+llms_txt_nested_enabled = False
+llms_txt_suffix_mode = "append"  # how-to/data.html.md beside how-to/data.html
+llms_txt_suppress_unknown_node_warnings = ["abbreviation"]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -21,6 +21,6 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
-    reference = (tmp_path / "html" / "api.html").read_text()
+    reference = (tmp_path / "html" / "reference" / "api.html").read_text()
     undocumented = [name for name in lockstep.__all__ if not re.search(rf'id="lockstep[.\w]*\.{name}"', reference)]
     assert undocumented == ["callbacks", "config", "errors"]

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("[!_]*/*.md")), ROOT / "docs" / "index.md"]
 
 # A bash block is run where this comment stands before it; a python block always is.
 BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -48,7 +48,9 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callable[..., subprocess.Popen[str]]):
     done = python("-c", "\n".join([WARNINGS_ARE_ERRORS, *blocks(page, "python")]))
     _, said = done.communicate(timeout=LIMIT_S)
@@ -94,7 +96,7 @@ def test_the_first_commands_of_the_readme_are_demo_and_test():
 
 
 def test_the_architecture_names_files_that_exist():
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:\w+/)+\w*\.py|(?:\w+/)+)`", page))
 
     assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src/lockstep" / name).exists()] == []

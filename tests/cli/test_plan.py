@@ -48,7 +48,7 @@ def test_the_table_ends_in_the_call_of_the_best(capsys: pytest.CaptureFixture[st
 
 
 def test_the_docs_show_what_the_command_says(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text()
     command = text.split("```bash\nlockstep ", 1)[1].split("\n", 1)[0]
     _, out, _ = said(capsys, *command.split())
 

@@ -1,4 +1,4 @@
-"""What docs/cluster.md, docs/launch.md, docs/security.md and the examples show is what the code reads."""
+"""What the pages cluster.md, launch.md and security.md and the examples show is what the code reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lockstep.cli.app import parse
 from lockstep.cluster.environment import cluster_from_environment
 
 ROOT = Path(__file__).parents[2]
-CLUSTER, LAUNCH, SECURITY = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("cluster", "launch", "security"))
+CLUSTER, LAUNCH, SECURITY = (
+    (ROOT / "docs" / "how-to" / f"{name}.md").read_text() for name in ("cluster", "launch", "security")
+)
 
 TF_CONFIGS = [text for text in re.findall(r"TF_CONFIG='(.*?)'", CLUSTER, re.DOTALL) if text != "..."]
 COMMANDS = re.findall(r"^lockstep (run .*?)(?:  +#.*)?$", LAUNCH + SECURITY, re.MULTILINE)

@@ -58,14 +58,14 @@ def test_every_further_schedule_has_a_smaller_bubble():
 
 
 def test_the_pictures_of_the_docs_are_those_of_the_schedules():
-    drawing: Any = SimpleNamespace(**runpy.run_path(str(DOCS / "draw_schedules.py"), run_name="drawing"))
+    drawing: Any = SimpleNamespace(**runpy.run_path(str(DOCS / "figures" / "draw_schedules.py"), run_name="drawing"))
     drawn = drawing.pictures()
 
-    kept = {path.name: path.read_text() for path in (DOCS / "schedules").glob("*.svg")}
-    assert kept == drawn, "run python docs/draw_schedules.py"
-    page = (DOCS / "schedules.md").read_text()
+    kept = {path.name: path.read_text() for path in (DOCS / "figures" / "schedules").glob("*.svg")}
+    assert kept == drawn, "run python docs/figures/draw_schedules.py"
+    page = (DOCS / "concepts" / "schedules.md").read_text()
     for schedule in SCHEDULES:
-        assert f"(schedules/{schedule}.svg)" in page
+        assert f"(../figures/schedules/{schedule}.svg)" in page
         assert f"| `{schedule}` | {100 * table(schedule, drawing.MICROBATCHES, drawing.WORKERS).bubble:.1f}% |" in page
 
 

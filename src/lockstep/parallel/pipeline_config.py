@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-"""Each is a class of torch.distributed.pipelining; docs/schedules.md explains them."""
+"""Each is a class of torch.distributed.pipelining; docs/concepts/schedules.md explains them."""
 _STAGES_PER_WORKER: Mapping[ScheduleName, tuple[int, float]] = {  # the least and the most
     "1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (2, inf), "zero_bubble": (1, inf), "zero_bubble_v": (2, 2)
 }  # fmt: skip

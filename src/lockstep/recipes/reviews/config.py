@@ -1,7 +1,7 @@
 """The configuration of the recipe ``reviews``: a BERT learns to tell bad reviews from good ones.
 
 Batches, evaluation and checkpoints are those of the published run, whose learning rate, 2e-5, is for pretrained
-weights. Model size, learning rate and tokens are for random weights on a small machine; docs/reviews.md has the
+weights. Model size, learning rate and tokens are for random weights on a small machine; docs/how-to/reviews.md has the
 measurements.
 """
 

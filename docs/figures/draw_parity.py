@@ -1,4 +1,4 @@
-"""Draws parity.svg, the plot of the README, from a real run: ``python docs/draw_parity.py``, one minute on two cores.
+"""Draws parity.svg, the plot of the README, from a real run: ``python docs/figures/draw_parity.py``, one minute.
 
 A small convolutional network learns scikit-learn's digits in a loop of plain PyTorch on one device, then on 2, 4 and 8
 replicas. 1,797 images in batches of 100, so that the last batch of each epoch has 97.

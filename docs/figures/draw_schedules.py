@@ -1,4 +1,4 @@
-"""Draws the pictures of schedules.md from torch's own schedules: ``python docs/draw_schedules.py``."""
+"""Draws the pictures of schedules.md from torch's own schedules: ``python docs/figures/draw_schedules.py``."""
 
 from __future__ import annotations
 
