@@ -242,6 +242,29 @@ def inductor() -> Any:
         return torch._inductor
 
 
+def compile_backward_at_once() -> Any:
+    """A block in which code for a backward pass is compiled with that of the forward, not when it is first run."""
+    with _probe("compile_module"):
+        import torch._functorch.config as functorch
+
+        return functorch.patch(force_non_lazy_backward_lowering=True)
+
+
+def graph_pass(change: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
+    """A pass of inductor that changes a graph of operators; ``uuid`` stands for it in torch's cache of code."""
+    with _probe("compile_module"):
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return Pass()
+
+
 def detect_fake_mode(inputs: Any) -> Any:
     """The mode under which torch.compile traces ``inputs``; None where they are real tensors."""
     with _probe("compile_module"):

@@ -51,6 +51,15 @@ def fill(text: str) -> str:
     return "\n".join(_wrapped(line, columns) for line in text.split("\n"))
 
 
+def fill_error(line: str) -> str:
+    """The same of a line for standard error, which may go elsewhere. In a pipe or a file it stays one line."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # no standard error, or no terminal
+        return line
+    return _wrapped(line, columns) if columns else line
+
+
 def _wrapped(line: str, columns: int) -> str:
     if len(line) <= columns:
         return line

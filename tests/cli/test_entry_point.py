@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import termios
+
 import pytest
 
 from lockstep.cli.entry_point import failure_line, print_warning, report_failure
@@ -49,6 +53,19 @@ def test_the_traceback_comes_first_where_it_is_asked_for(capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("ConfigError: bad device")
     assert lines[-1] == "lockstep: error: bad device"
+
+
+def test_on_a_terminal_the_line_breaks_between_words(monkeypatch: pytest.MonkeyPatch):
+    terminal, shown = pty.openpty()
+    termios.tcsetwinsize(shown, (24, 30))
+    with os.fdopen(shown, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        report_failure(ConfigError("expected a folder of images for each class"), traceback=False)
+        monkeypatch.undo()
+        read = os.read(terminal, 1000).decode()
+    os.close(terminal)
+
+    assert read.splitlines() == ["lockstep: error: expected a", "  folder of images for each", "  class"]
 
 
 def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]):

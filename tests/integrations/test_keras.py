@@ -405,7 +405,6 @@ class ByItself(keras.Sequential):
         (KERAS.sequential, {"metrics": [Largest()]}, "'largest'"),
         (one_output, {"loss": "mse", "metrics": [keras.metrics.PearsonCorrelation("r", axis=0)]}, "'r'"),
         (KERAS.sequential, {"run_eagerly": True}, "run_eagerly=True"),
-        (KERAS.sequential, {"jit_compile": True}, "jit_compile=True"),
         (lambda: ByItself([keras.Input((8,)), keras.layers.Dense(3)]), {}, "ByItself.train_step"),
     ],
 )

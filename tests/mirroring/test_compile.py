@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -71,13 +73,13 @@ def test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is(s
     assert counters["stats"]["unique_graphs"] == 0
 
     compiled = steps(strategy, net, Compilation())
-    # Training on shards of 4 rows, of 3 and of 2, and evaluation on 4: not one more for the second replica.
-    assert counters["stats"]["unique_graphs"] == 4
+    # Training on shards of 4 rows, and one code for 3 and 2; evaluation on 4: not one more for the second replica.
+    assert counters["stats"]["unique_graphs"] == 3
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value)
 
     again = steps(strategy, net, Compilation())
-    assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 3
     assert all(torch.equal(again[name], compiled[name]) for name in compiled)
 
 
@@ -107,9 +109,57 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
     strategy.run(mirrored, (torch.ones(2, 3),))
 
 
-def test_dropout_on_a_cpu_is_refused(strategy: MirroredStrategy) -> None:
+class Noisy(nn.Module):
+    """Outputs its input in the rows that dropout keeps, and 0 in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.scale, 0.5) + 0.0 * torch.randn_like(x)
+
+
+def drawn(replicas: tuple[LogicalDevice, ...], **settings: Any) -> list[tuple[Tensor, Tensor]]:
+    """In two steps, each replica's outputs of ``Noisy`` and what its backward gives."""
+    with closing(MirroredStrategy(replicas, seed=3, **settings)) as strategy:
+        mirrored = strategy.mirror(Noisy())
+        mirrored.compile_as(Compilation())
+
+        def step() -> tuple[Tensor, Tensor]:
+            x = torch.ones(4, 64, requires_grad=True)
+            outputs = mirrored(x)
+            return outputs.detach(), torch.autograd.grad(outputs.sum(), x)[0]
+
+        return [result for _ in range(2) for result in strategy.local_results(strategy.run(step))]
+
+
+def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
+    strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]]
+) -> None:
+    first = drawn(split_cpu(2))
+    torch.rand(5)  # what others draw from torch's default generator changes nothing
+    again = drawn(split_cpu(2))
+
+    for (outputs, gradient), (same, same_gradient) in zip(first, again, strict=True):
+        assert torch.equal(outputs, same)
+        assert torch.equal(gradient, same_gradient)
+        assert torch.equal(outputs, gradient)  # one mask for both passes
+        assert set(outputs.unique().tolist()) == {0.0, 2.0}
+    assert not any(torch.equal(one, other) for (one, _), (other, _) in itertools.combinations(first, 2))
+
+
+def test_draws_that_compiled_code_cannot_take_from_the_replica_are_refused(strategy: MirroredStrategy) -> None:
     with pytest.raises(ConfigError, match=r"draws random numbers on a CPU \(aten.*set dropout to 0"):
         steps(strategy, Net(dropout=0.5), Compilation(backend="aot_eager"))
+
+    class Choosing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, torch.multinomial(torch.ones(8), 3)]
+
+    with pytest.raises(ConfigError, match=r"draws random numbers by aten\.multinomial"):
+        steps(strategy, Choosing(8, 8), Compilation())
+
     net = Net(dropout=0.5).eval()
     mirrored = strategy.mirror(net)
     mirrored.compile_as(Compilation(backend="aot_eager"))

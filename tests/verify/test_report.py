@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep import console
-from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, render
+from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, _table, render
 
 Verified = Callable[..., VerifyReport]
 
@@ -45,11 +45,20 @@ def test_measured_rounding_is_said_to_be(verified: Verified):
     assert render(report).endswith("of a tensor's largest value, or 32 times the measured rounding")
 
 
-def test_a_cause_is_broken_once_for_a_narrow_terminal_and_stays_indented(
+def test_it_fits_a_terminal_in_one_table_with_the_ends_of_long_names(
     verified: Verified, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(console, "width", lambda: 60)
-    cause = next(part for part in render(verified("mean_over_shard")).split("\n\n") if part.startswith("cause: "))
+    report = verified("dropout")
+    difference = replace(
+        next(iter(report.comparison.differences)), kind="gradient", name=f"encoder.{'layer.' * 9}norm.weight"
+    )
+    monkeypatch.setattr(console, "width", lambda: 72)
 
-    assert console.fill(cause) == cause
-    assert {line[:10].strip() for line in cause.splitlines()[1:]} == {"what", "tested", "change", ""}
+    table = _table(report, [difference]).splitlines()
+    causes = render(report).partition("cause: ")[2].splitlines()[1:]
+
+    assert len(table) == 3
+    assert max(map(len, table)) == 72
+    assert ".norm.weight  " in table[2]
+    assert max(map(len, causes)) <= 72
+    assert {len(line) - len(line.lstrip()) for line in causes if line} == {2, 10}

@@ -30,7 +30,7 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
-    bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer()
+    bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer(cls=CommandsHelp)
     for recipe in RECIPES.values():
         example = f"Example: lockstep bench scaling {recipe.name} --devices cpu:2"
         scaling.command(recipe.name, epilog=example)(

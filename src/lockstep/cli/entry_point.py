@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.console import fill_error
 from lockstep.errors import ClusterError, ConfigError, DataError, LockstepError, MissingExtraError
 
 INTERRUPTED = 130
@@ -143,14 +144,15 @@ def report_failure(error: BaseException, *, traceback: bool) -> int:
     with suppress(OSError):  # if nobody reads standard error either, the exit code still tells
         if traceback:
             tracebacks.print_exception(error)
-        print(line, file=sys.stderr, flush=True)
+        print(fill_error(line), file=sys.stderr, flush=True)
     discard_broken_streams()
     return exit_code
 
 
 def print_warning(message: Warning | str, *_: Any) -> None:
     """Replaces ``warnings.showwarning``: prints one line, without a place in our source."""
-    print(f"lockstep: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    line = f"lockstep: warning: {' '.join(str(message).split())}"
+    print(fill_error(line), file=sys.stderr, flush=True)
 
 
 def discard_broken_streams() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from unicodedata import east_asian_width
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -25,8 +26,9 @@ Job = TypeVar("Job")
 
 _ENTRY = re.compile(r"^(\w+): *(.*)$")
 _MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no space for the help beside them
-_GROUPS = ("Arguments", "Data", "Model", "Training", "Devices", "Grid", "Output")
+_GROUPS = ("Arguments", "Data", "Model", "Training", "Devices", "Layout", "Output")
 _NAMES_WIDTH = 24  # characters; the help of a longer name begins on the next line
+_PADDING = "\u2060"  # has no width; typer counts characters, and a Chinese one takes two columns
 NO_FLAG = "no flag"
 BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
 """Context settings of a command whose arguments after a program's name belong to the program."""
@@ -107,6 +109,7 @@ class GroupedHelp(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                record = record[0], _padded(record[1])
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Other"
                 groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
         groups["Other"] = groups.pop("Other", [])  # the last
@@ -114,6 +117,12 @@ class GroupedHelp(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records, col_max=_NAMES_WIDTH)
+        formatter.buffer[:] = [text.replace(_PADDING, "") for text in formatter.buffer]
+
+
+def _padded(text: str) -> str:
+    """The text with as many characters as it takes columns."""
+    return "".join(each + _PADDING if east_asian_width(each) in "WF" else each for each in text)
 
 
 class CommandsHelp(TyperGroup):

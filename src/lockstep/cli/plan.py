@@ -40,7 +40,7 @@ class PlanCommand:
             sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
         devices: number of devices.
-        kind: a known kind of device, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
+        kind: kind of device, such as h100-sxm or rtx-4090, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
         per_host: devices in a host; by default as usual for the kind.
         link: link inside a host and, after a comma, each device's link to other hosts: nvlink3,hdr. Any other link is
             its one-way GB/s and its microseconds: 25@14.

@@ -76,18 +76,18 @@ def add_to(app: typer.Typer) -> None:
             groups=own,
             backup=backup,
             config=Nested(kind=MlmConfig, groups=mlm),
-            mesh=Nested(kind=MeshFlags, groups={"replicas": "Grid"}),
+            mesh=Nested(kind=MeshFlags, groups={"replicas": "Layout"}),
         )
     )
     train.command(
         "images",
         cls=GroupedHelp,
-        epilog="Example: lockstep train images --devices cpu:2 --data flower_photos --size 96",
+        epilog="Example: lockstep train images --devices cpu:2 --data flowers --size 96",
     )(command(TrainImages, groups=own, backup=backup, config=Nested(kind=ImagesConfig, groups=images)))
     train.command(
         "reviews",
         cls=GroupedHelp,
-        epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！" --output runs/reviews',
+        epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！"',
     )(command(TrainReviews, groups=own, config=Nested(kind=ReviewsConfig, groups=reviews)))
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
 
@@ -281,7 +281,7 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMlm(TrainingCommand):
-    """Train a small BERT to fill in masked words, over the English prose of Python itself or a folder of text."""
+    """Train a small BERT to fill in masked words, on the English documentation of Python or a folder of text."""
 
     check_exact: bool = False
     output: FolderFlag = Path("runs/mlm")
@@ -291,7 +291,7 @@ class TrainMlm(TrainingCommand):
 
     @property
     def work(self) -> str:
-        text = "the prose of Python itself" if self.config.data is None else str(self.config.data)
+        text = "Python's documentation" if self.config.data is None else str(self.config.data)
         return f"{text}, global batches of {counted(self.config.batch_size, 'line')}"
 
     def check(self, workers: int) -> None:

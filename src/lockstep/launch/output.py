@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
+from lockstep.console import fill_error
 from lockstep.launch.worker import WorkerPaths
 
 StatusCallback = Callable[[str], None]
@@ -33,7 +34,7 @@ def complain(line: str) -> None:
     """Writes a line of ours to standard error, if there is still one."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"lockstep: {line}\n")
+            sys.stderr.write(fill_error(f"lockstep: {line}") + "\n")
             sys.stderr.flush()
 
 

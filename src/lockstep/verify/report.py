@@ -7,13 +7,15 @@ import textwrap
 from dataclasses import dataclass
 
 from lockstep import console
+from lockstep.console import GAP, text_table
 from lockstep.verify.causes import Finding, explain
 from lockstep.verify.compare import KINDS, NOISE_FACTOR, Comparison, Difference, Tolerance
 from lockstep.verify.config import VerifyConfig
 from lockstep.verify.experiments import ExperimentRunner, Progress
 
 MAX_TABLE_ROWS = 8
-_WIDTH = 110
+_WIDTH = 110  # columns, where there is no narrower terminal
+_SHORT_NAME = 16  # characters of a tensor's name that are always shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,17 @@ def _table(report: VerifyReport, differences: list[Difference]) -> str:
         tolerance = report.tolerance.of(each)
         numbers = (each.amount, each.relative, tolerance / each.size if each.size else tolerance)
         rows.append([str(each.step) if each.step else "start", each.kind, each.name, *map(_number, numbers)])
-    return console.text_table(["step", "what", "name", "differs by", "relative", "rounding"], rows)
+    headings = ["step", "what", "name", "differs by", "relative", "rounding"]
+    if (columns := console.width()) is not None:
+        beside = (max(map(len, cells)) + len(GAP) for cells in zip(headings, *rows, strict=True) if cells[0] != "name")
+        longest = max(_SHORT_NAME, columns - sum(beside))
+        rows = [[*row[:2], _end_of(row[2], longest), *row[3:]] for row in rows]
+    return text_table(headings, rows)
+
+
+def _end_of(name: str, length: int) -> str:
+    """The name, or its end if it is longer: the layer's own names are there."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def _equal(report: VerifyReport) -> str:
@@ -144,8 +156,9 @@ def _causes(report: VerifyReport) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    indents = {"initial_indent": f"  {name:<8}", "subsequent_indent": " " * 10}
-    return textwrap.wrap(text, min(console.width() or _WIDTH, _WIDTH), break_long_words=False, **indents)
+    indent = f"  {name:<8}"
+    width = min(_WIDTH, console.width() or _WIDTH)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=" " * 10, break_long_words=False)
 
 
 def _number(value: float) -> str:

@@ -66,6 +66,17 @@ def test_a_file_is_continued_or_written_anew(
     assert [row["epoch"] for row in rows(path)] == epochs
 
 
+def test_a_file_that_a_spreadsheet_has_saved_is_continued(model: Model, batches: Batches, tmp_path: Path):
+    path = tmp_path / "log.csv"
+    model.fit(batches, callbacks=[CSVLogger(path)], verbose=0)
+    path.write_text(path.read_text(), encoding="utf-8-sig", newline="\r\n")
+
+    model.fit(batches, initial_epoch=1, epochs=2, callbacks=[CSVLogger(path, append=True)], verbose=0)
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1"]
+
+
 def stop_in_epoch_2(error: BaseException) -> LambdaCallback:
     def stop(epoch: int, logs: Any) -> None:
         if epoch == 1:

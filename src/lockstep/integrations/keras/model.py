@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
+from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
 from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
@@ -90,7 +92,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         )
     (synchronize_batchnorms if sync_batchnorm else fuse_batchnorms)(model)
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
-    distribution = Distribution(strategy, allow_custom_steps(model, strategy))
+    distribution = Distribution(strategy, allow_custom_steps(model, strategy), sync_batchnorm=sync_batchnorm)
     object.__setattr__(model, "_distribution", distribution)  # which Keras does not track
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
@@ -101,20 +103,39 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
 class Distribution:
     """A strategy, and what has been seen of the model that it trains."""
 
-    def __init__(self, strategy: Strategy, default_generators: DefaultGenerators) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, default_generators: DefaultGenerators, *, sync_batchnorm: bool) -> None:
+        self.strategy, self.sync_batchnorm = strategy, sync_batchnorm
         self._default_generators = default_generators
         self.first_batch_is_checked = False  # since the model was compiled
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
-        self.needs_modes: bool | None = None  # None until it is looked at, after the model was compiled
+        self._needs_modes: bool | None = None  # None until it is looked at
+        self._compiled: CompiledForward | None = None  # None until a step needs it
+        self._first_rows: int | None = None  # of the present loop's first batch
+
+    def model_was_compiled(self) -> None:
+        """Notes that the model's ``compile`` was called: what was seen of it before may hold no more."""
+        self.first_batch_is_checked, self._needs_modes, self._compiled = False, None, None
+
+    def begin_loop(self) -> None:
+        """Notes that ``fit``, ``evaluate`` or ``predict`` begins, or a call for one batch."""
+        self._first_rows = None
 
     def step(self, model: Any, rows: int, scale: float = 1.0) -> Step:
-        """A step on a batch of ``rows``."""
-        if self.needs_modes is None:
-            self.needs_modes = needs_modes(model)
+        """A step on a batch of ``rows``.
+
+        With ``jit_compile`` it runs compiled code, but for batches of other sizes than the loop's first: the last one
+        is not worth a code of its own.
+        """
+        if self._needs_modes is None:
+            self._needs_modes = needs_modes(model)
         variables = ModelVariables(model, self.strategy, self._default_generators.generators())
-        return Step(model=model, variables=variables, rows=rows, scale=scale, needs_modes=self.needs_modes)
+        step = Step(model=model, variables=variables, rows=rows, scale=scale, needs_modes=self._needs_modes)
+        self._first_rows = self._first_rows or rows
+        if not model.jit_compile or rows != self._first_rows:
+            return step
+        self._compiled = self._compiled or CompiledForward(model, variables.of_layers)
+        return replace(step, compiled=self._compiled)
 
     def divide(self, data: Any) -> tuple[tuple[PerReplica[Any], PerReplica[int]], int]:
         """Divides a batch of all workers. Returns the local replicas' shards with their rows, and the rows of all.
@@ -179,7 +200,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Keras's own."""
         super().compile(*args, **kwargs)
-        self._distribution.first_batch_is_checked, self._distribution.needs_modes = False, None
+        self._distribution.model_was_compiled()
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
@@ -226,6 +247,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def make_train_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``train_step`` of this class."""
+        self._distribution.begin_loop()
         if force or self.train_function is None:
             self._refuse_options()
             super().make_train_function(force)
@@ -233,6 +255,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def make_test_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``test_step`` of this class."""
+        self._distribution.begin_loop()
         if force or self.test_function is None:
             self._refuse_options()
             super().make_test_function(force)
@@ -240,6 +263,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def make_predict_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``predict_step`` of this class."""
+        self._distribution.begin_loop()
         if force or self.predict_function is None:
             super().make_predict_function(force)
             self.predict_function = self._step_function(self.predict_function, "predict_step")
@@ -274,7 +298,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         shards, rows = distribution.divide(data)
         distribution.compare_weights(self)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
-            check_first_batch(distribution.step(self, rows), data, lambda step: self._run(step, shards))
+            uncompiled = replace(distribution.step(self, rows), compiled=None)
+            check_first_batch(uncompiled, data, lambda step: self._run(step, shards))
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
@@ -301,19 +326,33 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             run_on_chief(self._distribution.strategy.workers, f"{name} of a Keras model", act)
 
     def _refuse_options(self) -> None:
-        if self.run_eagerly or self.jit_compile:
-            option = "run_eagerly" if self.run_eagerly else "jit_compile"
-            instead = "leave it out" if self.run_eagerly else "have layers call functions under torch.compile instead"
-            raise ConfigError(f"the model was compiled with {option}=True, which replicas do not support; {instead}")
+        if self.run_eagerly:
+            raise ConfigError(
+                "the model was compiled with run_eagerly=True, which replicas do not support; leave it out"
+            )
+        if self.jit_compile and self._distribution.sync_batchnorm:
+            raise ConfigError(
+                "the model was compiled with jit_compile=True and has batch norms of sync_batchnorm=True, in which "
+                "replicas meet and compiled code cannot; leave one of the two out"
+            )
         if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
             raise ConfigError(
                 f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
                 "train with a policy of float32 or mixed_bfloat16"
             )
 
+    def _should_torch_compile(self) -> bool:
+        """Whether Keras puts ``torch.compile`` around a step, which replicas compile by themselves."""
+        return False
+
     def _step_function(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """A step function of Keras, whose step runs on all replicas: that of this class, or the model's own."""
         if is_own_step(_class_before(type(self)), name):
+            if self.jit_compile:
+                raise ConfigError(
+                    f"{_class_before(type(self)).__name__}.{name} computes a step by itself, and jit_compile=True "
+                    f"compiles Keras's steps only; leave jit_compile out, or call super().{name}(data)"
+                )
             return partial(self._own_step, name)
 
         def step(data: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction
+from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.variables import Changes, ModelVariables, ReplicaVariables
 from lockstep.replicas.context import ReplicaContext
@@ -32,6 +33,7 @@ class Step:
         rows: of the whole batch.
         scale: what the optimizer multiplies the loss by.
         needs_modes: whether torch's function modes must see what the model calls.
+        compiled: calls the model by compiled code; None where the model is called as it is.
     """
 
     model: Any
@@ -39,6 +41,7 @@ class Step:
     rows: int
     scale: float = 1.0
     needs_modes: bool = True
+    compiled: CompiledForward | None = None
 
     def train(self, data: Any, rows: int) -> Changes:
         """Forward and backward."""
@@ -67,6 +70,9 @@ class Step:
         return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
 
     def _outputs(self, x: Any, *, training: bool) -> Any:
+        if self.compiled is not None:
+            default_seed = self.variables.default_seed(replica_of_step().local_replica)
+            return self.compiled(x, default_seed, training=training)
         with nullcontext() if self.needs_modes else DisableTorchFunction():
             return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 

@@ -135,6 +135,15 @@ class ModelVariables:
         if drawn is not None:
             generator.state.assign(drawn)
 
+    @property
+    def of_layers(self) -> list[Any]:
+        """All variables that layers may read or assign, but for the default seed generators."""
+        return [*self.trainable, *self.others, *self.metrics, *self.seeds]
+
+    def default_seed(self, replica: int) -> Any:
+        """The variable of a local replica's own default seed generator."""
+        return self._default_generators[replica].state
+
     def apply(self, changes: Sequence[Changes]) -> list[Tensor | None]:
         """Adds up what the steps of all replicas have changed, and assigns it to all variables but the trainable ones.
 

@@ -12,8 +12,8 @@ torch 2.13 did not find it for some and compiled again, up to its limit of 8.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -25,17 +25,13 @@ from lockstep._torch_compat import (
     detect_fake_mode,
     dynamo,
     inductor,
-    innermost_function_mode,
-    num_function_modes,
     tree_leaves,
-    without_innermost_function_mode,
 )
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.replicas.rng.compiled import COMPILE_LIMIT_S, compile_for_replicas, draws
+from lockstep.replicas.rng.mode import without_replica_rng
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
-COMPILE_LIMIT_S = 1800.0
-"""How many seconds a replica waits for another that compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +40,23 @@ class Compilation:
 
     Args:
         mode: a mode of torch.compile, but none with CUDA graphs of its own: ``fit`` captures whole steps.
-        dynamic: one code for all lengths, instead of one for each.
+        dynamic: True for one code for all shapes, False for one for each. None is one for the first shape, and one for
+            all others, in which the sizes that differ from the first are variable; so uneven shards cost one more.
         backend: "inductor", or another that torch knows.
     """
 
     mode: CompileMode = "default"
-    dynamic: bool = False
+    dynamic: bool | None = None
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(CompileMode):
             raise ConfigError(f"mode={self.mode!r}; choose one of {get_args(CompileMode)}, which make no CUDA graphs")
-        if type(self.dynamic) is not bool:
-            raise ConfigError(f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each")
+        if self.dynamic not in (None, True, False):
+            raise ConfigError(
+                f"dynamic={self.dynamic!r}; give True for one code for all shapes, False for one each, or None for one "
+                "for the first and one for all others"
+            )
         if self.backend not in torch.compiler.list_backends(exclude_tags=()) or self.backend == "cudagraphs":
             raise ConfigError(
                 f"backend={self.backend!r} is unknown to torch, or makes CUDA graphs of its own; choose 'inductor'"
@@ -78,21 +78,35 @@ class CompiledCopies:
 
     def __init__(self, copies: Sequence[nn.Module], compilation: Compilation) -> None:
         parameter = next(copies[0].parameters(), None)
-        backend = _Backend(compilation, parameter is None or parameter.device.type == "cpu")
+        on_cpu = parameter is None or parameter.device.type == "cpu"
         self._name = type(copies[0]).__name__
-        self._calls: list[Callable[..., Any]] = [
-            torch.compile(copy, backend=backend, fullgraph=True, dynamic=compilation.dynamic) for copy in copies
-        ]
+        self._of_first, self._of_others = (
+            [
+                torch.compile(
+                    copy, backend=_Backend(compilation, on_cpu, serves), fullgraph=True, dynamic=compilation.dynamic
+                )
+                for copy in copies
+            ]
+            for serves in ("first shape", "other shapes")
+        )
+        self._takes_others = compilation.dynamic is None
+        self._first: dict[Hashable, Sequence[Hashable]] = {}  # the forms of the arguments for which code came first
         self._seen: list[set[Hashable]] = [set() for _ in copies]
 
     def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the replica's copy; the first time with such arguments while no other replica does."""
-        kind = (training, torch.is_grad_enabled(), *map(_form, tree_leaves((args, kwargs))))
+        leaves = tree_leaves((args, kwargs))
+        forms = tuple(map(_form, leaves))
+        mode = (training, torch.is_grad_enabled())
         # The first run may still choose among kernels, for all replicas.
-        ends_when_found = kind in self._seen[replica]
+        ends_when_found = (mode, forms) in self._seen[replica]
         try:
-            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), _without_replica_random():
-                outputs = self._calls[replica](*args, **kwargs)
+            with _LOOKUP.held(self._name, ends_when_found=ends_when_found), without_replica_rng():
+                first = self._first.setdefault(mode, forms)
+                is_other = self._takes_others and forms != first
+                if is_other:
+                    _mark_what_differs(leaves, first)
+                outputs = (self._of_others if is_other else self._of_first)[replica](*args, **kwargs)
         except dynamo().exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, LockstepError):
                 raise error.inner_exception from None
@@ -103,8 +117,18 @@ class CompiledCopies:
                 f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
                 "compile_module out"
             ) from error
-        self._seen[replica].add(kind)
+        self._seen[replica].add((mode, forms))
         return outputs
+
+
+def _mark_what_differs(leaves: Sequence[Any], first: Sequence[Hashable]) -> None:
+    """Has the sizes in which arguments differ from the first ones be variable in the code."""
+    for leaf, form in zip(leaves, first, strict=False):
+        shape = form[0] if isinstance(form, tuple) else ()
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == len(shape):
+            for dim, size in enumerate(shape):
+                if leaf.shape[dim] != size:
+                    dynamo().maybe_mark_dynamic(leaf, dim)
 
 
 class _Lookup(threading.local):
@@ -146,13 +170,14 @@ class _Backend:
 
     compilation: Compilation
     on_cpu: bool
+    serves: str
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        if self.on_cpu:
-            _refuse_random(graph, inputs)
         if self.compilation.backend == "inductor":
-            code = inductor().compile(graph, inputs, options=inductor().list_mode_options(self.compilation.mode))
+            code = compile_for_replicas(graph, inputs, inductor().list_mode_options(self.compilation.mode))
         else:
+            if self.on_cpu:
+                _refuse_random(graph, inputs, self.compilation.backend)
             code = dynamo().lookup_backend(self.compilation.backend)(graph, inputs)
 
         def run(*args: Any) -> Any:
@@ -162,17 +187,17 @@ class _Backend:
         return run
 
 
-def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any]) -> None:
+def _refuse_random(graph: torch.fx.GraphModule, inputs: list[Any], backend: str) -> None:
     """Raises ConfigError if code for a CPU draws: from the process's default generator, which all replicas share."""
     fake = detect_fake_mode(inputs)
     if fake is None:
         return
-    with fake, torch.no_grad(), _Draws() as draws:
+    with fake, torch.no_grad(), _Draws() as drawn:
         graph(*[fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs])
-    if draws.names:
+    if drawn.names:
         raise ConfigError(
-            f"the compiled module draws random numbers on a CPU ({draws.names[0]}), where compiled code has not the "
-            "replica's own; set dropout to 0, or leave compile_module out"
+            f"the compiled module draws random numbers on a CPU ({drawn.names[0]}), where code of backend={backend!r} "
+            "has not the replica's own; choose 'inductor', set dropout to 0, or leave compile_module out"
         )
 
 
@@ -184,20 +209,9 @@ class _Draws(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        # Attention is marked as random for its dropout, whatever that is.
-        if torch.Tag.nondeterministic_seeded in func.tags and ("dropout_p" not in names or given.get("dropout_p")):
+        if draws(func, args, kwargs or {}):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _without_replica_random() -> Iterator[None]:
-    """Inside the block the replica's function mode is off: dynamo would trace it in every call of torch."""
-    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
-    with without_innermost_function_mode() if own else nullcontext():
-        yield
 
 
 def _form(leaf: Any) -> Hashable:

@@ -18,7 +18,7 @@ class MlmConfig:
     """Everything that a run of the recipe depends on, except the devices.
 
     Args:
-        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens; default: the prose of Python itself.
+        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens; default: Python's documentation.
         pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
         layers: number of encoder layers.
         hidden: hidden size.

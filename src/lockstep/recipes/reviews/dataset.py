@@ -9,6 +9,7 @@ has an F1 of 0.93, and 0.84 if all copies of a text are in one split. So every t
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,9 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
     """
     name, line, empty, reviews = repr(str(path)), 0, 0, []
     try:
-        # utf-8-sig also reads files without a byte order mark.
-        with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+        # Spreadsheets write a byte order mark; utf-8-sig also reads files without one.
+        utf8 = codecs.lookup(encoding).name == "utf-8"  # UTF-8 and utf8 too
+        with path.open(encoding="utf-8-sig" if utf8 else encoding, newline="") as file:
             rows = csv.DictReader(file)
             columns = [column.strip() for column in rows.fieldnames or ()]
             if LABEL not in columns or REVIEW not in columns:

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import Token
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,14 @@ import torch.nn.functional as F
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
-from lockstep._torch_compat import default_device, sample_dirichlet, standard_gamma
+from lockstep._torch_compat import (
+    default_device,
+    innermost_function_mode,
+    num_function_modes,
+    sample_dirichlet,
+    standard_gamma,
+    without_innermost_function_mode,
+)
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.ops import REWRITTEN
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
@@ -172,6 +179,14 @@ class ReplicaRng(TorchFunctionMode):
 
     def _generator_here(self) -> torch.Generator | None:
         return self.generator if self._applies is None or self._applies() else None
+
+
+@contextmanager
+def without_replica_rng() -> Iterator[None]:
+    """A block in which the replica's function mode is off: a compiler would trace it in every call of torch."""
+    own = num_function_modes() and isinstance(innermost_function_mode(), ReplicaRng)
+    with without_innermost_function_mode() if own else nullcontext():
+        yield
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class CSVLogger(Callback):
     def _existing_columns(self) -> list[str]:
         if not self.filename.exists():
             return []
-        with self.filename.open(newline="", encoding="utf-8") as file:
+        with self.filename.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet may have saved it
             return next(csv.reader(file, delimiter=self.separator), [])
 
 

@@ -1,0 +1,48 @@
+"""Digits with Lockstep, on two replicas.
+
+python examples/coming_from/fabric_after.py
+"""
+
+from contextlib import nullcontext
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep as ls
+
+EPOCHS, BATCH_SIZE, ACCUMULATE = 3, 64, 2
+
+
+def main() -> None:
+    """Trains, and saves the weights."""
+    strategy = ls.MirroredStrategy(ls.config.request_devices("cpu:2"), seed=0)  # on GPUs: ls.MirroredStrategy()
+    torch.manual_seed(0)
+    digits = load_digits()
+    pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    data = TensorDataset(pixels[:1792], labels[:1792])
+    loader = strategy.distribute_dataset(DataLoader(data, BATCH_SIZE))
+
+    network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    model, optimizer = strategy.mirror(network), strategy.mirror(torch.optim.Adam(network.parameters(), lr=0.01))
+
+    def step(pixels: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+        with nullcontext() if is_last else model.no_sync():
+            loss = ls.compute_average_loss(nn.functional.cross_entropy(model(pixels), labels, reduction="none"))
+            (loss / ACCUMULATE).backward()
+        if is_last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    for epoch in range(EPOCHS):
+        for number, (pixels, labels) in enumerate(loader, start=1):
+            loss = strategy.reduce("sum", strategy.run(step, args=(pixels, labels, number % ACCUMULATE == 0)))
+        print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
+    torch.save(network.state_dict(), "digits.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The replica's own random numbers in code that torch.compile makes for a CPU.
+
+    torch.rand, dropout, ...  ->  seed, and numbers computed from it in the kernel (Philox)  ->  one draw of all seeds
+
+That is what inductor makes of random operations. It would draw the seeds from torch's default generator, which all
+replicas share; here the replica that runs the code draws them from its own. So compiled code gives the same numbers in
+every run, but not those of the module as it is. On a GPU a replica's slot swaps the default generator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor
+from lockstep.errors import ConfigError
+from lockstep.replicas.rng.state import own_generator
+
+COMPILE_LIMIT_S = 1800.0
+"""How many seconds a replica waits for another that compiles."""
+_UUID = "lockstep-replica-seeds-1"
+"""What torch's cache of compiled code knows the change of the graph by; a new number for each change of it."""
+
+
+@torch.library.custom_op(
+    "lockstep::replica_seeds",
+    mutates_args=(),
+    schema="(int number) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _replica_seeds(number: int) -> torch.Tensor:
+    here = own_generator.get()
+    generator = None if here is None else here()
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (number,), dtype=torch.int64, generator=generator)
+
+
+@_replica_seeds.register_fake
+def _(number: int) -> torch.Tensor:
+    return torch.empty((number,), dtype=torch.int64)
+
+
+def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dict[str, Any]) -> Any:
+    """Compiles a graph by inductor, for replicas that draw their own random numbers.
+
+    Args:
+        graph: a graph, or a module that can be called with tensors that have no values.
+        inputs: what it is called with.
+        options: settings of inductor.
+
+    Returns:
+        The code, which takes as many arguments as the graph.
+
+    Raises:
+        ConfigError: the graph draws in a way that has no seed, such as ``torch.multinomial``. torch.compile hides it in
+            an error of its own.
+    """
+    options = {"joint_custom_post_pass": graph_pass(_draw_seeds_of_replica, _UUID), **options}
+    with compile_backward_at_once():
+        return inductor().compile(graph, inputs, options=options)
+
+
+def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
+    """Replaces the draw of seeds for a CPU in a graph of operators, after inductor has put all seeds into one draw."""
+    drawn = inductor().inductor_prims.seeds
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_on_cpu(node):
+            continue
+        if node.target is drawn:
+            with graph.inserting_before(node):
+                own = graph.call_function(torch.ops.lockstep.replica_seeds.default, (node.args[0],))
+            own.meta.update(node.meta)
+            node.replace_all_uses_with(own)
+            graph.erase_node(node)
+        elif draws(node.target, node.args, node.kwargs) and node.target is not drawn:
+            raise ConfigError(
+                f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "
+                "replica's own generator there; draw them outside of what is compiled, or leave out compiling"
+            )
+
+
+def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    # Attention is marked as random for its dropout, whatever that is.
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _is_on_cpu(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    first = next(iter(value), None) if isinstance(value, (tuple, list)) else value
+    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
