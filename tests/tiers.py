@@ -119,6 +119,7 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
 
 # Of these files: the parameters of the tests that are not slow; "" for a test without.
 NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "examples/test_programs.py": ("", "quick_start", "own_loop", "contrastive"),
     "test_readme.py": ("", "README.md", "README.md-0", "bash", "python"),
     "strategies/test_parallel.py": (
         "bert-tensor2",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -133,3 +135,14 @@ def test_importing_looks_for_no_devices():
         "[getattr(lockstep, name) for name in lockstep.__all__]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_wrong_flag_ends_in_one_line_of_argparse(
+    fresh_devices: config.DeviceRegistry, capsys: pytest.CaptureFixture[str]
+):
+    parser = argparse.ArgumentParser(prog="train.py")
+    parser.add_argument("--devices", type=config.request_devices)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--devices", "gpu:99"])
+
+    assert re.fullmatch(r"usage: .*\ntrain\.py: error: .*'gpu:99'.*known: cpu:0.*\n", capsys.readouterr().err)

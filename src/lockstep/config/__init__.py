@@ -19,7 +19,15 @@ from lockstep.config.devices import (
     PhysicalDevice,
     parse_kind,
 )
-from lockstep.config.request import DeviceName, DeviceRequest, apply_request, parse_device_request, resolve
+from lockstep.config.request import (
+    DeviceArgumentError,
+    DeviceName,
+    DeviceRequest,
+    apply_request,
+    parse_device_request,
+    resolve,
+)
+from lockstep.errors import ConfigError
 
 __all__ = [
     "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
@@ -90,14 +98,20 @@ def request_devices(text: str) -> tuple[LogicalDevice, ...]:
             four; ``"gpu:4x2048"`` for four shares of 2048 MB of the first GPU; or names, ``"gpu:0,gpu:2"``.
 
     Raises:
-        ConfigError: another form, an unknown device, or one that is in use and divided in another way.
+        ConfigError: another form, or an unknown device.
+        UsageError: a device that is in use and divided in another way.
 
     Example:
-        >>> import lockstep as ls
-        >>> [device.name for device in ls.config.request_devices("cpu:0")]
+        >>> import argparse, lockstep as ls
+        >>> parser = argparse.ArgumentParser()
+        >>> flag = parser.add_argument("--devices", type=ls.config.request_devices)  # a wrong one ends in one line
+        >>> [device.name for device in parser.parse_args(["--devices", "cpu:0"]).devices]
         ['cpu:0']
     """
-    return apply_request(_registry, parse_device_request(text))
+    try:
+        return apply_request(_registry, parse_device_request(text))
+    except ConfigError as error:
+        raise DeviceArgumentError(*error.args) from None
 
 
 if not TYPE_CHECKING:  # which takes a module that has this for one that has every name

@@ -15,6 +15,7 @@ gpu:0,gpu:2         takes the devices with these names; with a comma every numbe
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,10 @@ def _unknown(known: tuple[LogicalDevice, ...], device: DeviceName) -> ConfigErro
 
 def _shown(device: DeviceName) -> str:
     return device.name if isinstance(device, LogicalDevice) else repr(str(device))
+
+
+class DeviceArgumentError(ConfigError, argparse.ArgumentTypeError):
+    """A text for devices cannot be used. argparse shows the message of this one, and no other ValueError's."""
 
 
 @dataclass(frozen=True, kw_only=True)
