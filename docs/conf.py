@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -19,7 +21,12 @@ author = "Lockstep contributors"
 copyright = "Lockstep contributors, Apache-2.0"
 version = release = lockstep.__version__
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_extensions"))
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before the reference imports the integration
+
 extensions = [
+    "command_help",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -29,10 +36,9 @@ extensions = [
     "sphinx_llm.txt",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-HERE = Path(__file__).parent
 # With DOCS_NOTEBOOKS=off the tutorials are shown without outputs: a quick build while a page is being written.
 nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
 nb_execution_cache_path = str(HERE / "_build" / "notebooks")
@@ -62,7 +68,11 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "Lockstep"
+html_static_path = ["_static"]
+html_css_files = ["lockstep.css"]
 
+# An image of a page: "](" and its path.
+_FIGURE = re.compile(r"(!\[[^\]]*\]\()(figures/)")
 _LITERAL = re.compile(r"(``.+?``)")
 # reStructuredText markup that docstrings use as plain text: "*.train.tokens", and the trailing underscore of "val_".
 _NOT_MARKUP = re.compile(r"\*(?=\.)|(?<=\w)_(?=\W|$)")
@@ -80,6 +90,24 @@ def _escape_docstring(app: Sphinx, what: str, name: str, obj: object, options: o
     lines[:] = [_escaped(line) for line in lines]
 
 
+def _copy_figures(app: Sphinx, exception: Exception | None) -> None:
+    """Puts the figures where the Markdown copies of the pages look for them.
+
+    sphinx-llm writes the path of an image from the folder of the sources, also in pages that are in folders.
+    """
+    if exception is not None or app.builder.name != "html":
+        return
+    shutil.copytree(HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program)
+    for page in Path(app.outdir).rglob("*.html.md"):
+        up = os.path.relpath(app.outdir, page.parent)
+        page.write_text(_FIGURE.sub(rf"\g<1>{up}/\g<2>", page.read_text()))
+
+
+def _no_program(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".py") or name == "__pycache__"]
+
+
 def setup(app: Sphinx) -> None:
     """Escapes docstrings before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
+    app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm

@@ -13,14 +13,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("[!_]*/*.md")), ROOT / "docs" / "index.md"]
+PAGES = [README, *sorted((ROOT / "docs").glob("[!_]*/**/*.md")), ROOT / "docs" / "index.md"]
 
-# A bash block is run where this comment stands before it; a python block always is.
-BLOCK = re.compile(r"^(<!-- run -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
+# Python runs, all blocks of a page in one process. Bash says whether it runs, in a comment before the block:
+#     <!-- run -->
+#     <!-- not run: two hosts -->
+# The second form also keeps a block of Python from running. A block of text that ``<!-- printed -->`` precedes is what
+# the Python before it prints.
+BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"python", "bash", "text", "json"}
+MARKS = re.compile(r"run|printed|not run: \w.+")
+NOT_RUN = "not run: "
+PRINTED = "printed"
 
 LIMIT_S = 400  # eight workers on two cores, with other tests beside them, have taken 170
 WARNINGS_ARE_ERRORS = "import warnings; warnings.simplefilter('error', UserWarning, append=True)"  # as -W does
+SEPARATOR = "-- the next block --\n"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -28,10 +36,33 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def runnable_bash(page: Path) -> list[str]:
-    return [body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark]
+    return [body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark == "run"]
 
 
+def program_and_output(page: Path) -> tuple[str, dict[int, str]]:
+    """The Python of a page, with a separator printed after each block; and what blocks print, by their number."""
+    program, printed = [WARNINGS_ARE_ERRORS], {}
+    for mark, kind, body in BLOCK.findall(page.read_text()):
+        if kind == "python" and not mark.startswith(NOT_RUN):
+            program += [body, f"print({SEPARATOR!r}, end='', flush=True)"]
+        elif mark == PRINTED:
+            printed[len(program) // 2 - 1] = body
+    return "\n".join(program), printed
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of Lockstep in the bash that does not run, without their comments."""
+    shown = "\n".join(body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark != "run")
+    joined = shown.replace("\\\n", " ")
+    return [line.partition("  #")[0].rstrip(" &") for line in joined.splitlines() if line.startswith("lockstep ")]
+
+
+WITH_PYTHON = [page for page in PAGES if program_and_output(page)[0] != WARNINGS_ARE_ERRORS]
 RUNNABLE = [(page, number) for page in PAGES for number in range(len(runnable_bash(page)))]
+
+
+def name_of(value: object) -> str | None:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else None
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -48,14 +79,15 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callable[..., subprocess.Popen[str]]):
-    done = python("-c", "\n".join([WARNINGS_ARE_ERRORS, *blocks(page, "python")]))
-    _, said = done.communicate(timeout=LIMIT_S)
+    program, shown = program_and_output(page)
+    done = python("-c", program)
+    printed, said = done.communicate(timeout=LIMIT_S)
 
     assert done.returncode == 0, said
+    outputs = printed.split(SEPARATOR)
+    assert {number: outputs[number] for number in shown} == shown
 
 
 def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., subprocess.Popen[str]]):
@@ -65,12 +97,22 @@ def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., su
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize(("page", "number"), RUNNABLE, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("page", "number"), RUNNABLE, ids=name_of)
 def test_the_bash_of_a_page_runs(page: Path, number: int, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
     done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(page)[number]], tmp_path)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_every_block_of_code_runs_or_says_why_not():
+    for page, mark, language, body in [(each, *block) for each in PAGES for block in BLOCK.findall(each.read_text())]:
+        where = f"{page}:\n{body}"
+        assert language in LANGUAGES, where
+        assert not mark or MARKS.fullmatch(mark), f"{mark} in {where}"
+        assert mark or language != "bash", f"<!-- run --> or <!-- not run: why --> is missing in {where}"
+        if language == "python":
+            compile(body, str(page), "exec")
 
 
 def test_the_readme_has_python_and_bash_to_run():

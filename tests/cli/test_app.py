@@ -43,7 +43,7 @@ def test_the_help_of_a_command_has_an_example(words: list[str], capsys: pytest.C
 
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_a_command_that_is_not_called_has_the_same_line_of_help(name: str):
-    by_itself, beside_it = (get_command(app._app(called)).commands[name] for called in (name, None))
+    by_itself, beside_it = (get_command(app.tree(called)).commands[name] for called in (name, None))
 
     assert beside_it.get_short_help_str(limit=200) == by_itself.get_short_help_str(limit=200) == app.COMMANDS[name]
 

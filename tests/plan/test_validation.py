@@ -1,4 +1,4 @@
-"""Predictions compared with published results, from one set of constants; plan.md shows the tables made here.
+"""Predictions compared with published results, from one set of constants; planner.md shows the tables made here.
 
 Sources: Narayanan et al. 2021, arXiv 2104.04473 ("PTD"), tables 1 and 2; layouts of table 1 are those of the scripts
 by which its authors made it, Megatron-LM's examples/sc21/run_table_1.sh. Korthikanti et al. 2022, arXiv 2205.05198,
@@ -233,7 +233,7 @@ def worst(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def validation_markdown() -> str:
-    """The tables that docs/how-to/plan.md shows: the errors of each published table, and each row of the first one."""
+    """The tables that planner.md shows: the errors of each published table, and each row of the first one."""
     summary = ["| published | rows | median error | largest error |", "| --- | ---: | ---: | ---: |"]
     for table in TABLES:
         comparisons = [compare(row) for row in table.rows]
@@ -282,7 +282,7 @@ def _software(row: Published) -> Software:
     )
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "plan.md"
+DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "planner.md"
 
 
 def compared(rows: tuple[Published, ...]) -> list[Comparison]:

@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str]) -> Job | int:
         ConfigError: an unknown command or flag, or a value of the wrong type.
     """
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
-    command = get_command(_app(called))
+    command = get_command(tree(called))
     try:
         job: Job | int = command.main(args=list(arguments), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> Job | int:
     return job
 
 
-def _app(called: str | None) -> typer.Typer:
+def tree(called: str | None) -> typer.Typer:
     """The tree, in which only the command that is called has its own flags and subcommands."""
     app = typer.Typer(
         cls=CommandsHelp, add_completion=False, epilog=EXAMPLE, rich_markup_mode=None, context_settings=_HELP_SETTINGS
