@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH_SIZE = 3, 64
@@ -15,21 +17,22 @@ EPOCHS, BATCH_SIZE = 3, 64
 
 def main() -> None:
     """Trains, and saves the weights."""
-    dist.init_process_group("gloo")  # on GPUs: "nccl", and torch.cuda.set_device(LOCAL_RANK)
+    dist.init_process_group("gloo")  # on GPUs: "nccl" and set_device(LOCAL_RANK)
     torch.manual_seed(0)
     digits = load_digits()
-    pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64: DDP wants equal shards
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(pixels[:1792], labels[:1792])  # equal shards, as DDP wants
     sampler = DistributedSampler(data)
     loader = DataLoader(data, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
 
     network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     model = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS * len(loader))
+    scheduler = CosineAnnealingLR(optimizer, T_max=EPOCHS * len(loader))
 
     def step(pixels: Tensor, labels: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(pixels), labels)
+        loss = cross_entropy(model(pixels), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -41,8 +44,9 @@ def main() -> None:
             loss = step(pixels, labels)
             scheduler.step()
         dist.all_reduce(loss)
+        loss = loss / dist.get_world_size()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item() / dist.get_world_size():.4f}")
+            print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "digits.pt")
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
@@ -17,19 +18,23 @@ EPOCHS, BATCH_SIZE, ACCUMULATE = 3, 64, 2
 
 def main() -> None:
     """Trains, and saves the weights."""
-    strategy = ls.MirroredStrategy(ls.config.request_devices("cpu:2"), seed=0)  # on GPUs: ls.MirroredStrategy()
+    devices = ls.config.request_devices("cpu:2")  # on GPUs: None, which is all of them
+    strategy = ls.MirroredStrategy(devices, seed=0)
     torch.manual_seed(0)
     digits = load_digits()
-    pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
     data = TensorDataset(pixels[:1792], labels[:1792])
     loader = strategy.distribute_dataset(DataLoader(data, BATCH_SIZE))
 
     network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    model, optimizer = strategy.mirror(network), strategy.mirror(torch.optim.Adam(network.parameters(), lr=0.01))
+    model = strategy.mirror(network)
+    optimizer = strategy.mirror(torch.optim.Adam(network.parameters(), lr=0.01))
 
     def step(pixels: Tensor, labels: Tensor, is_last: bool) -> Tensor:
         with nullcontext() if is_last else model.no_sync():
-            loss = ls.compute_average_loss(nn.functional.cross_entropy(model(pixels), labels, reduction="none"))
+            losses = cross_entropy(model(pixels), labels, reduction="none")
+            loss = ls.compute_average_loss(losses)
             (loss / ACCUMULATE).backward()
         if is_last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -39,7 +44,8 @@ def main() -> None:
 
     for epoch in range(EPOCHS):
         for number, (pixels, labels) in enumerate(loader, start=1):
-            loss = strategy.reduce("sum", strategy.run(step, args=(pixels, labels, number % ACCUMULATE == 0)))
+            loss = strategy.run(step, args=(pixels, labels, number % ACCUMULATE == 0))
+        loss = strategy.reduce("sum", loss)
         print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
     torch.save(network.state_dict(), "digits.pt")
 

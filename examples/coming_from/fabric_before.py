@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS, BATCH_SIZE, ACCUMULATE = 3, 64, 2
@@ -18,16 +19,18 @@ def main() -> None:
     fabric.launch()
     fabric.seed_everything(0)
     digits = load_digits()
-    pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = TensorDataset(pixels[:1792], labels[:1792])  # 28 batches of 64: equal shards
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(pixels[:1792], labels[:1792])  # equal shards
     loader = fabric.setup_dataloaders(DataLoader(data, BATCH_SIZE // fabric.world_size))
 
     network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), lr=0.01))
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(network, optimizer)
 
     def step(pixels: Tensor, labels: Tensor, is_last: bool) -> Tensor:
         with fabric.no_backward_sync(model, enabled=not is_last):
-            loss = nn.functional.cross_entropy(model(pixels), labels)
+            loss = cross_entropy(model(pixels), labels)
             fabric.backward(loss / ACCUMULATE)
         if is_last:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
@@ -38,7 +41,8 @@ def main() -> None:
     for epoch in range(EPOCHS):
         for number, (pixels, labels) in enumerate(loader, start=1):
             loss = step(pixels, labels, number % ACCUMULATE == 0)
-        fabric.print(f"epoch {epoch + 1}: loss {fabric.all_reduce(loss, reduce_op='mean').item():.4f}")
+        loss = fabric.all_reduce(loss, reduce_op="mean")
+        fabric.print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
     if fabric.is_global_zero:
         torch.save(network.state_dict(), "digits.pt")
 

@@ -1,4 +1,4 @@
-"""Digits with Lightning, in two processes: validation, accumulated and clipped gradients, a falling learning rate.
+"""Digits with Lightning, in two processes, with accumulated gradients.
 
 python examples/coming_from/lightning_before.py
 """
@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -25,7 +27,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """The loss of this process's batch."""
         pixels, labels = batch
-        loss = nn.functional.cross_entropy(self.network(pixels), labels)
+        loss = cross_entropy(self.network(pixels), labels)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
@@ -39,17 +41,21 @@ class Classifier(lightning.LightningModule):
         """Adam, whose learning rate falls with each update."""
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         updates = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=updates)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=updates)
+        schedule = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 def main() -> None:
     """Trains, and saves the weights."""
     lightning.seed_everything(0)
     digits = load_digits()
-    pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train = DataLoader(TensorDataset(pixels[:1536], labels[:1536]), BATCH_SIZE // 2, shuffle=True)
-    valid = DataLoader(TensorDataset(pixels[1536:1792], labels[1536:1792]), BATCH_SIZE // 2)
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    data = TensorDataset(pixels[:1536], labels[:1536])
+    train = DataLoader(data, BATCH_SIZE // 2, shuffle=True)
+    data = TensorDataset(pixels[1536:1792], labels[1536:1792])
+    valid = DataLoader(data, BATCH_SIZE // 2)
     model = Classifier()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -61,11 +67,11 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, train, valid)
     if trainer.is_global_zero:
-        print({name: round(value.item(), 4) for name, value in trainer.callback_metrics.items()})
+        last = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        print(f"loss {last['loss']:.4f}, val_accuracy {last['val_accuracy']:.4f}")
         torch.save(model.network.state_dict(), "digits.pt")
 
 

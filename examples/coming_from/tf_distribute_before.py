@@ -7,32 +7,39 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+
 EPOCHS, BATCH_SIZE = 3, 64
 
 
 def main() -> None:
     """Trains, and saves the weights."""
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    half = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [half, half])
     strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
     draw = np.random.default_rng(0)
     x = draw.normal(size=(1797, 64)).astype("float32")
     y = x[:, :10].argmax(axis=1)
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    batches = data.batch(BATCH_SIZE)
 
     with strategy.scope():
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
+        hidden, out = keras.layers.Dense(32, "relu"), keras.layers.Dense(10)
+        model = keras.Sequential([keras.Input((64,)), hidden, out])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)  # else TensorFlow 2.21 fails in the first step on a CPU
-    model.set_weights([0.1 * draw.normal(size=weight.shape).astype("float32") for weight in model.get_weights()])
+        optimizer.build(model.trainable_variables)  # else TensorFlow 2.21 fails
+    for weight in model.trainable_variables:
+        start = 0.1 * draw.normal(size=weight.shape).astype("float32")
+        weight.assign(start)
 
     def step(rows, classes):
         with tf.GradientTape() as tape:
             logits = model(rows, training=True)
-            per_example = tf.nn.sparse_softmax_cross_entropy_with_logits(classes, logits)
-            loss = tf.nn.compute_average_loss(per_example, global_batch_size=BATCH_SIZE)
+            losses = cross_entropy(classes, logits)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH_SIZE)
         gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.apply(gradients, model.trainable_variables)
         return loss
 
     @tf.function

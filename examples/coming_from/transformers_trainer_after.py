@@ -10,11 +10,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 import lockstep as ls
 from lockstep.integrations.transformers import Trainer
 
-LINES = [line.strip() for line in (TrainingArguments.__doc__ or "").splitlines() if line.strip()][:192]
+TEXT = (TrainingArguments.__doc__ or "").splitlines()
+LINES = [line.strip() for line in TEXT if line.strip()][:192]
 
 
 def collate(lines: list[str]) -> dict[str, Tensor]:
-    """Bytes as tokens, padded to the longest line; padding does not count in the loss."""
+    """Bytes as tokens; padding to the longest line does not count."""
     rows = [torch.tensor(list(line.encode()[:64])) for line in lines]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return {
@@ -28,8 +29,16 @@ def main() -> None:
     """Trains, prints the losses, and saves the weights."""
     set_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **no_dropout,
+    )
     args = TrainingArguments(
         output_dir="trained",
         per_device_train_batch_size=16,
@@ -44,8 +53,10 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    with ls.MirroredStrategy(ls.config.request_devices("cpu:2")).scope():  # on GPUs not needed: it takes all
-        trainer = Trainer(GPT2LMHeadModel(config), args, data_collator=collate, train_dataset=LINES)
+    model = GPT2LMHeadModel(config)
+    devices = ls.config.request_devices("cpu:2")  # on GPUs neither this nor the scope
+    with ls.MirroredStrategy(devices).scope():
+        trainer = Trainer(model, args, data_collator=collate, train_dataset=LINES)
     trainer.train()
     trainer.save_model()
 

@@ -5,13 +5,15 @@ torchrun --nproc-per-node 2 examples/coming_from/transformers_trainer_before.py
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+from transformers.trainer import Trainer
 
-LINES = [line.strip() for line in (TrainingArguments.__doc__ or "").splitlines() if line.strip()][:192]
+TEXT = (TrainingArguments.__doc__ or "").splitlines()
+LINES = [line.strip() for line in TEXT if line.strip()][:192]
 
 
 def collate(lines: list[str]) -> dict[str, Tensor]:
-    """Bytes as tokens, padded to the longest line; padding does not count in the loss."""
+    """Bytes as tokens; padding to the longest line does not count."""
     rows = [torch.tensor(list(line.encode()[:64])) for line in lines]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return {
@@ -25,8 +27,16 @@ def main() -> None:
     """Trains, prints the losses, and saves the weights."""
     set_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **no_dropout,
+    )
     args = TrainingArguments(
         output_dir="trained",
         per_device_train_batch_size=16,
@@ -41,7 +51,8 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(GPT2LMHeadModel(config), args, data_collator=collate, train_dataset=LINES)
+    model = GPT2LMHeadModel(config)
+    trainer = Trainer(model, args, data_collator=collate, train_dataset=LINES)
     trainer.train()
     trainer.save_model()
 

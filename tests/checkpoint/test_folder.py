@@ -132,6 +132,18 @@ def scribble(path: Path) -> None:
         file.write(b"\xff" * 16)
 
 
+def change(path: Path, at: int, to: bytes) -> None:
+    """Changes bytes of a file, whose size stays."""
+    data = bytearray(path.read_bytes())
+    data[at : at + len(to) if at >= 0 else None] = to
+    path.write_bytes(data)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a record": (lambda path: cut(path / "checkpoint.json"), r"damaged \(checkpoint\.json: .*\); remove it"),
     "an empty record": (
@@ -151,6 +163,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda path: (path / "weights.safetensors").unlink(), r"weights\.safetensors: No such file"),
     "half the weights": (lambda path: cut(path / "weights.safetensors"), r"weights\.safetensors has \d+ bytes instead"),
     "a broken header": (lambda path: scribble(path / "weights.safetensors"), r"damaged \(.*[Hh]eader"),
+    "a flipped bit": (
+        lambda path: change(path / "weights.safetensors", -1, b"\x01"),
+        r"weights\.safetensors: the checksum of",
+    ),
+    "zeros": (
+        lambda path: change(path / "state" / "model-00001.safetensors", -4, bytes(4)),
+        r"state/model-00001\S*: the ch",
+    ),
+    "another name": (
+        lambda path: change(path / "weights.safetensors", 12, b"x"),
+        r"weights\.safetensors: the checksum of its header",
+    ),
+    "a deep record": (
+        lambda path: (path / "checkpoint.json").write_text("[" * 100_000) and None,
+        r"checkpoint\.json: ",
+    ),
+    "a record to wait for": (lambda path: pipe(path / "checkpoint.json"), r"checkpoint\.json is no regular file"),
     "a broken state": (
         lambda path: scribble(path / "state" / "model-00001.safetensors"),
         r"damaged \(.*[Hh]eader",

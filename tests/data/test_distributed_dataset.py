@@ -168,6 +168,13 @@ def test_the_epoch_reaches_samplers_and_data(three):
     assert recorder.epochs == [0, 1, 0] * 2
 
 
+def test_a_sampler_that_leaves_rows_to_other_processes_is_refused(three):
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
+
+    with pytest.raises(DataError, match="with a DistributedSampler, which takes one worker's part of the data already"):
+        DistributedDataset(DataLoader(range(8), sampler=sampler), three)
+
+
 def test_data_without_epochs_takes_none(three):
     DistributedDataset([torch.ones(3)], three).set_epoch(1)
     DistributedDataset(DataLoader(range(4)), three).set_epoch(1)

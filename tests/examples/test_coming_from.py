@@ -20,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "coming_from"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -31,12 +33,12 @@ Weights = Mapping[str, np.ndarray]
 Check = Callable[[str, Path, str], None]
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Runs a program in a folder; what it prints."""
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    """Runs a program in a folder, with these variables; what it prints."""
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -50,6 +52,10 @@ def weights(folder: Path) -> Weights:
     """What a program has saved."""
     if (folder / "digits.pt").exists():
         return {name: value.numpy() for name, value in torch.load(folder / "digits.pt").items()}
+    if (folder / "digits.keras").exists():
+        from keras.saving import load_model
+
+        return {str(place): value for place, value in enumerate(load_model(folder / "digits.keras").get_weights())}
     if (folder / "weights.npz").exists():
         return dict(np.load(folder / "weights.npz"))
     return {name: value.numpy() for name, value in load_file(folder / "trained" / "model.safetensors").items()}
@@ -57,7 +63,7 @@ def weights(folder: Path) -> Weights:
 
 def printed_numbers(text: str) -> list[float]:
     """Losses and accuracies, in the order in which they are named."""
-    found = re.findall(r"\b(train_loss|loss|val_accuracy)\b'?:? '?(\d+\.\d+)", text)
+    found = re.findall(r"\b(train_loss|loss|accuracy|val_loss|val_accuracy)\b'?:? '?(\d+\.\d+)", text)
     return [float(number) for _, number in sorted(found, key=lambda each: each[0])]
 
 
@@ -115,9 +121,31 @@ def test_two_replicas_have_the_numbers_of_tensorflow(tmp_path_factory: pytest.Te
     if python is None:
         pytest.skip("TensorFlow is not installed; `make .venv-peers/tensorflow/.installed` installs it beside")
     folder = tmp_path_factory.mktemp("tensorflow")
-    printed = run([python, str(FOLDER / "tf_distribute_before.py")], folder)
+    printed = run([python, str(FOLDER / "tf_distribute_before.py")], folder, KERAS_BACKEND="tensorflow")
 
     check("tf_distribute", folder, printed)
+
+
+@pytest.fixture(scope="module")
+def _keras() -> None:
+    """Imports Keras, which sets an environment variable, before the test."""
+    pytest.importorskip("keras")
+
+
+@pytest.mark.usefixtures("_keras")
+@pytest.mark.parametrize("name", ["keras", "keras_loop"])
+def test_two_replicas_have_the_numbers_of_keras_on_one_device(
+    name: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    check: Check,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    folder = tmp_path_factory.mktemp("keras")
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(FOLDER / f"{name}_before.py"), run_name="__main__")
+
+    check(name, folder, capsys.readouterr().out)
 
 
 def python_with_tensorflow() -> str | None:

@@ -201,11 +201,13 @@ def test_what_cannot_be_is_refused_and_a_worker_killed_in_a_save_leaves_the_one_
     told = [worker.wait_for("dies now") for worker in workers]
 
     for text in told:
-        unseen, alone, nameless, *_, ended = text.strip().split("\n")
+        unseen, alone, nameless, back, *_, ended = text.strip().split("\n")
         assert re.match(r"CheckpointError: worker 1 .*: does not see the folder /proc/self/cwd/kept, in which", unseen)
         assert re.match(r"ConfigError: Checkpoint\(optimizer=...\) got the optimizer of a model that it did not", alone)
         assert re.match(r"CheckpointError: .*step-00000001 has for 'optimizer' a state without", nameless)
+        assert back.startswith("went back to 1: ")
         assert ended == "ended with 75"  # SIGTERM came to worker 1 alone
+    assert re.search(r"step-00000003 is damaged \(weights/shard-00002\S*: the checksum of", told[0])
     assert {path.name[:11] for path in (tmp_path / "kept ended").glob("step-*/weights/*")} == {
         "shard-00001",
         "shard-00002",

@@ -29,6 +29,7 @@ from lockstep.checkpoint.format import (
     Contents,
     DamagedStateError,
     TensorsOrRefs,
+    damage_in,
     damaged,
     flatten,
     read_checkpoint,
@@ -137,7 +138,7 @@ class Checkpoint:
             except (TypeError, AttributeError) as error:  # on all workers: the record has values that were not saved
                 damages[path] = f"{RECORD}: {error}"
                 continue
-            damages[path] = self._load(saved)
+            damages[path] = (self._damage_in_files(path) if self.is_sharded else "") or self._load(saved)
             if not damages[path]:
                 now = all_conditions(self._strategy, self.settings)
                 if self.workers.processes.is_chief:
@@ -213,6 +214,15 @@ class Checkpoint:
                     return text if workers.is_single else f"{workers.names[worker]}: {text}"
                 raise errors[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
         return ""
+
+    def _damage_in_files(self, path: Path) -> str:
+        """What the checksums find in a checkpoint's files, of which each worker looks at a part. All must call it."""
+        workers = self.workers.processes
+        try:
+            own = damage_in(path, worker=workers.index, workers=len(workers.names))
+        except CheckpointError as error:
+            own = str(error)
+        return next(filter(None, all_gather_object(workers, "checkpoint files checked", own)), "")
 
     def _saved(self, name: str, payload: dict[str, Any], record: CheckpointRecord) -> SavedState:
         if name not in payload["states"]:

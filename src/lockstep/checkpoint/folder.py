@@ -18,6 +18,8 @@ from lockstep.checkpoint.format import (
     CheckpointRecord,
     Contents,
     Fill,
+    damage_in,
+    damaged,
     new_checkpoint,
     read_checkpoint,
     read_record,
@@ -79,6 +81,8 @@ def export_weights(
     if chosen not in weights:
         known = ", ".join(map(repr, sorted(weights))) or "none"
         raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
+    if damage := damage_in(source, below=weights[chosen]):
+        raise damaged(source, damage)
     try:
         reader = TensorReader(source / weights[chosen])
     except (OSError, require("safetensors", "train").SafetensorError) as error:

@@ -1,7 +1,7 @@
 """The format of one checkpoint: a folder that is written whole, and read only if it is whole.
 
 step-00000120/
-  checkpoint.json           the record: everything that is not a tensor, and the size of every other file
+  checkpoint.json           the record: all that is not a tensor, and of every other file its size and a checksum
   weights.safetensors       a module's state_dict, plain keys (weights-NAME.safetensors where there are several)
   state/                    all other tensors, in safetensors files
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 
 from lockstep.atomic_files import atomic_folder
+from lockstep.checkpoint.checksums import damage_of, metadata_with_sums, sum_of_header
 from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards
 from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.errors import CheckpointError
@@ -99,7 +101,8 @@ def _write_files(folder: Path, contents: Contents) -> str:
     for name, own in contents.weights.items():
         weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
         save = require("safetensors.torch", "train").save_file
-        save(contiguous_tensors(own), str(folder / weights[name]), metadata={"format": "pt"})
+        held = contiguous_tensors(own)
+        save(held, str(folder / weights[name]), metadata=metadata_with_sums(held))
     write_shards({key: TensorShard(tensor) for key, tensor in tensors.items()}, folder / STATE)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
     document = {
@@ -108,7 +111,7 @@ def _write_files(folder: Path, contents: Contents) -> str:
         "torch": torch.__version__,
         **flatten(asdict(contents.record))[0],
         "weights": {**weights, **contents.weight_paths},
-        "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
+        "files": {path.relative_to(folder).as_posix(): [path.stat().st_size, sum_of_header(path)] for path in files},
         "state": tree,
     }
     return json.dumps({**document, "checksum": _checksum(document)})
@@ -134,7 +137,7 @@ def run_of(path: Path) -> str | None:
     """Returns the run that a checkpoint belongs to, even if files of it are damaged. None if it names no run."""
     try:
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     run = document.get("run") if isinstance(document, dict) and document.get("format") == FORMAT else None
     return run if isinstance(run, str) else None
@@ -148,10 +151,13 @@ def weights_of(path: Path) -> dict[str, str]:
 def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     """Reads the checkpoint ``path``, but not the shared tensors of the things named in ``unread``.
 
-    Modules get no weights then; in the states of others a ``TensorRef`` stands for each tensor.
+    Modules get no weights then; in the states of others a ``TensorRef`` stands for each tensor. Unless things are left
+    unread, which workers read who look at them first, all files are compared with their checksums.
     """
     document, record = _read_document(path)
     files: dict[str, str] = document["weights"]
+    if not unread and (damage := damage_in(path)):
+        raise damaged(path, damage)
     try:
         state = TensorReader(path / STATE)
         left = [key for key in state.tensors if key.startswith(tuple(f"{name}.{SHARED}." for name in unread))]
@@ -167,9 +173,36 @@ def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
     return Contents(record=record, states=states, weights=weights, weight_paths=paths)
 
 
+def damage_in(path: Path, *, worker: int = 0, workers: int = 1, below: str = "") -> str:
+    """What the checksums of a checkpoint's files find, in one worker's part of the files; empty if nothing.
+
+    Args:
+        path: the checkpoint.
+        worker: which part.
+        workers: how many parts.
+        below: only the file of this path in the checkpoint, or those in this folder.
+
+    Raises:
+        CheckpointError: as ``read_record``.
+    """
+    known = (OSError, require("safetensors", "train").SafetensorError, ValueError, KeyError, TypeError)
+    files = sorted(_read_document(path)[0]["files"].items())
+    for file, (_, header_sum) in files[worker::workers]:
+        if not below or file == below or file.startswith(f"{below}/"):
+            try:
+                found = damage_of(path / file, header_sum)
+            except known as error:
+                found = f"{Path(file).name}: {error}"
+            if found:
+                return (Path(file).parent / found).as_posix()
+    return ""
+
+
 def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
     """What is in the record's file, after a check that all files are there in full length."""
     try:
+        if not stat.S_ISREG((path / RECORD).stat().st_mode):  # reading a pipe would wait for who writes to it
+            raise damaged(path, f"{RECORD} is no regular file")
         document = json.loads((path / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
@@ -177,7 +210,7 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}; make it readable") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(path, f"{RECORD}: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of lockstep: its {RECORD} is that of another program")
@@ -198,17 +231,23 @@ def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> C
     try:
         record = CheckpointRecord(**{name: unflatten(document[name], {}) for name in names})
         texts = all(isinstance(each, str) for each in record.conditions.values())
-        for file, size in document["files"].items():
+        if outside := [each for each in (*document["files"], *document["weights"].values()) if _is_outside(each)]:
+            raise damaged(path, f"{RECORD} names {outside[0]!r}, which is outside of the checkpoint")
+        for file, (size, _) in document["files"].items():
             if (found := (path / file).stat().st_size) != size:
                 raise damaged(path, f"{file} has {found} bytes instead of {size}")
     except OSError as error:
         raise damaged(path, f"{Path(str(error.filename)).relative_to(path)}: {error.strerror}") from error
-    except (AttributeError, TypeError, KeyError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise damaged(path, f"{RECORD}: {type(error).__name__}: {error}") from error
     if type(record.step) is not int or not isinstance(record.monitored, float | int | None) or not texts:
         values = f"step={record.step!r}, monitored={record.monitored!r}, conditions={record.conditions!r}"
         raise damaged(path, f"{RECORD}: {values}")
     return record
+
+
+def _is_outside(file: str) -> bool:
+    return Path(file).is_absolute() or ".." in Path(file).parts
 
 
 # ---- nested state <-> JSON and a flat dict of tensors

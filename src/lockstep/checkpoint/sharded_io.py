@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.checksums import metadata_with_sums
 from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError
@@ -167,8 +168,8 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
     for count, file in enumerate(files, start=1):
         path = folder / f"{prefix}-{count:05d}.safetensors"
         places = {key: {_OFFSETS: box.offsets} for key, (box, _) in file.items()}
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", _PLACES: json.dumps(places)}
         tensors = contiguous_tensors({key: view for key, (_, view) in file.items()})
+        metadata = metadata_with_sums(tensors) | {"DCP_VERSION": "1.0", _PLACES: json.dumps(places)}
         require("safetensors.torch", "train").save_file(tensors, str(path), metadata=metadata)
         with path.open("rb") as written:
             os.fsync(written.fileno())

@@ -253,7 +253,8 @@ class PerReplicaDataset(DistributedIterable):
 
 def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
     several = not workers.is_single
-    if several and isinstance(dataset, DataLoader) and isinstance(dataset.sampler, DistributedSampler):
+    sampler = dataset.sampler if isinstance(dataset, DataLoader) else None
+    if isinstance(sampler, DistributedSampler) and (several or sampler.num_replicas > 1):
         raise DataError(
             "received a DataLoader with a DistributedSampler, which takes one worker's part of the data already; give "
             'one without it, which Lockstep divides, or distribute it with shard="off"'

@@ -9,6 +9,7 @@ import runpy
 import shutil
 import signal
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -265,6 +266,17 @@ def in_trouble(folder: str) -> None:
             del document["checksum"]
             record.write_text(json.dumps({**document, "checksum": zlib.crc32(json.dumps(document).encode())}))
         refused(lambda: model.load_checkpoint(f"{folder} of 0"))
+        if index == 0:
+            shutil.copytree(folder, f"{folder} damaged")
+            shutil.copytree(f"{folder}/step-00000001", f"{folder} damaged/step-00000003")
+            shard = next(Path(f"{folder} damaged/step-00000003/weights").glob("shard-00002*"))
+            content = shard.read_bytes()
+            shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        strategy.workers.all_gather_numbers("damaged")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = model.load_checkpoint(f"{folder} damaged")
+        say(f"went back to {found.step}: {[str(each.message) for each in said]}")
         terminated(model, index, f"{folder} ended")
         say("dies now")
         if index == 1:

@@ -2,6 +2,8 @@
 
     model          ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
     step           what runs in each replica
+    compiled       ``jit_compile=True``: the model as compiled code
+    seeded_draws   what layers with a seed draw in it
     own_step       a ``train_step`` of the model's class that computes the step by itself
     custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
     variables      each replica's values of the model's variables, and what becomes of them after a step

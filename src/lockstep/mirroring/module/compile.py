@@ -90,7 +90,8 @@ class CompiledCopies:
             for serves in ("first shape", "other shapes")
         )
         self._takes_others = compilation.dynamic is None
-        self._first: dict[Hashable, Sequence[Hashable]] = {}  # the forms of the arguments for which code came first
+        # Of each replica, since which one comes first is chance: the forms of the arguments of its first call.
+        self._first: list[dict[Hashable, Sequence[Hashable]]] = [{} for _ in copies]
         self._seen: list[set[Hashable]] = [set() for _ in copies]
 
     def __call__(self, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +103,7 @@ class CompiledCopies:
         ends_when_found = (mode, forms) in self._seen[replica]
         try:
             with _LOOKUP.held(self._name, ends_when_found=ends_when_found), without_replica_rng():
-                first = self._first.setdefault(mode, forms)
+                first = self._first[replica].setdefault(mode, forms)
                 is_other = self._takes_others and forms != first
                 if is_other:
                     _mark_what_differs(leaves, first)

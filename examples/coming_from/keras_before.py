@@ -1,0 +1,42 @@
+"""Digits with Keras on torch, on one device.
+
+KERAS_BACKEND=torch python examples/coming_from/keras_before.py
+"""
+
+import keras
+from sklearn.datasets import load_digits
+
+EPOCHS, BATCH_SIZE = 3, 64
+
+
+def main() -> None:
+    """Trains, and saves the model."""
+    keras.utils.set_random_seed(0)
+    digits = load_digits()
+    pixels, labels = (digits.data / 16).astype("float32"), digits.target
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.01),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    model.fit(
+        pixels,
+        labels,
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        validation_split=0.1,
+        callbacks=[keras.callbacks.EarlyStopping(patience=2)],
+        verbose=2,
+    )
+    model.save("digits.keras")
+
+
+if __name__ == "__main__":
+    main()
