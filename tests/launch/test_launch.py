@@ -120,6 +120,31 @@ def test_when_they_take_too_long_they_are_ended_and_it_is_told_where_each_stood(
     ]
 
 
+def stops_itself_and_another_fails(folder: str) -> None:
+    """Worker 0 fails when worker 1 is stopped; on SIGTERM worker 1 leaves a file."""
+    pid, saved = Path(folder, "pid"), Path(folder, "saved")
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGTERM, lambda *_: (saved.touch(), os._exit(0)))
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pause()
+    until = time.monotonic() + LIMIT_S
+    while not (pid.exists() and ") T " in Path(f"/proc/{pid.read_text()}/stat").read_text()):
+        assert time.monotonic() < until
+    raise ValueError("worker 0 is done for")
+
+
+def test_a_stopped_worker_gets_the_chance_to_save_and_does_not_keep_the_launcher_waiting(tmp_path: Path):
+    before = time.monotonic()
+
+    with pytest.raises(ClusterError, match="worker 0 is done for"):
+        ls.launch(stops_itself_and_another_fails, workers=2, args=(str(tmp_path),))
+
+    assert time.monotonic() - before < ENDED_WITHIN_S
+    assert (tmp_path / "saved").exists()
+
+
 def leaves_a_process_behind() -> None:
     """The worker waits for it when it ends, and torch's agent for the worker."""
     process = multiprocessing.Process(target=signal.pause)
