@@ -180,6 +180,7 @@ def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path:
     assert ls.launch(fails_once, workers=2, max_restarts=1, log_dir=logs) == "1"
 
     assert (logs / "worker-1.attempt-1.log").read_text() == "attempt 1\n"
+    assert {file.stat().st_mode & 0o077 for file in logs.iterdir()} == {0}  # for its owner alone
     assert sorted(file.name for file in logs.iterdir()) == [
         f"worker-{worker}{attempt}.log" for worker in (0, 1) for attempt in (".attempt-1", "")
     ]
