@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import lockstep
@@ -70,7 +71,6 @@ llms_txt_description = "tf.distribute for PyTorch: train one model on many devic
 llms_txt_build_parallel = False
 llms_txt_nested_enabled = False
 llms_txt_suffix_mode = "append"  # how-to/data.html.md beside how-to/data.html
-llms_txt_suppress_unknown_node_warnings = ["abbreviation"]
 
 smartquotes = False  # "--resume" is a flag
 
@@ -127,7 +127,28 @@ def _no_program(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name.endswith(".py") or name == "__pycache__"]
 
 
+def _describe(app: Sphinx, document: nodes.document) -> None:
+    """Gives a page its first sentence as its description, for search engines and llms.txt."""
+    if any(meta.get("name") == "description" for meta in document.findall(nodes.meta)):
+        return
+    first = next(document.findall(nodes.paragraph), None)
+    if first is not None:
+        sentence = re.split(r"(?<=[.。])(?: |$)|:$", " ".join(first.astext().split()))[0]
+        document.insert(0, nodes.meta(name="description", content=sentence))
+
+
+def _plain_nodes(app: Sphinx, document: nodes.document, docname: str) -> None:
+    """Markdown has no descriptions, and no explanation for the ``*`` of a signature."""
+    if app.builder.format != "html":
+        for meta in list(document.findall(nodes.meta)):
+            meta.parent.remove(meta)
+        for node in list(document.findall(nodes.abbreviation)):
+            node.replace_self(nodes.Text(node.astext()))
+
+
 def setup(app: Sphinx) -> None:
-    """Escapes docstrings before napoleon turns their sections into markup."""
+    """Connects the functions above; docstrings are escaped before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
+    app.connect("doctree-read", _describe)
+    app.connect("doctree-resolved", _plain_nodes)
     app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm
