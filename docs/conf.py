@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import lockstep
@@ -23,6 +24,8 @@ version = release = lockstep.__version__
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
+from inventories import write_inventory  # noqa: E402  from _extensions
+
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before the reference imports the integration
 
 extensions = [
@@ -46,9 +49,19 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
-# Object lists of other projects are read from this repository, so that a build needs no network and is the same
-# everywhere. `_inventories/write.py` writes them.
-intersphinx_mapping: dict[str, tuple[str, str | None]] = {}
+# Lists of names are in this repository, so that a build needs no network and is the same everywhere.
+intersphinx_mapping = {
+    name: (
+        address,
+        write_inventory(
+            HERE / f"_inventories/{name}.txt", HERE / f"_build/inventories/{name}.inv"
+        ),
+    )
+    for name, address in {
+        "python": "https://docs.python.org/3",
+        "pytorch": "https://docs.pytorch.org/docs/stable",
+    }.items()
+}
 
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -58,7 +71,8 @@ llms_txt_description = "tf.distribute for PyTorch: train one model on many devic
 llms_txt_build_parallel = False
 llms_txt_nested_enabled = False
 llms_txt_suffix_mode = "append"  # how-to/data.html.md beside how-to/data.html
-llms_txt_suppress_unknown_node_warnings = ["abbreviation"]
+
+smartquotes = False  # "--resume" is a flag
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -83,10 +97,14 @@ def _escaped(line: str) -> str:
     if line.lstrip().startswith((">>>", "...")):
         return line
     parts = _LITERAL.split(line)
-    return "".join(part if part.startswith("``") else _NOT_MARKUP.sub(r"\\\g<0>", part) for part in parts)
+    return "".join(
+        part if part.startswith("``") else _NOT_MARKUP.sub(r"\\\g<0>", part) for part in parts
+    )
 
 
-def _escape_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def _escape_docstring(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
     lines[:] = [_escaped(line) for line in lines]
 
 
@@ -97,7 +115,9 @@ def _copy_figures(app: Sphinx, exception: Exception | None) -> None:
     """
     if exception is not None or app.builder.name != "html":
         return
-    shutil.copytree(HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program)
+    shutil.copytree(
+        HERE / "figures", app.outdir / "figures", dirs_exist_ok=True, ignore=_no_program
+    )
     for page in Path(app.outdir).rglob("*.html.md"):
         up = os.path.relpath(app.outdir, page.parent)
         page.write_text(_FIGURE.sub(rf"\g<1>{up}/\g<2>", page.read_text()))
@@ -107,7 +127,28 @@ def _no_program(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name.endswith(".py") or name == "__pycache__"]
 
 
+def _describe(app: Sphinx, document: nodes.document) -> None:
+    """Gives a page its first sentence as its description, for search engines and llms.txt."""
+    if any(meta.get("name") == "description" for meta in document.findall(nodes.meta)):
+        return
+    first = next(document.findall(nodes.paragraph), None)
+    if first is not None:
+        sentence = re.split(r"(?<=[.。])(?: |$)|:$", " ".join(first.astext().split()))[0]
+        document.insert(0, nodes.meta(name="description", content=sentence))
+
+
+def _plain_nodes(app: Sphinx, document: nodes.document, docname: str) -> None:
+    """Markdown has no descriptions, and no explanation for the ``*`` of a signature."""
+    if app.builder.format != "html":
+        for meta in list(document.findall(nodes.meta)):
+            meta.parent.remove(meta)
+        for node in list(document.findall(nodes.abbreviation)):
+            node.replace_self(nodes.Text(node.astext()))
+
+
 def setup(app: Sphinx) -> None:
-    """Escapes docstrings before napoleon turns their sections into markup."""
+    """Connects the functions above; docstrings are escaped before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
+    app.connect("doctree-read", _describe)
+    app.connect("doctree-resolved", _plain_nodes)
     app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm

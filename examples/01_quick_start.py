@@ -18,7 +18,7 @@ import lockstep as ls
 
 
 def main() -> None:
-    """Trains, tests, and prints one prediction."""
+    """Trains, tests, and predicts."""
     args = parse_arguments()
     strategy = ls.MirroredStrategy(args.devices, seed=0)
     print(f"{strategy.num_replicas_in_sync} replicas on {', '.join(device.name for device in strategy.devices)}")
@@ -47,8 +47,9 @@ def main() -> None:
     losses = history.history["loss"]
     print(f"loss {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in the last")
     print(f"test: loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f} (chance: 0.100)")
-    logits = model.predict(pixels[1500:1501])  # one tensor of all rows, in the order of the data
-    print(f"first test image: {logits.argmax().item()}, and it is {labels[1500].item()}")
+    logits = model.predict(pixels[1500:1512])  # one tensor [12, 10] of all rows, in the order of the data
+    print("predicted:", *logits.argmax(dim=1).tolist())
+    print("labels:   ", *labels[1500:1512].tolist())
     strategy.close()  # ends the devices' threads; the end of the program does so too
 
 

@@ -62,8 +62,8 @@ def main() -> None:
     model.fit(train, epochs=args.epochs, callbacks=[backup], verbose=2)
     result = model.evaluate(test, verbose=0)  # of the rows of all workers, and equal on all of them
     if strategy.workers.is_chief:
-        where = f"{strategy.workers.size} workers, {strategy.num_replicas_in_sync} replicas"
-        print(f"{where}: test loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f} (chance: 0.100)", flush=True)
+        print(f"workers: {strategy.workers.size}, replicas: {strategy.num_replicas_in_sync}")
+        print(f"test: loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f} (chance: 0.100)", flush=True)
     strategy.close()
 
 

@@ -28,9 +28,11 @@ LENGTH = 64
 
 def train(args: argparse.Namespace) -> None:
     """Every worker runs this."""
+    # shard_optimizer: replicas also divide the optimizer's state among them (ZeRO-1); the numbers stay the same.
     strategy = ls.ParallelStrategy(
-        data=args.data, pipeline=args.pipeline, tensor=args.tensor, device=args.device, shard_optimizer=args.data > 1
-    )
+        data=args.data, pipeline=args.pipeline, tensor=args.tensor, shard_optimizer=args.data > 1,
+        device=args.device, seed=0,
+    )  # fmt: skip
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

@@ -32,7 +32,13 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
     "data/test_resume.py": (),
     "examples/test_coming_from.py": ("test_the_pages_show_the_lines_that_differ",),
+    "docs/test_tutorials.py": (),
     "docs/test_why_numbers_differ.py": (),
+    "examples/test_programs.py": (
+        "test_the_programs_stand_alone_and_are_short",
+        "test_a_wrong_device_ends_in_one_line",
+        "test_a_loop_of_its_own_prints_the_numbers_of_one_device_and_learns",
+    ),
     "integrations/test_keras_examples.py": ("test_few_lines_differ_from_the_program_for_one_device",),
     "integrations/test_keras_workers.py": (),
     "integrations/test_transformers_checkpoints.py": ("test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout",),
@@ -118,7 +124,6 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
 
 # Of these files: the parameters of the tests that are not slow; "" for a test without.
 NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "examples/test_programs.py": ("", "quick_start", "own_loop", "contrastive"),
     "test_readme.py": ("", "README.md", "README.md-0", "bash", "python"),
     "strategies/test_parallel.py": (
         "bert-tensor2",

@@ -8,6 +8,7 @@ Every flag is an entry of a definition list, which reads well in a narrow window
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from sphinx.util.docutils import SphinxDirective
 from typer.main import get_command
 
 from lockstep.cli.app import COMMANDS, tree
+
+_FLAG = re.compile(r"(?<!\S)(--[\w-]+)")
 
 
 def commands() -> dict[str, Any]:
@@ -61,19 +64,29 @@ class CommandHelp(SphinxDirective):
         command = commands()[name]
         usage = " ".join(command.collect_usage_pieces(typer.Context(command, info_name=name)))
         shown: list[nodes.Node] = [_literal(f"lockstep {name} {usage}")]
-        shown += [nodes.paragraph("", each.replace("\n", " ")) for each in (command.help or "").split("\n\n")]
+        shown += [_paragraph(each) for each in (command.help or "").split("\n\n")]
         for title, records in groups_of(command):
             shown.append(nodes.rubric("", title))
             entries = nodes.definition_list(classes=["flags"])
             for flag, meaning in records:
                 term = nodes.term("", "", nodes.literal("", flag))
-                entries += nodes.definition_list_item(
-                    "", term, nodes.definition("", nodes.paragraph("", " ".join(meaning.split())))
-                )
+                definition = nodes.definition("", _paragraph(meaning))
+                entries += nodes.definition_list_item("", term, definition)
             shown.append(entries)
         if command.epilog:
-            shown += [nodes.rubric("", "Example"), _literal(command.epilog.removeprefix("Example: "))]
+            shown += [
+                nodes.rubric("", "Example"),
+                _literal(command.epilog.removeprefix("Example: ")),
+            ]
         return shown
+
+
+def _paragraph(text: str) -> nodes.paragraph:
+    """The text on one line, with the flags in it as code."""
+    paragraph = nodes.paragraph()
+    for number, part in enumerate(_FLAG.split(" ".join(text.split()))):
+        paragraph += nodes.literal("", part) if number % 2 else nodes.Text(part)
+    return paragraph
 
 
 def _literal(text: str) -> nodes.literal_block:

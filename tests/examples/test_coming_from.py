@@ -33,12 +33,12 @@ Weights = Mapping[str, np.ndarray]
 Check = Callable[[str, Path, str], None]
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Runs a program in a folder; what it prints."""
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    """Runs a program in a folder, with these variables; what it prints."""
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -121,7 +121,7 @@ def test_two_replicas_have_the_numbers_of_tensorflow(tmp_path_factory: pytest.Te
     if python is None:
         pytest.skip("TensorFlow is not installed; `make .venv-peers/tensorflow/.installed` installs it beside")
     folder = tmp_path_factory.mktemp("tensorflow")
-    printed = run([python, str(FOLDER / "tf_distribute_before.py")], folder)
+    printed = run([python, str(FOLDER / "tf_distribute_before.py")], folder, KERAS_BACKEND="tensorflow")
 
     check("tf_distribute", folder, printed)
 
@@ -133,7 +133,9 @@ def _keras() -> None:
 
 
 @pytest.mark.usefixtures("_keras")
+@pytest.mark.parametrize("name", ["keras", "keras_loop"])
 def test_two_replicas_have_the_numbers_of_keras_on_one_device(
+    name: str,
     tmp_path_factory: pytest.TempPathFactory,
     check: Check,
     monkeypatch: pytest.MonkeyPatch,
@@ -141,9 +143,9 @@ def test_two_replicas_have_the_numbers_of_keras_on_one_device(
 ):
     folder = tmp_path_factory.mktemp("keras")
     monkeypatch.chdir(folder)
-    runpy.run_path(str(FOLDER / "keras_before.py"), run_name="__main__")
+    runpy.run_path(str(FOLDER / f"{name}_before.py"), run_name="__main__")
 
-    check("keras", folder, capsys.readouterr().out)
+    check(name, folder, capsys.readouterr().out)
 
 
 def python_with_tensorflow() -> str | None:

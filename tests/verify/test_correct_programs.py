@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from lockstep.verify.report import VerifyReport
 
 Verified = Callable[..., VerifyReport]
@@ -45,6 +47,13 @@ def test_accumulated_gradients_and_an_early_end_are_equal(verified: Verified):
     assert len(report.comparison.steps) == 2  # there are no more, of 3 that were asked for
     rows = [each.batch.rows for each in report.comparison.steps]
     assert [len(each) for each in rows] == [8, 3]  # the first batch of those that were accumulated
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_clipped_gradients_are_equal(verified: Verified, where: str):
+    report = verified("sound_loop", "--clip", where, devices="cpu:3")
+
+    assert report.equal, report.first
 
 
 def test_a_model_on_devices_of_the_program_s_own_is_equal(verified: Verified):

@@ -41,6 +41,12 @@ class Observer:
         ``totals``, which add up to 1 for ``optimizer.step()``.
         """
 
+    def sums_applied(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
+        """Called in every replica before an update by sums that the program may have changed since ``update_begins``.
+
+        ``parameters`` are those of the first local replica, with the sums; the others get none.
+        """
+
     def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
         """Called in every replica after all replicas' weights have been updated, or the update was skipped."""
 

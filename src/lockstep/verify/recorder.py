@@ -178,6 +178,13 @@ class Recorder(Observer):
             context.meet("start of verify's update", named, lambda of: weights.record_changed(of[0]))
         )
 
+    def sums_applied(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
+        """Records the sums that are applied, clipped for example, in place of each replica's part."""
+        weights, trace = self._weights, self._trace(context)
+        if weights is not None and trace is not None:
+            trace.current.gradients.clear()
+            trace.record_sums(weights.names(context, parameters), parameters)
+
     def update_ended(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> None:
         """Records the parameters, once for all replicas and while all of them wait."""
         weights, trace = self._weights, self._trace(context)

@@ -205,6 +205,10 @@ class ReplicaTrace:
     def record_gradients(self, names: Sequence[str], parameters: Sequence[nn.Parameter], totals: Totals) -> None:
         self.record_draws()
         self.current.total, self.current.count = float(totals.total), float(totals.count)
+        self.record_sums(names, parameters)
+
+    def record_sums(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Records gradients without what they are divided by."""
         for name, parameter in zip(names, parameters, strict=True):
             if parameter.grad is not None:
                 dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -1,4 +1,4 @@
-"""A loop of its own as it should be: uneven last batch, gradient accumulation, a scheduler, arguments of its own."""
+"""A loop of its own as it should be: uneven last batch, accumulation, clipping, a scheduler, arguments of its own."""
 
 import argparse
 
@@ -11,6 +11,7 @@ import lockstep as ls
 parser = argparse.ArgumentParser()
 parser.add_argument("--hidden", type=int, default=8)
 parser.add_argument("--every", type=int, default=1)
+parser.add_argument("--clip", choices=["no", "inside", "outside"], default="no")
 asked = parser.parse_args()
 
 torch.manual_seed(1)
@@ -28,7 +29,9 @@ def step(batch, rows, update):
     features, labels = batch
     loss = ls.compute_average_loss(F.cross_entropy(model(features), labels, reduction="none"), global_batch_size=rows)
     loss.backward()
-    if update:
+    if asked.clip == "inside":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if update and asked.clip != "outside":
         optimizer.step()
         optimizer.zero_grad()
     return loss.detach()
@@ -38,5 +41,9 @@ for _epoch in range(2):
     for number, (batch, (_, labels)) in enumerate(zip(strategy.distribute_dataset(batches), batches, strict=True)):
         update = (number + 1) % asked.every == 0
         strategy.run(step, (batch, len(labels), update))
+        if asked.clip == "outside":
+            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
         if update:
             scheduler.step()

@@ -227,6 +227,11 @@ class LockstepUpdate:
         observer, replica = current_observer(), context.local_replica
         leader = self._leader_of[replica]
         with DisableTorchFunction():
+            if observer is not None:
+                first = self._leaders[0]
+                observer.sums_applied(
+                    context, [copies[first] for copies in self._parameters] if replica == first else []
+                )
             context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
                 mine = [self._parameters[index][leader] for index in self._slices[replica]]
