@@ -303,7 +303,7 @@ def test_the_workers_and_what_they_started_end_with_the_process_that_launched_th
     for handle in handles:
         os.close(handle)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == -sign
+    assert process.returncode == -sign, err
     assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)
     assert list(tmp_path.glob("lockstep-*")) == [] or sign == signal.SIGKILL  # after which nobody can tidy up
 
