@@ -44,6 +44,8 @@ myst_heading_anchors = 3
 
 # With DOCS_NOTEBOOKS=off the tutorials are shown without outputs: a quick build while a page is being written.
 nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
+if nb_execution_mode == "off":  # without a kernel "!lockstep" is taken for Python
+    suppress_warnings = ["misc.highlighting_failure"]
 nb_execution_cache_path = str(HERE / "_build" / "notebooks")
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
@@ -127,6 +129,13 @@ def _no_program(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name.endswith(".py") or name == "__pycache__"]
 
 
+def _dashes(app: Sphinx, document: nodes.document) -> None:
+    """Between a parameter and its text is a dash; smartquotes would make it, and dashes of flags too."""
+    for text in list(document.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
+
+
 def _describe(app: Sphinx, document: nodes.document) -> None:
     """Gives a page its first sentence as its description, for search engines and llms.txt."""
     if any(meta.get("name") == "description" for meta in document.findall(nodes.meta)):
@@ -149,6 +158,7 @@ def _plain_nodes(app: Sphinx, document: nodes.document, docname: str) -> None:
 def setup(app: Sphinx) -> None:
     """Connects the functions above; docstrings are escaped before napoleon turns their sections into markup."""
     app.connect("autodoc-process-docstring", _escape_docstring, priority=100)
+    app.connect("doctree-read", _dashes)
     app.connect("doctree-read", _describe)
     app.connect("doctree-resolved", _plain_nodes)
     app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm

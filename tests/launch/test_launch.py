@@ -120,6 +120,31 @@ def test_when_they_take_too_long_they_are_ended_and_it_is_told_where_each_stood(
     ]
 
 
+def stops_itself_and_another_fails(folder: str) -> None:
+    """Worker 0 fails when worker 1 is stopped; on SIGTERM worker 1 leaves a file."""
+    pid, saved = Path(folder, "pid"), Path(folder, "saved")
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGTERM, lambda *_: (saved.touch(), os._exit(0)))
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pause()
+    until = time.monotonic() + LIMIT_S
+    while not (pid.exists() and ") T " in Path(f"/proc/{pid.read_text()}/stat").read_text()):
+        assert time.monotonic() < until
+    raise ValueError("worker 0 is done for")
+
+
+def test_a_stopped_worker_gets_the_chance_to_save_and_does_not_keep_the_launcher_waiting(tmp_path: Path):
+    before = time.monotonic()
+
+    with pytest.raises(ClusterError, match="worker 0 is done for"):
+        ls.launch(stops_itself_and_another_fails, workers=2, args=(str(tmp_path),))
+
+    assert time.monotonic() - before < ENDED_WITHIN_S
+    assert (tmp_path / "saved").exists()
+
+
 def leaves_a_process_behind() -> None:
     """The worker waits for it when it ends, and torch's agent for the worker."""
     process = multiprocessing.Process(target=signal.pause)
@@ -155,6 +180,7 @@ def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path:
     assert ls.launch(fails_once, workers=2, max_restarts=1, log_dir=logs) == "1"
 
     assert (logs / "worker-1.attempt-1.log").read_text() == "attempt 1\n"
+    assert {file.stat().st_mode & 0o077 for file in logs.iterdir()} == {0}  # for its owner alone
     assert sorted(file.name for file in logs.iterdir()) == [
         f"worker-{worker}{attempt}.log" for worker in (0, 1) for attempt in (".attempt-1", "")
     ]
@@ -277,7 +303,7 @@ def test_the_workers_and_what_they_started_end_with_the_process_that_launched_th
     for handle in handles:
         os.close(handle)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == -sign
+    assert process.returncode == -sign, err
     assert ("KeyboardInterrupt" in err) == (sign == signal.SIGINT)
     assert list(tmp_path.glob("lockstep-*")) == [] or sign == signal.SIGKILL  # after which nobody can tidy up
 

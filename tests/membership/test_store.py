@@ -11,7 +11,7 @@ from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import ClusterError
 from lockstep.membership.membership import run_with_watchdog
-from lockstep.membership.store import StoreBrokenError, StoreClient, StoreSilentError
+from lockstep.membership.store import StoreBrokenError, StoreClient, StoreSilentError, listen
 
 
 @pytest.fixture
@@ -79,3 +79,16 @@ def test_a_watched_call_is_left_when_the_job_ends():
             run_with_watchdog(lambda: hanging.wait(60.0), check)
     finally:
         hanging.set()
+
+
+@pytest.mark.parametrize("host", ["0x0", "0", "0.0", "::ffff:0.0.0.0", "::", "0.0.0.0"])
+def test_a_host_that_means_every_address_of_the_machine_is_refused_however_it_is_written(host: str):
+    with pytest.raises(ClusterError, match="every address") as refused:
+        listen(host, 0, "worker 0").close()
+
+    assert repr(host) in str(refused.value)
+
+
+def test_one_address_of_this_machine_is_listened_on():
+    with listen("127.0.0.1", 0, "worker 0") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

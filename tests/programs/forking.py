@@ -52,6 +52,7 @@ PRELOADED = (
     "matplotlib.pyplot",
     "PIL.Image",
     "safetensors.torch",
+    "tabulate",  # which dynamo imports at exit; Python forgets then that it ends by KeyboardInterrupt
     "tensorboard.compat.proto.event_pb2",
     "torch.utils.tensorboard",
     "torchmetrics.classification",

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ class WorkerSetup(LogsSpecs):
 
 
 class ExitMonitor:
-    """Notes when processes end, within a millisecond, in a thread of its own. Its maker calls ``close``."""
+    """Notes when processes end, within a millisecond, in a thread of its own. Its maker calls ``close``.
+
+    When one has ended, others that are stopped go on: torch waits half a minute for each to see its SIGTERM.
+    """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._ended_ns: dict[int, int] = {}
@@ -141,6 +145,10 @@ class ExitMonitor:
                     return
                 self._ended_ns[self._handles[ready]] = time.monotonic_ns()
                 poll.unregister(ready)
+                for handle, local in self._handles.items():
+                    if local not in self._ended_ns:
+                        with suppress(ProcessLookupError):
+                            signal.pidfd_send_signal(handle, signal.SIGCONT)
 
 
 class Agent(LocalElasticAgent):
@@ -320,13 +328,14 @@ class Agent(LocalElasticAgent):
 
 
 def _signal_and_wait(pids: list[int], number: signal.Signals, timeout_s: float) -> None:
-    """Sends a signal to the workers themselves and waits until they end.
+    """Sends a signal to the workers themselves and waits until they end. One that is stopped goes on, to see it.
 
     torch sends it to their process groups, which would end a DataLoader's processes while a worker saves.
     """
     for pid in pids:
         try:
             os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             continue
     exits = ExitMonitor(dict(enumerate(pids)))

@@ -117,6 +117,11 @@ class _Source:
     log: BinaryIO | None
 
 
+def _only_for_owner(path: str, flags: int) -> int:
+    """Opens a file that other users cannot read if it is new: programs print tokens and paths."""
+    return os.open(path, flags, 0o600)
+
+
 class OutputForwarder:
     """Reads the pipes of all workers in a thread of its own. Its maker calls ``close`` when they have ended."""
 
@@ -136,7 +141,8 @@ class OutputForwarder:
         """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing."""
         log = None
         if self._logs is not None:
-            log = WorkerPaths(self._logs, worker, attempt).log.open("ab", buffering=0)
+            path = WorkerPaths(self._logs, worker, attempt).log
+            log = open(path, "ab", buffering=0, opener=_only_for_owner)  # noqa: SIM115  Path.open has no opener
             self._files.append(log)
         paths: dict[Stream, str] = {}
         for stream in STREAMS:

@@ -6,6 +6,7 @@ The chief serves torch's ``TCPStore`` on the one address that the cluster names,
 from __future__ import annotations
 
 import errno
+import ipaddress
 import queue
 import resource
 import socket
@@ -218,6 +219,11 @@ def listen(host: str, port: int, who: str) -> socket.socket:
         raise UnknownHostError(
             f"the host of {who} cannot be looked up ({error.strerror}); give an address that can be looked up here"
         ) from None
+    if any(_is_every_address(str(address[0])) for *_, address in found):
+        raise ClusterError(
+            f"{who} would listen on every address of this machine, as {host!r} means them all; give the one by which "
+            "the others reach it"
+        )
     failure: OSError | None = None
     for family, _, _, _, address in found:
         try:
@@ -225,6 +231,12 @@ def listen(host: str, port: int, who: str) -> socket.socket:
         except OSError as error:
             failure = error
     raise _listen_error(failure, host, port, who)
+
+
+def _is_every_address(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_unspecified
 
 
 def _listen_error(failure: OSError | None, host: str, port: int, who: str) -> ClusterError:

@@ -73,6 +73,8 @@ def test_large_jpegs_are_reduced_from_what_they_show(tmp_path: Path):
         (b"", "cannot identify image file"),
         (b"<html>not found</html>", "cannot identify image file"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, ""),
+        # Pillow would give it to Ghostscript to run.
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n", "cannot identify image file"),
     ],
 )
 def test_what_is_no_picture_has_a_reason(content: bytes, reason: str, tmp_path: Path):

@@ -34,6 +34,8 @@ Split = Literal["train", "valid", "test"]
 
 FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 """Suffixes of image files, in lower case; of an animation the first frame is used."""
+# Pillow goes by the content of a file, whatever its name, and would start Ghostscript for PostScript.
+_DECODERS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 MAX_BROKEN = 0.05
 """Fraction of the images that may be broken and are skipped; more is an error."""
 _SPLIT_NAMES: Mapping[str, Split] = {
@@ -263,7 +265,7 @@ def decode(image: ImageFile, size: int) -> bytearray | str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
-            with require("PIL.Image", "images").open(image.path) as opened:
+            with require("PIL.Image", "images").open(image.path, formats=_DECODERS) as opened:
                 # A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, at least twice the needed size.
                 opened.draft("RGB", (2 * size, 2 * size))
                 return to_square(opened, size)
