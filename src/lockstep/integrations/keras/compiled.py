@@ -60,7 +60,7 @@ class CompiledForward:
         variables = [*self._variables, default_seed]
         inputs = [*(each.value for each in variables), *tensors]
         constants = (training, torch.is_grad_enabled(), shard and (shard.rows, shard.all_rows), rebuild.form)
-        shapes = ((each.shape, each.dtype, each.device) for each in tensors)
+        shapes = ((each.shape, each.stride(), each.dtype, each.device) for each in tensors)
         kind = (*constants, *shapes, *(each.requires_grad for each in inputs))
         with DisableTorchFunction():
             code = self._codes.get(kind) or self._compile(kind, variables, rebuild, training, inputs)
