@@ -46,7 +46,7 @@ def _promises(text: str) -> list[str]:
 def test_a_tutorial_runs_and_prints_what_it_promises(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
+    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         (tmp_path / variable).mkdir()
         monkeypatch.setenv(variable, str(tmp_path / variable))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")

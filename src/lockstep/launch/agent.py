@@ -108,10 +108,13 @@ class WorkerSetup(LogsSpecs):
 class ExitMonitor:
     """Notes when processes end, within a millisecond, in a thread of its own. Its maker calls ``close``.
 
-    When one has ended, others that are stopped go on: torch waits half a minute for each to see its SIGTERM.
+    Args:
+        pids: of the processes, by a number of their own.
+        on_end: called in the thread when one has ended, with the ids of those that still run.
     """
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
+    def __init__(self, pids: Mapping[int, int], on_end: Callable[[list[int]], None] = lambda _: None) -> None:
+        self._pids, self._on_end = pids, on_end
         self._ended_ns: dict[int, int] = {}
         self._handles: dict[int, int] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -145,10 +148,7 @@ class ExitMonitor:
                     return
                 self._ended_ns[self._handles[ready]] = time.monotonic_ns()
                 poll.unregister(ready)
-                for handle, local in self._handles.items():
-                    if local not in self._ended_ns:
-                        with suppress(ProcessLookupError):
-                            signal.pidfd_send_signal(handle, signal.SIGCONT)
+                self._on_end([pid for local, pid in self._pids.items() if local not in self._ended_ns])
 
 
 class Agent(LocalElasticAgent):
@@ -258,12 +258,18 @@ class Agent(LocalElasticAgent):
         with hide_main():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         handle_sigterm_once()
-        self._exits = ExitMonitor(ids)
+        self._exits = ExitMonitor(ids, self._on_worker_end)
         if self._deadline is not None:
             # While the processes of functions end, torch waits for them and looks at nothing else.
             self._late_timer = threading.Timer(self._deadline - time.monotonic() + _LATE_S, self._kill_late)
             self._late_timer.start()
         return ids
+
+    def _on_worker_end(self, running: list[int]) -> None:
+        """Has stopped workers go on: torch waits half a minute for each to see its SIGTERM. In another thread."""
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._on_restart(self.first_failure(), self._restarts())

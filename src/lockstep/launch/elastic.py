@@ -96,6 +96,9 @@ class ElasticAgent(Agent):
         self._began_s = 0.0
         self._saves_on_sigterm = False  # some time some worker handled the signal
 
+    def _on_worker_end(self, running: list[int]) -> None:
+        """Leaves stopped workers as they are: they count as lost."""
+
     def _invoke_run(self, role: str = "worker") -> RunResult:
         group = self._worker_group
         try:
