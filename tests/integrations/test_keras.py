@@ -101,6 +101,28 @@ def test_a_model_with_its_own_property_metrics(make_strategy: MakeStrategy):
     assert KERAS.largest_difference(model.get_weights(), expected.get_weights()) < EXACT
 
 
+class AddsLoss(keras.layers.Layer):
+    """Adds a loss for rows of one sign."""
+
+    def __init__(self, sign: int, loss: torch.Tensor) -> None:
+        super().__init__()
+        self.sign, self.loss = sign, loss
+
+    def call(self, x: Any) -> Any:
+        if x[0, 0] * self.sign > 0:
+            self.add_loss(self.loss)
+        return x
+
+
+def test_a_loss_counts_once_where_another_layer_has_one_with_its_id_in_another_replica(make_strategy: MakeStrategy):
+    x, y = keras.ops.concatenate([keras.ops.ones((4, 2)), -keras.ops.ones((4, 2))]), keras.ops.zeros((8, 1))
+    loss, dense = torch.tensor(0.5), keras.layers.Dense(1, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((2,)), AddsLoss(1, loss), AddsLoss(-1, loss), dense])
+    compiled(distribute(model, make_strategy(2)), optimizer=keras.optimizers.SGD(0.0), loss="mse")
+
+    assert [model.train_on_batch(x, y) for _ in range(2)] == [0.5, 0.5]
+
+
 METRICS = [
     *(
         "AUC",

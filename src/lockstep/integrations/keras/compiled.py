@@ -142,19 +142,12 @@ class _Forward(nn.Module):
         with scope, _tracing():
             x = self._rebuild(inputs[len(values) :])
             y = self.model(x, training=self._training) if self.model._call_has_training_arg else self.model(x)
-        self._forget(scope.losses)
         outputs, self.rebuild_outputs = _tensors_of(y)
         masks = [get_keras_mask(each) for each in outputs]
         new = [scope.state_mapping[id(each)] for each in self._variables]
         self.outputs, self.masked = len(outputs), [at for at, mask in enumerate(masks) if mask is not None]
         self.assigned = [at for at, (one, other) in enumerate(zip(new, values, strict=True)) if one is not other]
         return (*outputs, *(masks[at] for at in self.masked), *(new[at] for at in self.assigned), *scope.losses)
-
-    def _forget(self, losses: Iterable[Tensor]) -> None:
-        """Layers know their losses by ``id``, which other tensors may have once these are gone."""
-        ids = set(map(id, losses))
-        for layer in self.model._flatten_layers():
-            layer._loss_ids.difference_update(ids)
 
 
 class _Rebuild:

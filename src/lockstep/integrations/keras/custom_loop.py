@@ -231,8 +231,6 @@ class CustomSteps:
             yield in_replica
         finally:
             watched.remove()
-        for model in self.models:
-            model._clear_losses()
         if own_step is None or not own_step.is_compared:
             sizes = rows if own_step is None else own_step.sizes
             _merge(strategy, [steps[replica] for replica in sorted(steps)], sizes)
@@ -402,24 +400,6 @@ def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callab
     return named_parameters
 
 
-def _clearing_own(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``Layer._clear_losses``, which in a replica leaves alone what the layer has noted in other replicas."""
-
-    @wraps(original)
-    def clear(self: Any) -> None:
-        scope = global_state.get_global_attribute(_SCOPE)
-        if get_replica_context() is None or scope is None:
-            original(self)
-            return
-        cleared = [each for each in scope.losses if id(each) in self._loss_ids]
-        self._loss_ids.difference_update(map(id, cleared))
-        scope.losses[:] = [each for each in scope.losses if not any(each is one for one in cleared)]
-        for layer in self._layers:
-            layer._clear_losses()
-
-    return clear
-
-
 def _is_seed(variable: Any) -> bool:
     return variable.name == _SEED_NAME  # type: ignore[no-any-return]
 
@@ -447,5 +427,4 @@ def _without_scope(device: torch.device) -> Iterator[None]:
 for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
     _optimizer.apply = _updating_once(_optimizer.apply)
 keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
-keras.layers.Layer._clear_losses = _clearing_own(keras.layers.Layer._clear_losses)
 TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by

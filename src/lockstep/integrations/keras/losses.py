@@ -20,6 +20,7 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.losses import loss as keras_losses
 from torch import Tensor
 
@@ -124,7 +125,21 @@ def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _ids_of_scope(layer: Any) -> set[int]:
+    """The ``id`` of each loss that a layer has added, by which Keras tells whose they are: in a scope, those of it.
+
+    Keras keeps one set for each layer. Replicas would share it, and once the losses are gone, others get their ids.
+    """
+    scope = get_stateless_scope()
+    if scope is None:
+        own: set[int] = layer.__dict__.setdefault("_loss_ids", set())
+        return own
+    of_layers: dict[Any, set[int]] = scope.__dict__.setdefault("_lockstep_loss_ids", {})
+    return of_layers.setdefault(layer, set())
+
+
 # Keras has no other place between the values of a loss and their mean. Outside the block above nothing changes.
 keras_losses.apply_mask = _of_masks(keras_losses.apply_mask)
 keras_losses.reduce_weighted_values = _of_shard(keras_losses.reduce_weighted_values)
 keras.metrics.Mean.update_state = _of_means(keras.metrics.Mean.update_state)
+keras.layers.Layer._loss_ids = property(_ids_of_scope, lambda layer, ids: layer.__dict__.update(_loss_ids=ids))

@@ -316,7 +316,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         return list(strategy.local_results(strategy.run(step, shards)))
 
     def _ended(self) -> dict[str, Any]:
-        self._clear_losses()
         metrics: dict[str, Any] = self.get_metrics_result()
         return metrics
 
