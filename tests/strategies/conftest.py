@@ -12,9 +12,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -154,14 +156,17 @@ FreePorts = Callable[[int], list[int]]
 
 @pytest.fixture(scope="session")
 def free_ports() -> FreePorts:
-    """``free_ports(n)``: different ports at which nobody listened a moment ago."""
+    """``free_ports(n)``: different ports at which nobody listens, of those that Linux does not give out by itself."""
+
+    def is_free(port: int) -> bool:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return True
+        return False
 
     def find(count: int) -> list[int]:
-        with ExitStack() as stack:
-            bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-            for each in bound:
-                each.bind(("127.0.0.1", 0))
-            return [each.getsockname()[1] for each in bound]
+        tried = SystemRandom().sample(range(10_000, 32_768), 1_000)
+        return list(islice(filter(is_free, tried), count))
 
     return find
 
