@@ -36,8 +36,9 @@ class PlanCommand:
     """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.
 
     Args:
-        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
-            sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
+        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder with a config.json of
+            transformers; a type of transformers with settings: 'type=mixtral, num_hidden_layers=16'; or sizes:
+            'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
         devices: number of devices.
         kind: kind of device, such as h100-sxm or rtx-4090, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
@@ -147,11 +148,24 @@ def _setting(setting: Setting) -> str:
     between = f", {network.between.name} between hosts" if setting.devices > network.per_host else ""
     return (
         f"{shape.name}: {_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden:,},"
-        f" {shape.heads} heads, sequences of {shape.sequence:,} tokens\n"
+        f" {_heads(shape)}, sequences of {shape.sequence:,} tokens\n"
         f"{setting.devices:,} x {device.name} ({device.memory_gib:.0f} GiB, {peak:,.{0 if peak >= 10 else 2}f} TFLOP/s"
         f" in {format}), {network.per_host} in a host on {network.inside.name}{between};"
         f" global batch {setting.batch:,}"
     )
+
+
+def _heads(shape: ModelShape) -> str:
+    """Heads, and where they are fewer, key-value heads; experts."""
+    parts = [f"{shape.heads} heads"]
+    if shape.kv_heads != shape.heads:
+        parts.append(f"{shape.kv_heads} key-value heads")
+    if shape.experts:
+        parts.append(
+            f"{shape.experts} experts of which {shape.active_experts} are active"
+            f" ({_count(shape.active_parameters)} parameters per token)"
+        )
+    return ", ".join(parts)
 
 
 def _cells(prediction: Prediction) -> list[str]:
