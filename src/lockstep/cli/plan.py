@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,11 @@ from lockstep.plan.hardware import GIB, device_kind, parse_link
 from lockstep.plan.layout import CheckpointingName, Layout
 from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
-from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.shapes import ModelShape, config_settings, shape_of
 from lockstep.plan.software import PRECISIONS, PrecisionName
+
+if TYPE_CHECKING:
+    from lockstep.plan.counting import ModelCounts
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -40,6 +43,7 @@ class PlanCommand:
             transformers; a type of transformers with settings: 'type=mixtral, num_hidden_layers=16'; or sizes:
             'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
+        modules: also list the parameters and operations of a transformers model by module.
         devices: number of devices.
         kind: kind of device, such as h100-sxm or rtx-4090, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
         per_host: devices in a host; by default as usual for the kind.
@@ -58,6 +62,7 @@ class PlanCommand:
 
     model: Annotated[str, typer.Argument(metavar="MODEL")]
     top: int = 5
+    modules: bool = False
     devices: int
     kind: str
     per_host: int | None = None
@@ -79,8 +84,23 @@ class PlanCommand:
                 raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
     def __call__(self) -> int:
+        if self.modules:
+            print(console.fill(self._modules()) + "\n")
         print(console.fill(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top)))
         return 0
+
+    def _modules(self) -> str:
+        """The table of a transformers model's modules."""
+        settings = config_settings(self.model)
+        if settings is None:
+            raise ConfigError(
+                f"--modules was given with {self.model!r}, of which only sizes are known; give a folder with a"
+                " config.json, or a type of transformers such as 'type=llama'"
+            )
+        from lockstep.plan.counting import count_model, counted_shape  # imports torch, which other models do not need
+
+        counts = count_model(settings)
+        return modules_text(counts, counted_shape(counts, self.sequence).sequence)
 
     def find(self, shape: ModelShape) -> Plan:
         """Makes the plan; raises ConfigError if a name is unknown, or nothing fits."""
@@ -139,6 +159,22 @@ def as_text(plan: Plan, top: int) -> str:
     best = plan.best.layout
     call = "\n".join([f"best: {best.call()}", *(f"      {line}" for line in _beside_the_call(best))])
     return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan), call])
+
+
+def modules_text(counts: ModelCounts, sequence: int) -> str:
+    """The modules that have parameters, where ``*`` is every layer, with the operations of a forward pass."""
+    names = {module.name for module in counts.modules}
+    rows = [
+        [
+            module.name or "(model)",
+            f"{module.modules:,}",
+            f"{module.parameters:,}",
+            f"{(module.token_flops + sequence * module.pair_flops) / 1e6:,.1f}",
+        ]
+        for module in counts.modules
+        if module.parameters and f"{module.name}.*" not in names
+    ]
+    return text_table(["module", "number", "parameters", "forward MFLOP/token"], rows)
 
 
 def _setting(setting: Setting) -> str:

@@ -1,8 +1,8 @@
 """Counts what a model of transformers is made of: parameters, and operations of a forward pass, module by module.
 
 The model is made on the meta device, which computes shapes alone: nothing is downloaded, and no memory is taken.
-torch's ``FlopCounterMode`` counts the operations of two sequences of different lengths, from which follow the operations
-per token and those per pair of tokens (attention). ``shapes`` makes a model's sizes of these counts.
+torch's ``FlopCounterMode`` counts the operations of sequences of two lengths, from which follow those per token and
+those per pair of tokens (attention). ``counted_shape`` makes a model's sizes of these counts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
+from lockstep.parallel.model_specs import MODEL_SPECS
+from lockstep.plan.shapes import BERT_SAVED, GPT2_SAVED, LLAMA_SAVED, Counted, ModelShape, SavedActivations
 
 # Lengths of the two sequences that are counted. State space models work through chunks of 256 tokens.
 _SHORT, _LONG = 256, 512
@@ -42,17 +44,19 @@ class ModuleCount:
 class ModelCounts:
     """What was counted in a model."""
 
+    name: str
     config: Any  # the configuration of transformers
     stacks: tuple[str, ...]  # names of the lists of layers: one, or two in an encoder with a decoder
     layers: int  # in all stacks
     parameters: int  # of the whole model, each once
-    experts: int  # parameters of experts, in all layers
-    head: bool  # the model has an output layer over the vocabulary
-    tied: bool  # whose weight is the embedding's
+    experts: int  # of a layer; 0 without
+    active_experts: int  # of a layer, which a token passes through
+    expert_parameters: int  # of the experts of all layers
+    tied: bool  # the output layer has the weight of the embedding, or there is none
     masked: bool  # tokens attend to later ones too: a masked language model, or an encoder
     position_rows: int  # rows of learned positions and segments, as wide as a hidden vector
     modules: tuple[ModuleCount, ...]
-    forward: bool  # operations are those of a forward pass; otherwise two for each weight of a matrix
+    forward: bool  # operations were counted in a forward pass; otherwise two for each weight of a matrix
 
     def of(self, *names: str) -> ModuleCount:
         """The sum of the modules of these names."""
@@ -71,7 +75,54 @@ class ModelCounts:
         return self.of(*(f"{stack}.*" for stack in self.stacks))
 
 
-def transformers_config(settings: Mapping[str, Any], name: str) -> Any:
+def count_model(settings: Mapping[str, Any]) -> ModelCounts:
+    """Makes the model of a transformers config on the meta device, and counts.
+
+    Raises:
+        ConfigError: the settings are those of no model, or of no model of text with attention.
+    """
+    name = str(settings.get("_name_or_path") or settings.get("model_type"))
+    config = _transformers_config(settings, name)
+    model = _meta_model(config, name)
+    stacks, embedding = _stacks(model), _embedding(model)
+    if not stacks or embedding is None or model.main_input_name != "input_ids":
+        takes = ", ".join((model.main_input_name, *([] if stacks else ["without a list of layers"])))
+        raise ConfigError(
+            f"{name!r} is a {config.model_type} (which takes {takes}), expected a model of text, which takes input_ids;"
+            " give the sizes of a transformer as layers=24,hidden=2048,..."
+        )
+    text, output = config.get_text_config(), model.get_output_embeddings()
+    for size in ("hidden_size", "num_attention_heads", "vocab_size"):
+        _size(text, name, size)
+    lengths = [len(model.get_submodule(stack)) for stack in stacks]
+    expert_parameters = _expert_parameters(model, stacks, _number_of_experts(text))
+    flops = _forward_flops(model)
+    return ModelCounts(
+        name=name,
+        config=config,
+        stacks=tuple(stacks),
+        # Some types, such as ALBERT, apply the same layer again and again.
+        layers=sum(lengths) if len(stacks) > 1 else max(sum(lengths), getattr(text, "num_hidden_layers", 0)),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        experts=_number_of_experts(text) if expert_parameters else 0,
+        active_experts=_active_experts(text) if expert_parameters else 0,
+        expert_parameters=sum(expert_parameters.values()),
+        tied=output is None or output.weight is embedding.weight,
+        masked=type(model).__name__.endswith("ForMaskedLM") or bool(getattr(config, "is_encoder_decoder", False)),
+        position_rows=_position_rows(model, embedding),
+        modules=tuple(_by_name(model, flops or _weight_flops(model, expert_parameters, text))),
+        forward=flops is not None,
+    )
+
+
+def _position_rows(model: nn.Module, embedding: nn.Embedding) -> int:
+    """Rows of other embeddings than that of words, as wide as it is."""
+    others = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
+    others.pop(id(embedding.weight), None)
+    return sum(other.num_embeddings for other in others.values() if other.embedding_dim == embedding.embedding_dim)
+
+
+def _transformers_config(settings: Mapping[str, Any], name: str) -> Any:
     """The configuration that the settings of a ``config.json`` describe; raises ConfigError if they describe none."""
     transformers = require("transformers", "transformers")
     known = list(transformers.CONFIG_MAPPING.keys())
@@ -91,51 +142,13 @@ def transformers_config(settings: Mapping[str, Any], name: str) -> Any:
             ) from error
 
 
-def count_model(config: Any, name: str) -> ModelCounts:
-    """Makes the model of a configuration on the meta device and counts; raises ConfigError if it cannot be made."""
-    model = _meta_model(config, name)
-    stacks = _stacks(model)
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise ConfigError(
-            f"{name!r} is a {config.model_type}, which takes {model.main_input_name}, expected a model of text, which"
-            " takes input_ids"
-        )
-    if not stacks:
-        raise ConfigError(
-            f"{name!r} is a {config.model_type}, which has no list of layers; give the sizes of a transformer"
-        )
-    flops = _forward_flops(model)
-    text = config.get_text_config()
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    embeddings = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
-    embeddings.pop(id(embedding.weight), None)
-    lengths = [len(model.get_submodule(stack)) for stack in stacks]
-    experts = _expert_parameters(model, stacks, number_of_experts(text))
-    return ModelCounts(
-        config=config,
-        stacks=tuple(stacks),
-        # Some types, such as ALBERT, apply the same layer again and again.
-        layers=sum(lengths) if len(stacks) > 1 else max(sum(lengths), getattr(text, "num_hidden_layers", 0)),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        experts=sum(experts.values()),
-        head=output is not None,
-        tied=output is None or output.weight is embedding.weight,
-        masked=type(model).__name__.endswith("ForMaskedLM") or bool(getattr(config, "is_encoder_decoder", False)),
-        position_rows=sum(
-            module.num_embeddings for module in embeddings.values() if module.embedding_dim == embedding.embedding_dim
-        ),
-        modules=tuple(_by_name(model, flops or _weight_flops(model, experts, text))),
-        forward=flops is not None,
-    )
-
-
-def number_of_experts(config: Any) -> int:
+def _number_of_experts(config: Any) -> int:
     """The experts of a layer; 0 without."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
 
 
-def active_experts(config: Any) -> int:
+def _active_experts(config: Any) -> int:
     """The experts that a token passes through in a layer."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 1)
@@ -169,6 +182,15 @@ def _model_class(transformers: Any, config: Any) -> Any:
     if type(config) in transformers.MODEL_MAPPING:
         return transformers.MODEL_MAPPING[type(config)]
     raise ConfigError(f"{config.model_type} is the config of a part of a model, expected that of a model of text")
+
+
+def _embedding(model: Any) -> nn.Embedding | None:
+    """The embedding of words; None in models of other things than text."""
+    try:
+        found = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, nn.Embedding) else None
 
 
 def _stacks(model: nn.Module) -> list[str]:
@@ -210,7 +232,8 @@ def _forward_flops(model: nn.Module) -> Flops | None:
             for name in long:
                 pair = (long[name] / _LONG - short.get(name, 0) / _SHORT) / (_LONG - _SHORT)
                 found[name] = (short.get(name, 0) / _SHORT - pair * _SHORT, pair)
-            return found
+            if min(min(counts) for counts in found.values()) >= 0:  # otherwise they do not grow as attention does
+                return found
     return None
 
 
@@ -231,10 +254,10 @@ def _flops(model: nn.Module, length: int, masked: bool) -> dict[str, float]:
 
 
 def _weight_flops(model: Any, experts: Mapping[str, int], config: Any) -> Flops:
-    """Two operations for each weight of a matrix that a token meets, and two products of attention in each layer."""
+    """Two operations for each weight of a matrix that a token meets."""
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = model.get_output_embeddings()
-    active = active_experts(config) / max(1, number_of_experts(config))
+    active = _active_experts(config) / max(1, _number_of_experts(config))
     found: dict[str, tuple[float, float]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (id(parameter) in lookups and (output is None or parameter is not output.weight)):
@@ -283,3 +306,104 @@ def _one_line(error: Exception) -> str:
     """What an exception says, in one line without a full stop."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# The sizes of a counted model.
+
+# Types whose layers save other tensors than those that are usual for their feed-forward layers.
+_SAVED = {"gpt2": GPT2_SAVED, "bert": BERT_SAVED, "roberta": BERT_SAVED}
+
+
+def counted_shape(counts: ModelCounts, sequence: int | None = None) -> ModelShape:
+    """The sizes of a counted model: widths and numbers of heads from its config, the rest from its modules.
+
+    Raises:
+        ConfigError: the config has no longest sequence, and ``sequence`` is not given.
+    """
+    config, text, inside = counts.config, counts.config.get_text_config(), counts.in_layers
+    layers, experts, active = counts.layers, counts.experts, counts.active_experts
+    hidden, heads, vocabulary = (
+        _size(text, counts.name, size) for size in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_size = getattr(text, "head_dim", None) or max(1, hidden // heads)
+    matrices = inside.token_flops / 2 / layers
+    # What a token meets in feed-forward matrices of a layer, in rows of a hidden vector.
+    forward = matrices / hidden - 2 * head_size * (heads + kv_heads) - experts
+    inner = _inner_size(text, hidden, experts)
+    gated = forward / inner > 2.5 * max(1, active)
+    shared = forward / (3 if gated else 2) - active * inner if experts else 0
+    window, windowed = _window(text)
+    rows = counts.position_rows
+    outside = vocabulary * (1 if counts.tied else 2) + rows
+    return ModelShape(
+        name=counts.name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_size=head_size,
+        feed_forward=inner,
+        vocabulary=vocabulary,
+        sequence=_longest_sequence(text, counts) if sequence is None else sequence,
+        gated=gated,
+        biases=False,
+        tied=counts.tied,
+        embedding_rows=rows,
+        experts=experts,
+        active_experts=active,
+        shared_feed_forward=max(0, round(shared)),
+        causal=not counts.masked,
+        window=window,
+        windowed=windowed,
+        predicted=0.15 if counts.masked else 1.0,
+        tensor_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_tp_plan", None)),
+        pipeline_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_pp_plan", None)),
+        saved=_SAVED.get(config.model_type, LLAMA_SAVED if gated else SavedActivations()),
+        counted=Counted(
+            layer_parameters=inside.parameters / layers,
+            layer_matrices=matrices,
+            pair_flops=inside.pair_flops / layers if counts.forward else 4.0 * heads * head_size,
+            other_parameters=counts.parameters - inside.parameters - outside * hidden,
+            idle_parameters=counts.expert_parameters * (1 - active / experts) / layers if experts else 0.0,
+        ),
+    )
+
+
+def _longest_sequence(config: Any, counts: ModelCounts) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise ConfigError(
+            f"the config of {counts.name!r} says no longest sequence; give the tokens per sequence, as --sequence 2048"
+        )
+    # RoBERTa keeps two learned positions for padding.
+    return longest - longest % 8 if counts.position_rows and longest > 8 else longest
+
+
+def _size(config: Any, name: str, size: str) -> int:
+    value = getattr(config, size, None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"the config of {name!r} has {size}={value!r}, expected a number above 0; give the sizes instead"
+        )
+    return value
+
+
+def _inner_size(config: Any, hidden: int, experts: int) -> int:
+    """The size of the feed-forward layer, or of an expert, under the name that the type has for it."""
+    names = ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "d_ff", "hidden_dim"]
+    if experts:
+        names = ["moe_intermediate_size", "expert_ffn_hidden_size", *names]
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int) and value), 4 * hidden
+    )
+
+
+def _window(config: Any) -> tuple[int, float]:
+    """Tokens of the sliding window, and the fraction of the layers that have it."""
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window < 1:
+        return 0, 1.0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    share = sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
+    return (window, share) if share else (0, 1.0)

@@ -1,7 +1,6 @@
 """The sizes of a transformer as numbers, and how to get them: from a name, a folder, a config, or sizes as text.
 
-A configuration of transformers is made on the meta device and counted (``counting``), so that its parameters and
-operations are those of its modules, whatever its type.
+The model of a transformers config is made on the meta device and counted (``counting``), whatever its type.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Any
 
 from lockstep.checks import check_divides, check_least
 from lockstep.errors import ConfigError
-from lockstep.parallel.model_specs import MODEL_SPECS
-from lockstep.plan.counting import ModelCounts, active_experts, count_model, number_of_experts, transformers_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,35 +265,22 @@ def shape_of(model: Model, *, sequence: int | None = None) -> ModelShape:
     """
     if isinstance(model, ModelShape):
         shape = model
-    elif isinstance(model, Mapping):
-        shape = shape_of_counts(counts_of(model), sequence)
-    elif _is_sizes(str(model)):
+    elif (settings := config_settings(model)) is not None:
+        from lockstep.plan.counting import count_model, counted_shape  # imports torch, which mere sizes do not need
+
+        shape = counted_shape(count_model(settings), sequence)
+    elif "=" in str(model):
         shape = _from_sizes(str(model))
-    elif (settings := _settings(str(model))) is None:
-        shape = known_shape(str(model))
     else:
-        shape = shape_of_counts(counts_of(settings), sequence)
+        shape = known_shape(str(model))
     return shape if sequence is None else shape.with_sequence(sequence)
 
 
-def counts_of(model: Mapping[str, Any] | Path | str) -> ModelCounts:
-    """What the modules of a model of transformers have; raises ConfigError as ``shape_of`` does."""
-    settings = model if isinstance(model, Mapping) else _settings(str(model))
-    if settings is None:
-        raise ConfigError(
-            f"the modules of {str(model)!r} are not known, only its sizes; give a folder with a config.json, or a type of"
-            " transformers as type=llama"
-        )
-    name = str(settings.get("_name_or_path") or settings.get("model_type"))
-    return count_model(transformers_config(settings, name), name)
-
-
-def _is_sizes(text: str) -> bool:
-    return "=" in text and not text.lstrip().startswith("type=")
-
-
-def _settings(text: str) -> Mapping[str, Any] | None:
-    """The settings of a transformers config, from a type with settings, a folder or a file; None for a mere name."""
+def config_settings(model: Mapping[str, Any] | Path | str) -> Mapping[str, Any] | None:
+    """The settings of a transformers config: given, of a type, a folder or a file; None for a mere name, and sizes."""
+    if isinstance(model, Mapping):
+        return model
+    text = str(model)
     if text.lstrip().startswith("type="):
         return _typed_settings(text)
     path = Path(text).expanduser()
@@ -339,98 +323,3 @@ def _from_sizes(text: str) -> ModelShape:
     if missing:
         raise ConfigError(f"the sizes {text!r} lack {', '.join(missing)}; add {missing[0]}=NUMBER")
     return ModelShape(name=f"{sizes['layers']} x {sizes['hidden']}", **sizes)
-
-
-# Types whose layers save other tensors than ``_usual_saved`` says.
-_SAVED = {"gpt2": GPT2_SAVED, "bert": BERT_SAVED, "roberta": BERT_SAVED}
-
-
-def shape_of_counts(counts: ModelCounts, sequence: int | None = None) -> ModelShape:
-    """The sizes of a counted model: widths and numbers of heads from its config, the rest from its modules.
-
-    Raises:
-        ConfigError: the config says no number of heads, or no longest sequence and ``sequence`` is not given.
-    """
-    config, text = counts.config, counts.config.get_text_config()
-    name = str(getattr(config, "_name_or_path", "") or config.model_type)
-    sizes = {size: _size(text, name, size) for size in ("hidden_size", "num_attention_heads", "vocab_size")}
-    hidden, heads, layers = sizes["hidden_size"], sizes["num_attention_heads"], counts.layers
-    inside, experts, active = counts.in_layers, number_of_experts(text) if counts.experts else 0, active_experts(text)
-    idle = counts.experts * (1 - active / experts) / layers if experts else 0.0
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    longest = getattr(text, "max_position_embeddings", None) or sequence
-    if not longest or longest < 1:
-        raise ConfigError(
-            f"the config of {name!r} says no longest sequence; give the tokens per sequence, as --sequence 2048"
-        )
-    vocabulary = sizes["vocab_size"] * (1 if counts.tied else 2) * hidden
-    rows = counts.position_rows
-    window, windowed = _window(text)
-    head_size = getattr(text, "head_dim", None) or max(1, hidden // heads)
-    kv_heads = kv_heads if heads % kv_heads == 0 else heads
-    matrices = inside.token_flops / 2 / layers
-    # What a token meets in feed-forward matrices of a layer.
-    forward = matrices - 2 * hidden * head_size * (heads + kv_heads) - hidden * experts
-    inner = _inner(text, hidden, experts)
-    gated = forward / hidden / inner > 2.5 * max(1, active if experts else 1)
-    shared = forward / hidden / (3 if gated else 2) - active * inner if experts else 0
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        feed_forward=inner,
-        vocabulary=sizes["vocab_size"],
-        sequence=longest - longest % 8 if rows and longest > 8 else longest,  # RoBERTa keeps two positions for padding
-        gated=gated,
-        biases=False,
-        tied=counts.tied,
-        embedding_rows=rows,
-        experts=experts,
-        active_experts=active if experts else 0,
-        shared_feed_forward=max(0, round(shared)),
-        causal=not counts.masked,
-        window=window,
-        windowed=windowed,
-        predicted=0.15 if counts.masked else 1.0,
-        tensor_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_tp_plan", None)),
-        pipeline_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_pp_plan", None)),
-        saved=_SAVED.get(config.model_type, LLAMA_SAVED if gated else SavedActivations()),
-        counted=Counted(
-            layer_parameters=inside.parameters / layers,
-            layer_matrices=matrices,
-            pair_flops=inside.pair_flops / layers,
-            other_parameters=counts.parameters - inside.parameters - vocabulary - rows * hidden,
-            idle_parameters=idle,
-        ),
-    )
-
-
-def _size(config: Any, name: str, size: str) -> int:
-    value = getattr(config, size, None)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"the config of {name!r} has {size}={value!r}, expected a number above 0; give the sizes instead"
-        )
-    return value
-
-
-def _inner(config: Any, hidden: int, experts: int) -> int:
-    """The size of the feed-forward layer, or of an expert, under the name that the type has for it."""
-    names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "d_ff", "hidden_dim")
-    names = ("moe_intermediate_size", "expert_ffn_hidden_size", *names) if experts else names
-    return next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int) and value), 4 * hidden
-    )
-
-
-def _window(config: Any) -> tuple[int, float]:
-    """Tokens of the sliding window, and the fraction of the layers that have it."""
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window < 1:
-        return 0, 1.0
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    share = sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
-    return (window, share) if share else (0, 1.0)
