@@ -20,6 +20,7 @@ from lockstep.checkpoint.sharded_io import TensorShard
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
+from lockstep.data.dataset import DistributedIterable
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
@@ -138,6 +139,8 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
         return PlainAdapter("Generator", thing.get_state, thing.set_state, per_worker=True)
     if isinstance(thing, MutableMapping):
         return PlainAdapter("dict", lambda: dict(thing), thing.update)  # values not saved stay
+    if isinstance(thing, DistributedIterable):
+        return PlainAdapter("distributed dataset", thing.state_dict, thing.load_state_dict, per_worker=True)
     if isinstance(thing, Stateful):
         return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict)
     raise ConfigError(
@@ -242,7 +245,7 @@ class VariableAdapter(StateAdapter):
 
 
 class PlainAdapter(StateAdapter):
-    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on another layout the chief's.
+    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on other workers the chief's.
 
     ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
     """
