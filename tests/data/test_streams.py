@@ -34,7 +34,8 @@ def stream(shards: int = 3, rows: int = 22, first: int = 0) -> Any:
 
 def mixed(stopping: str = "first_exhausted") -> Any:
     parts = [stream(), stream(first=100)]
-    return datasets.interleave_datasets(parts, probabilities=[0.3, 0.7], seed=1, stopping_strategy=stopping)
+    found: Any = datasets.interleave_datasets(parts, probabilities=[0.3, 0.7], seed=1, stopping_strategy=stopping)
+    return found.with_format("torch")  # what is interleaved has no format
 
 
 class Counting(IterableDataset[Tensor]):

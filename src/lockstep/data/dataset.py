@@ -87,27 +87,37 @@ class InputContext:
         return global_batch_size // replicas
 
 
-class DataIteration:
-    """One iteration over distributed data: an iterator over batches, and the position after the last one.
+@dataclass
+class Position:
+    """Where an iteration stands: after the batch that it handed out last.
 
     Attributes:
-        passed: how many global batches, or rounds, have been handed out or left out.
         random: the states of the generators when the iteration began.
+        passed: how many global batches, or rounds, have been handed out or left out.
+        part: this worker's index and the number of workers where each reads data of its own; None where all read the
+            same.
+        source: the state of the source itself, None if it has none.
         ended: whether all batches have been handed out.
     """
 
+    random: RandomState
+    passed: int
+    part: tuple[int, int] | None
+    source: dict[str, Any] | None = None
+    ended: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position for ``DistributedIterable.resume``, of plain values and tensors."""
+        return {"passed": self.passed, "random": dict(self.random), "source": self.source, "part": self.part}
+
+
+class DataIteration:
+    """One iteration over distributed data: an iterator over batches that keeps its ``position``."""
+
     def __init__(
-        self,
-        batches: ClosableIterator[Any],
-        random: RandomState,
-        states: deque[dict[str, Any]],
-        *,
-        passed: int,
-        part: tuple[int, int] | None,
-        state: dict[str, Any] | None = None,
+        self, batches: ClosableIterator[Any], states: deque[dict[str, Any]] | None, position: Position
     ) -> None:
-        self._batches, self._states, self._state, self._part = batches, states, state, part
-        self.random, self.passed, self.ended = random, passed, False
+        self._batches, self._states, self.position = batches, states, position
 
     def __iter__(self) -> DataIteration:
         return self
@@ -116,24 +126,16 @@ class DataIteration:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self.ended = True
+            self.position.ended = True
             raise
-        self.passed += 1
+        self.position.passed += 1
         if self._states:  # none is added for an empty batch, given after the end of this worker's own data
-            self._state = self._states.popleft()
+            self.position.source = self._states.popleft()
         return batch
 
     def close(self) -> None:
         """Ends the iteration, and the thread that reads ahead for it."""
         self._batches.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, for ``DistributedIterable.resume``; of plain values and tensors.
-
-        ``source`` is the source's own state, None if it has none. ``part`` is this worker's index and the number of
-        workers where each reads data of its own, None where all read the same.
-        """
-        return {"passed": self.passed, "random": dict(self.random), "source": self._state, "part": self._part}
 
 
 class DistributedIterable:
@@ -152,13 +154,14 @@ class DistributedIterable:
             prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
         self._prefetch = checked_depth(prefetch)
         self._stateful = StatefulSource.of(reader.dataset)
-        self._iteration: DataIteration | None = None  # the one begun last
+        self._position: Position | None = None  # of the loop begun last
         self._loaded: Mapping[str, Any] | None = None
 
     def __iter__(self) -> DataIteration:
         loaded, self._loaded = self._loaded, None
-        self._iteration = self.iterate() if loaded is None else self.resume(loaded)
-        return self._iteration
+        iteration = self.iterate() if loaded is None else self.resume(loaded)
+        self._position = iteration.position
+        return iteration
 
     def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> DataIteration:
         """Begins an iteration that continues where another one stopped.
@@ -191,10 +194,10 @@ class DistributedIterable:
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._reader.left_out)
-        return DataIteration(handed_out, begun, states, passed=skip, part=self._sync.part)
+        return DataIteration(handed_out, states, Position(begun, skip, self._sync.part))
 
     def resume(self, position: Mapping[str, Any]) -> DataIteration:
-        """Begins an iteration that continues at the position that ``DataIteration.state_dict`` returned.
+        """Begins an iteration that continues at the position that ``Position.state_dict`` returned.
 
         A source that tells its state goes on at the very sample. Of others the batches before it are read again.
 
@@ -216,14 +219,14 @@ class DistributedIterable:
         self._stateful.restore_generators(state)
         set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
-        begun = dict(position["random"])
-        return DataIteration(
-            handed_out, begun, states, passed=position["passed"], part=self._sync.part, state=dict(state)
-        )
+        begun = Position(dict(position["random"]), position["passed"], self._sync.part, dict(state))
+        return DataIteration(handed_out, states, begun)
 
-    def _noting(self, batches: Iterator[Any]) -> tuple[Iterator[Any], deque[dict[str, Any]]]:
+    def _noting(self, batches: Iterator[Any]) -> tuple[Iterator[Any], deque[dict[str, Any]] | None]:
+        if self._stateful is None:
+            return batches, None
         states: deque[dict[str, Any]] = deque()
-        return (batches if self._stateful is None else self._stateful.noting(batches, states)), states
+        return self._stateful.noting(batches, states), states
 
     def _handed_out(
         self, batches: Iterator[Any], transfer: Transfer, left_out: Callable[[], Any]
@@ -245,8 +248,8 @@ class DistributedIterable:
         After the last batch of the data, and before any loop, it is the beginning of the next one. Give the data to a
         ``Checkpoint`` to save it, each worker's own.
         """
-        if self._iteration is not None and not self._iteration.ended:
-            return self._iteration.state_dict()
+        if self._position is not None and not self._position.ended:
+            return self._position.state_dict()
         if self._loaded is not None:
             return dict(self._loaded)
         random = without_default(self.random_state())
@@ -254,7 +257,7 @@ class DistributedIterable:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``for`` loop over this begin at a position that ``state_dict`` returned; see ``resume``."""
-        self._iteration, self._loaded = None, dict(state)
+        self._position, self._loaded = None, dict(state)
 
     def random_state(self) -> RandomState:
         """Returns the current states of all generators that the source may draw from, for ``iterate``."""

@@ -77,10 +77,10 @@ class EpochIterator:
 
         ``epoch`` is -1 if none is open. ``random`` holds the states of the generators when it began; between iterations
         without torch's default generator, which belongs to the caller. An open one has all of
-        ``DataIteration.state_dict``.
+        ``Position.state_dict``.
         """
         if self._open is not None:
-            return {"epoch": self._open.epoch, **self._open.batches.state_dict()}
+            return {"epoch": self._open.epoch, **self._open.batches.position.state_dict()}
         return {"passed": 0, "epoch": -1, "random": without_default(self._data.random_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class EpochIterator:
                     yield batch
             finally:
                 self._open = None if self._open is iteration else self._open
-        if not iteration.batches.passed:
+        if not iteration.batches.position.passed:
             raise self._empty(epoch)
 
     def _part(self, epoch: int, steps: int, skip: int) -> Generator[Any, None, None]:
