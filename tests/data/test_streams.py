@@ -1,4 +1,4 @@
-"""Data that streams, with the libraries that users have: the part that each worker reads, and where a resume goes on."""
+"""Data that streams, with the libraries that users have: each worker's part, and where a resume goes on."""
 
 from __future__ import annotations
 

@@ -139,10 +139,9 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
         return PlainAdapter("Generator", thing.get_state, thing.set_state, per_worker=True)
     if isinstance(thing, MutableMapping):
         return PlainAdapter("dict", lambda: dict(thing), thing.update)  # values not saved stay
-    if isinstance(thing, DistributedIterable):
-        return PlainAdapter("distributed dataset", thing.state_dict, thing.load_state_dict, per_worker=True)
     if isinstance(thing, Stateful):
-        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict)
+        is_data = isinstance(thing, DistributedIterable)  # of which each worker may read a part of its own
+        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict, per_worker=is_data)
     raise ConfigError(
         f"Checkpoint({name}={thing!r}) cannot be restored in place; give a mirrored module or optimizer, a scheduler, "
         "a strategy.variable, a dict of plain values, or anything with state_dict and load_state_dict"
