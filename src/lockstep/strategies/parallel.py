@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,10 +33,10 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
-from lockstep.parallel.model_specs import require_model_spec
+from lockstep.parallel.model_specs import HasConfig, require_model_spec
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, cut_to_stages
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import WHOLE, SequenceSharding, SpecNames, TensorPlan, shard_layers, ties_of
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
@@ -320,7 +319,7 @@ class ModelParts(PartitionPolicy):
             return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
-        stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
+        stages = self._stages_of(module, split) if self._grid.pipeline > 1 else ()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
@@ -335,18 +334,26 @@ class ModelParts(PartitionPolicy):
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
-        config: Any = module.config
+        assert group is not None
         pipeline = Pipeline(
             stages,
             self._pipelining,
             group=self._mesh.mesh.get_group("pipeline"),
-            hidden=int(config.hidden_size),
-            dtype=next(parameter.dtype for parameter in module.parameters()),
+            workers=group,
             device=self._device,
         )
         return ShardedModule(
             module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
         )
+
+    def _stages_of(self, module: nn.Module, split: PipelineSplit) -> tuple[Stage, ...]:
+        """Cuts a model down to this worker's stages, by its spec or else by a trace of its forward."""
+        by_names = not isinstance(split, str) and any(isinstance(each, str) for each in split)
+        if isinstance(module, HasConfig) and not by_names:
+            return cut_to_stages(module, split, self._pipelining, self._place.stage)
+        from lockstep.parallel.pipeline_graph import cut_module  # torch.fx, which few need
+
+        return cut_module(module, split, self._pipelining, self._place.stage)
 
     def _first_weights(self, module: nn.Module) -> DeferredInit | None:
         """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""
