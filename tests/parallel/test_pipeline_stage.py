@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -39,7 +39,8 @@ def build(name: str, layers: int = 5) -> nn.Module:
 def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = "auto") -> list[Stage]:
     """Of all workers, in their order."""
     pipelining = choose_pipeline_config(schedule, None, 2)
-    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), split, pipelining, worker)]
+    counts = layer_counts(module, split, pipelining)
+    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), counts, pipelining, worker)]
     return sorted(found, key=lambda stage: stage.number)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.errors import ConfigError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
 from lockstep.parallel.pipeline_stage import Stage, TracedStage
@@ -221,21 +222,28 @@ class Pipeline:
         values: Any = ()
         for number in range(self._pipelining.stages - 1):
             own = [stage for stage in self._stages if stage.number == number]
-            given = self._tried(own[0], values, microbatch.inputs) if own else None
-            everyones = all_gather_object(self._workers, f"what stage {number} gives the next", given)
-            values = tree_map(self._on_device, everyones[self._pipelining.worker_of(number)])
+            tried = self._tried(own[0], values, microbatch.inputs) if own else ((), "")
+            everyones = all_gather_object(self._workers, f"what stage {number} gives the next", tried)
+            given, fault = everyones[self._pipelining.worker_of(number)]
+            if fault:
+                raise ConfigError(fault)
+            values = tree_map(self._on_device, given)
             found.append(values)
         return found
 
-    def _tried(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> Any:
+    def _tried(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
+        """What a stage gives the next, or why that cannot be sent."""
         given, named = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (tuple(values), dict(inputs))
         )
         stage.activate()
         with leaving_no_trace(stage.model, self._device):
-            given = stage(*given, inputs=named)
-            check_values(stage.number, given)
-            return sendable(given)
+            try:
+                given = stage(*given, inputs=named)
+                check_values(stage.number, given)
+            except ConfigError as error:
+                return (), str(error)
+            return sendable(given), ""
 
     def _on_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

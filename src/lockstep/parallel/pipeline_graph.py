@@ -14,18 +14,20 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lockstep._torch_compat import num_function_modes, pop_function_mode, push_function_mode
 from lockstep.errors import ConfigError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, weights_in
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, tied_ends, weights_in
+from lockstep.parallel.tensor_parallel import ties_of
 
 _ROOT = "root"
 _INPUTS = "inputs"
@@ -33,6 +35,8 @@ _ADVICE = "move that code into a module of its own, which is not traced, or choo
 _IN_PLACE = tuple(value for name, value in vars(operator).items() if name.startswith("__i") and name != "__index__")
 _RANDOM = ("bernoulli", "multinomial")
 _PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = ("_parameters", "_buffers", "_modules")  # the attributes of a module that say what it consists of
 
 
 class StageTracer(fx.Tracer):
@@ -91,31 +95,14 @@ class _Call(nn.Module):
 
 def outline(module: nn.Module) -> nn.Module:
     """A copy of a module's structure, whose weights are on the meta device; what is no module or tensor is aliased."""
-    tensors: dict[int, Any] = {}
-    copies: dict[int, nn.Module] = {}
-
-    def copied(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        if id(tensor) not in tensors:
-            blank = torch.empty_like(tensor, device="meta")
-            is_weight = isinstance(tensor, nn.Parameter)
-            tensors[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
-        return tensors[id(tensor)]
-
-    def of_module(part: nn.Module) -> nn.Module:
-        if id(part) not in copies:
-            copies[id(part)] = copy = type(part).__new__(type(part))
-            own = vars(part)
-            copy.__dict__.update(own)
-            copy.__dict__["_parameters"] = {name: copied(each) for name, each in own["_parameters"].items()}
-            copy.__dict__["_buffers"] = {name: copied(each) for name, each in own["_buffers"].items()}
-            copy.__dict__["_modules"] = {
-                name: None if each is None else of_module(each) for name, each in own["_modules"].items()
-            }
-        return copies[id(part)]
-
-    return of_module(module)
+    known: dict[int, Any] = {}
+    for part in module.modules():
+        known |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
+    for tensor in (*module.parameters(), *module.buffers()):
+        blank = torch.empty_like(tensor, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        known[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
+    return deepcopy(module, known)
 
 
 class ModuleGraph:
@@ -137,6 +124,7 @@ class ModuleGraph:
         self._graphs: dict[Any, fx.Graph] = {}
         self._stages: dict[Any, fx.GraphModule] = {}
         self._holders: dict[str, set[int]] = {}
+        self._check_hooks()
         self._find_holders()
 
     @property
@@ -147,11 +135,19 @@ class ModuleGraph:
         """The names of the leaf modules, and of the weights and buffers of containers, that a stage has."""
         return [name for name, stages in self._holders.items() if stage in stages]
 
-    def cut(self, own: Iterable[int]) -> None:
-        """Takes from the module, in place, all that none of these stages has."""
-        kept = set(own)
+    def names_in(self, stages: Iterable[int]) -> set[str]:
+        """The names of the weights that these stages have."""
+        held = [name for stage in stages for name in self.held_by(stage)]
+        return {
+            name
+            for name, _ in self._outline.named_parameters(remove_duplicate=False)
+            if any(name == each or name.startswith(f"{each}.") for each in held)
+        }
+
+    def cut(self, own: Sequence[int]) -> tuple[GraphStage, ...]:
+        """Takes from the module, in place, all that none of these stages has; returns them."""
         for name, stages in self._holders.items():
-            if stages & kept:
+            if stages & set(own):
                 continue
             parent, _, attribute = name.rpartition(".")
             owner: Any = self._module.get_submodule(parent)
@@ -160,6 +156,7 @@ class ModuleGraph:
                     kind[attribute] = None
             if attribute in owner._modules:
                 setattr(owner, attribute, StandIn())
+        return tuple(GraphStage(self, self._module, number) for number in own)
 
     def key(self, names: Iterable[str]) -> Any:
         """What a trace depends on: which inputs there are, and the plain attributes of the containers, by name."""
@@ -172,12 +169,22 @@ class ModuleGraph:
     def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
         """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
         names = frozenset(names)
+        self._check_hooks()
         key = (self.key(names), stage)
         if key not in self._stages:
             graph = self._graph(names)
             self._check_holders(graph)
             self._stages[key] = self._build(graph, stage)
         return self._stages[key]
+
+    def _check_hooks(self) -> None:
+        for name in self._containers:
+            own = vars(self._module.get_submodule(name))
+            if any(own[kind] for kind in _HOOKS):
+                raise ConfigError(
+                    f"{name or type(self._module).__name__} has hooks, and is itself never called where a pipeline "
+                    "cuts inside it; register them on modules that are whole in one stage"
+                )
 
     def _graph(self, names: frozenset[str]) -> fx.Graph:
         key = self.key(names)
@@ -204,8 +211,8 @@ class ModuleGraph:
             missing = [name for name in self._starts if name not in tracer.begun]
             problem = f"{missing[0]} is never called" if missing else f"they are called as {', '.join(tracer.begun)}"
             raise ConfigError(
-                f"pipeline_split={list(self._starts)} names modules at which stages begin, and {problem}; name modules "
-                "that the forward calls, in the order of their calls"
+                f"pipeline_split={list(self._starts)}: {problem}; name modules that the forward calls, in the order of "
+                "their calls"
             )
         self._place(graph, call)
         return graph
@@ -352,18 +359,16 @@ class GraphStage(Stage):
         return [_found(self.model, name) for name in self._graph.held_by(self.number)]
 
 
-def cut_module(
-    module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
-) -> tuple[GraphStage, ...]:
-    """Cuts any module down to the stages of one worker, in place; they are in the order of their numbers.
+def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> ModuleGraph:
+    """Finds where any module is cut, which it leaves as it is; raises a ConfigError if it cannot be.
 
     ``split`` is "auto" or numbers of blocks, for an ``nn.Sequential`` or a module with one list of blocks; or the names
     of the modules at which the second and each further stage begins.
     """
     graph = ModuleGraph(module, _starts(module, split, pipelining))
-    own = pipelining.stages_of(worker)
-    graph.cut(own)
-    return tuple(GraphStage(graph, module, number) for number in own)
+    workers = [graph.names_in(pipelining.stages_of(worker)) for worker in range(pipelining.workers)]
+    tied_ends(ties_of(module), workers)
+    return graph
 
 
 def _starts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> list[str]:

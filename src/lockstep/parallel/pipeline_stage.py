@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.model_specs import base_name, require_model_spec
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
@@ -170,15 +170,27 @@ class ModelStage(Stage):
         return tokens
 
 
+def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
+    """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
+    spec = require_model_spec(module, 'pipeline_split="auto"')
+    layers = list(module.get_submodule(base_name(module)).get_submodule(spec.layers).children())
+    heads = [part for name, part in module.named_modules() if name in spec.heads]
+    check_layers(pipelining, len(layers))
+    if not isinstance(split, str):
+        return check_split([int(each) for each in split], pipelining.stages, len(layers))
+    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
+
+
 def cut_to_stages(
-    module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
+    module: nn.Module, counts: Sequence[int], pipelining: PipelineConfig, worker: int
 ) -> tuple[ModelStage, ...]:
-    """Cuts one of transformers' models down to the stages of one worker, in place, in the order of their numbers."""
+    """Cuts one of transformers' models down to the stages of one worker, in place, in the order of their numbers.
+
+    ``counts`` are the numbers of layers of all stages.
+    """
     spec = require_model_spec(module, 'pipeline_split="auto"')
     base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
-    heads = [part for name, part in module.named_modules() if name in spec.heads]
-    counts = _layer_counts(list(layers.children()), heads, split, pipelining)
     ends = list(accumulate(counts))
     parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
     active = ActiveStage()
@@ -211,18 +223,35 @@ def cut_to_stages(
     )
 
 
-def _layer_counts(
-    layers: Sequence[nn.Module], heads: Sequence[nn.Module], split: PipelineSplit, pipelining: PipelineConfig
-) -> tuple[int, ...]:
-    check_layers(pipelining, len(layers))
-    if not isinstance(split, str):
-        return check_split([int(each) for each in split], pipelining.stages, len(layers))
-    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
-
-
 def _cost(module: nn.Module) -> float:
     """About the multiplications a token: the weights. An embedding only looks up, and costs nothing."""
     return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]]) -> list[list[str]]:
+    """The names of each weight that the first and the last worker of a pipeline both have.
+
+    Args:
+        ties: the names of each weight that has several.
+        workers: the names of the weights that each worker has.
+
+    Raises:
+        ConfigError: a weight that other workers have in common.
+    """
+    several = {name for names in ties for name in names}
+    alone = [[name] for name in dict.fromkeys(name for held in workers for name in held) if name not in several]
+    found = []
+    for names in [*(list(each) for each in ties), *alone]:
+        holders = [number for number, held in enumerate(workers) if not set(names).isdisjoint(held)]
+        if len(holders) < 2:
+            continue
+        if holders != [0, len(workers) - 1]:
+            raise ConfigError(
+                f"{' and '.join(names)} is one weight, which the workers {holders} of a pipeline would hold, and only "
+                "its first and its last worker can have a weight in common; choose another pipeline_split"
+            )
+        found.append(names)
+    return found
 
 
 class TracedStage(PipelineStage):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.collectives.communicator import all_gather_object
 
 SIZES = (9, 8, 1, 5)  # the small ones leave microbatches, and whole replicas, without rows
 CLASSES = 5
@@ -95,7 +97,7 @@ class UNet(nn.Module):
 
 
 def mlp() -> nn.Module:
-    layers = [nn.Linear(12, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
+    layers = [nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
     return nn.Sequential(*layers)
 
 
@@ -118,14 +120,16 @@ SPLITS: Mapping[str, Any] = {"unet": ["middle"], "two inputs": ["blocks.1"]}
 """The names given for two stages; the others are cut by themselves."""
 
 
-def tensor_plan(name: str) -> dict[str, Any]:
+def plans(name: str) -> dict[str, Any]:
+    """What ``parallelize`` is given; a layout takes of it what it needs."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    return {
+    plans = {
         "mlp": {"0": ColwiseParallel(), "2": RowwiseParallel()},
         "vit": {"blocks.*.linear1": ColwiseParallel(), "blocks.*.linear2": RowwiseParallel()},
         "two inputs": {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
-    }[name]
+    }
+    return {"tensor_plan": plans.get(name, "auto"), "pipeline_split": SPLITS.get(name, "auto")}
 
 
 def build(name: str) -> nn.Module:
@@ -183,14 +187,8 @@ def run_jobs(experiments: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str
 def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
     strategy = ls.ParallelStrategy(seed=7, communication=ls.CommunicationOptions(lost_after_s=60), **grid)
 
-    def divide(module: nn.Module) -> nn.Module:
-        given: dict[str, Any] = {"pipeline_split": SPLITS[name]} if "pipeline" in grid and name in SPLITS else {}
-        if "tensor" in grid:
-            given["tensor_plan"] = tensor_plan(name)
-        return strategy.parallelize(module, **given)
-
     with strategy.scope():
-        results = train(name, divide)
+        results = train(name, lambda module: strategy.parallelize(module, **plans(name)))
         digest = hashlib.sha256()
         for leaf in torch.utils._pytree.tree_leaves([results["weights"], results["predict"]]):
             digest.update(leaf.contiguous().numpy().tobytes())
@@ -200,6 +198,95 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
     strategy.close()
     gc.collect()
     return results
+
+
+class Branch(nn.Module):
+    """What cannot be cut: its own code looks at data, or one of its blocks gives what no worker can send."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([Wrapped() if kind == "object" else nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.more = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, CLASSES)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](x)
+        if self.kind == "branch" and hidden.sum() > 0:
+            hidden = -hidden
+        hidden = self.blocks[1](hidden.value if self.kind == "object" else hidden)
+        scores: Tensor = self.more[1](self.more[0](hidden))
+        return scores
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(value=self.linear(x))
+
+
+def shared() -> nn.Module:
+    """One layer that is called twice, of which stages in the middle have a part."""
+    layer = nn.Linear(12, 12)
+    return nn.Sequential(nn.Linear(12, 12), layer, layer, nn.Linear(12, CLASSES))
+
+
+def hooked() -> nn.Module:
+    module = mlp()
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+BAD: Mapping[str, tuple[Build, dict[str, Any]]] = {
+    "unknown name": (Vit, {"pipeline_split": ["block.1", "blocks.2", "blocks.3"]}),
+    "too few names": (Vit, {"pipeline_split": ["blocks.1"]}),
+    "wrong order": (Vit, {"pipeline_split": ["blocks.2", "blocks.1", "blocks.3"]}),
+    "not called": (Vit, {"pipeline_split": ["blocks.1", "blocks.2", "blocks.3.dropout1"]}),
+    "too few blocks": (lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, CLASSES)), {}),
+    "two lists": (lambda: Branch("two lists"), {}),
+    "branch": (lambda: Branch("branch"), {"pipeline_split": ["blocks.1", "more.0", "more.1"]}),
+    "shared layer": (shared, {"pipeline_split": [1, 1, 1, 1]}),
+    "hooks": (hooked, {}),
+    "unknown in the plan": (mlp, {"tensor_plan": {"first": None}}),
+}
+
+
+def refusals() -> dict[str, list[Any]]:
+    """The error of each bad input on each of two workers, and whether its weights are as they were."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Any]] = {}
+    strategy = ls.ParallelStrategy(seed=7, pipeline=2, schedule="interleaved", microbatches=2)
+    workers = strategy.workers
+
+    def note(name: str, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], error: str) -> None:
+        kept = all(torch.equal(weights[each], before[each]) for each in weights)
+        found[name] = all_gather_object(workers, "the refusal", (error, kept))
+
+    with strategy.scope():
+        for name, (make, given) in BAD.items():
+            torch.manual_seed(workers.index)  # each worker has weights of its own, until the chief's are sent
+            module = make()
+            before = {each: value.clone() for each, value in module.state_dict().items()}
+            try:
+                strategy.parallelize(module, **given)
+            except ls.errors.LockstepError as error:
+                note(name, module.state_dict(), before, f"{type(error).__name__}: {error}")
+            else:
+                note(name, {}, {}, "")
+        split = ["blocks.1", "more.0", "more.1"]
+        module = strategy.parallelize(Branch("object").double(), pipeline_split=split)
+        model, weights = ls.Model(module), list(module.parameters())
+        before = {str(number): value.detach().clone() for number, value in enumerate(weights)}
+        model.compile(optimizer, loss)
+        try:
+            model.fit(batches("mlp"), verbose=0)
+        except ls.errors.LockstepError as error:  # which ends the job
+            kept = all(torch.equal(value, before[str(number)]) for number, value in enumerate(weights))
+            found["object"] = [(f"{type(error).__name__}: {error}", kept)]
+    strategy.close()
+    return found
 
 
 def one_device(name: str) -> dict[str, Any]:
