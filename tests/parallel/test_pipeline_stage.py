@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -76,3 +76,13 @@ def test_more_stages_than_layers_are_refused():
         stages_of(build("gpt2", 3), "interleaved")
     with pytest.raises(ConfigError, match=r"pipeline_split=\(2, 3\) does not divide 5 layers into 4 stages"):
         stages_of(build("gpt2"), "interleaved", [2, 3])
+
+
+def test_a_weight_is_common_to_the_first_and_the_last_worker_or_to_one():
+    ties = [["words", "head"], ["a", "b"]]
+
+    assert tied_ends(ties, [{"words", "a", "b", "norm"}, {"c"}, {"head", "norm"}]) == [["words", "head"], ["norm"]]
+    with pytest.raises(ConfigError, match=r"a and b .* workers \[0, 1\]"):
+        tied_ends(ties, [{"words", "a"}, {"b"}, {"head"}])
+    with pytest.raises(ConfigError, match=r"norm .* workers \[1, 2\]"):
+        tied_ends(ties, [{"words"}, {"norm"}, {"norm", "head"}])

@@ -54,13 +54,14 @@ class Block(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Takes words and numbers, and gives a dict, with a weight that two of its modules hold, and one that two use."""
+    """Takes words and numbers, and gives a dict; of its weights two modules have one, two use one, all blocks one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(7, 12)
         self.numbers = nn.Linear(3, 12)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(12)
         self.again = nn.Linear(12, 7, bias=False)
         self.again.weight = self.words.weight
         self.head = nn.Linear(12, CLASSES)
@@ -69,7 +70,7 @@ class TwoInputs(nn.Module):
         hidden = self.words(words) + self.numbers(numbers)[:, None]
         mask = words != 0 if mask is None else mask
         for block in self.blocks:
-            hidden, mask = block(hidden, mask)
+            hidden, mask = block(self.norm(hidden), mask)
         mean = hidden.sum(1) / words.shape[1]
         return {"scores": self.head(mean) + self.again(mean)[:, :CLASSES], "mean": mean @ self.numbers.weight}
 
@@ -208,6 +209,7 @@ class Branch(nn.Module):
         self.kind = kind
         self.blocks = nn.ModuleList([Wrapped() if kind == "object" else nn.Linear(12, 12), nn.Linear(12, 12)])
         self.more = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, CLASSES)])
+        self.unused = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks[0](x)
@@ -227,12 +229,6 @@ class Wrapped(nn.Module):
         return SimpleNamespace(value=self.linear(x))
 
 
-def shared() -> nn.Module:
-    """One layer that is called twice, of which stages in the middle have a part."""
-    layer = nn.Linear(12, 12)
-    return nn.Sequential(nn.Linear(12, 12), layer, layer, nn.Linear(12, CLASSES))
-
-
 def hooked() -> nn.Module:
     module = mlp()
     module.register_forward_hook(lambda *_: None)
@@ -243,11 +239,10 @@ BAD: Mapping[str, tuple[Build, dict[str, Any]]] = {
     "unknown name": (Vit, {"pipeline_split": ["block.1", "blocks.2", "blocks.3"]}),
     "too few names": (Vit, {"pipeline_split": ["blocks.1"]}),
     "wrong order": (Vit, {"pipeline_split": ["blocks.2", "blocks.1", "blocks.3"]}),
-    "not called": (Vit, {"pipeline_split": ["blocks.1", "blocks.2", "blocks.3.dropout1"]}),
+    "not called": (lambda: Branch("none"), {"pipeline_split": ["blocks.1", "more.0", "unused"]}),
     "too few blocks": (lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, CLASSES)), {}),
-    "two lists": (lambda: Branch("two lists"), {}),
+    "two lists": (lambda: nn.Transformer(4, 2, 4, 4, 8), {}),
     "branch": (lambda: Branch("branch"), {"pipeline_split": ["blocks.1", "more.0", "more.1"]}),
-    "shared layer": (shared, {"pipeline_split": [1, 1, 1, 1]}),
     "hooks": (hooked, {}),
     "unknown in the plan": (mlp, {"tensor_plan": {"first": None}}),
 }
