@@ -25,7 +25,7 @@ from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors
-from lockstep.checks import check_choice
+from lockstep.checks import check_choice, check_path
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -74,7 +74,7 @@ class CheckpointManager:
             raise ConfigError(f"keep={keep!r} is not a number of checkpoints; give 1 or more, or None to keep all")
         check_choice("best", best, ("min", "max", None))
         self._checkpoint = checkpoint
-        self._folder = CheckpointFolder(Path(folder))
+        self._folder = CheckpointFolder(Path(check_path(folder, "CheckpointManager(folder)")))
         self._keep = keep
         self._best = best
         self._asynchronous = asynchronous

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from numbers import Real
 from types import MethodType
 from typing import Any, Literal, get_args
 
@@ -110,7 +111,10 @@ class CompileConfig:
                 type(self.accumulate) is int and self.accumulate >= 1,
                 "the number of global batches per update",
             ),
-            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "a positive norm, or None for no clipping"),
+            "clip_norm": (
+                self.clip_norm is None or (isinstance(self.clip_norm, Real) and self.clip_norm > 0),
+                "a positive norm, or None for no clipping",
+            ),
             "graphs": (type(self.graphs) is bool, "True to use CUDA graphs on a GPU, or False"),
         }
         for name, (is_valid, expected) in valid.items():
