@@ -35,7 +35,7 @@ from lockstep.checkpoint.format import (
     read_checkpoint,
     unflatten,
 )
-from lockstep.checkpoint.sharded_io import TensorShard, balance_writes
+from lockstep.checkpoint.sharded_io import balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
 from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
@@ -43,6 +43,7 @@ from lockstep.errors import CallbackError, CheckpointError, ConfigError, Lockste
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
+from lockstep.parallel.tensor_files import TensorShard
 from lockstep.strategies.base import Strategy, get_strategy
 
 Found = tuple[Path, Contents]

@@ -27,11 +27,11 @@ from lockstep.checkpoint.format import (
     run_of,
     weights_of,
 )
-from lockstep.checkpoint.sharded_io import TensorReader
 from lockstep.checkpoint.weights import stream_weights
 from lockstep.checks import check_kind, check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
+from lockstep.parallel.tensor_files import TensorReader
 
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -11,7 +11,7 @@ are whole before the first layer of a stage and after its last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
+from lockstep._torch_compat import dtensor_chunks
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.model_specs import ModelSpec, base_name, require_model_spec
+from lockstep.parallel.regions import Region, whole_region
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
 TOKENS = 1  # the dim of the sequence in hidden states
@@ -263,6 +265,18 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def region_of(value: Tensor, order: Tensor | None = None) -> Region:
+    """The place in the whole tensor of this worker's shard ``value``, whose columns stand in ``order``."""
+    region = whole_region(value.shape)
+    if isinstance(value, DTensor):
+        (chunk,) = dtensor_chunks(value)
+        region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+    if order is not None:
+        begin = region.offsets[-1]
+        region = replace(region, columns=tuple(order[begin : begin + region.sizes[-1]].tolist()))
+    return region
 
 
 def ties_of(module: nn.Module) -> list[list[str]]:
