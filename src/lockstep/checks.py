@@ -15,7 +15,9 @@ ABOVE_ZERO = sys.float_info.min
 UNBOUNDED = sys.float_info.max
 MOST_AT_ONCE = 4096
 """The most processes, replicas or threads that are started at once: more of them is a slip of the keyboard."""
-_SHOWN = 80  # characters of a value in an error
+MOST_SECONDS = 1e9
+"""Thirty years; the waits of the operating system take no more than some hundred."""
+_SHOWN = 120  # characters of a value in an error
 _LONGEST_NAME = 255  # bytes, on Linux's file systems
 
 
@@ -40,27 +42,29 @@ def check_number(
     """
     if value is None and optional:
         return
-    kind = Integral if whole else Real
-    too_large = (most != UNBOUNDED or not whole) and isinstance(value, kind) and not value <= most
-    if isinstance(value, bool) or not isinstance(value, kind) or too_large or not value >= least:
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        expected = [] if is_number and least != ABOVE_ZERO else ["a whole number" if whole else "a number"]
-        expected += [] if least == -UNBOUNDED else ["above 0" if least == ABOVE_ZERO else f"at least {least}"]
-        expected += [] if most == UNBOUNDED else [f"and at most {most}"]
-        raise ConfigError(f"{name}={_shown(value)} was given, expected {' '.join(expected) or 'a number'}")
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if is_number and least <= value and (value <= most or (whole and most == UNBOUNDED)):
+        return
+    kind = "a whole number" if whole else "a number"
+    bounds = [] if least == -UNBOUNDED else [f"{kind} above 0" if least == ABOVE_ZERO else f"at least {least}"]
+    bounds += [] if most >= UNBOUNDED else [f"at most {most}"]
+    expected = " and ".join(bounds)
+    if not is_number or not bounds:
+        expected = f"{kind} of {expected}" if expected.startswith("at") else expected or kind
+    raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 
 
 def check_kind(name: str, value: object, kind: type, expected: str, *, optional: bool = True) -> None:
     """Checks that a setting is of a class. ``optional`` is None where it was not given."""
     if not (value is None and optional) and not isinstance(value, kind):
-        raise ConfigError(f"{name}={_shown(value)} was given, expected {expected}")
+        raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 
 
 def check_path(path: Any, argument: str) -> str:
     """The path that was given as ``argument``; not an empty one, which means the working directory."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise ConfigError(f"{argument} is {_shown(path)}; give the path of a file or folder")
+        raise ConfigError(f"{argument} is {shown(path)}; give the path of a file or folder")
     if not text.strip() or "\0" in text:
         raise ConfigError(f"{argument} is {text!r}; give a path, or '.' for the working directory")
     try:
@@ -72,7 +76,7 @@ def check_path(path: Any, argument: str) -> str:
     return text
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """The value as code, on one line that is not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -96,17 +100,17 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
         check_number(name, getattr(config, name), least=least, most=most)
 
 
-def check_choice(name: str, value: str | None, known: Sequence[str | None]) -> None:
+def check_choice(name: str, value: Any, known: Sequence[str | None]) -> None:
     """Checks that a string, or None, is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, known))}")
+    if not isinstance(value, str | None) or value not in known:
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, known))}")
 
 
-def check_seconds(name: str, seconds: float | None) -> None:
+def check_seconds(name: str, seconds: Any) -> None:
     """Checks that a time is above 0 and finite; None is one that was not given."""
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and 0 < seconds < math.inf):
-        raise ConfigError(f"{name}={_shown(seconds)} was given, expected a number of seconds above 0")
+    if seconds is not None and not (is_number and 0 < seconds <= MOST_SECONDS):
+        raise ConfigError(f"{name}={shown(seconds)} was given, expected a number of seconds above 0, at most 1e9")
 
 
 def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:

@@ -118,8 +118,7 @@ class DistributedIterable:
 
         Raises DataError if the source holds other generators than ``random`` describes.
         """
-        if type(skip) is not int or skip < 0:
-            raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
+        check_number("skip", skip, least=0, whole=True, optional=False)
         transfer, callers = Transfer(self._devices), default_state()
         if random is not None:
             if STARTED in random:
