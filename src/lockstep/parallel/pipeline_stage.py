@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep._torch_compat import TreeSpec, tree_flatten, tree_map
-from lockstep.parallel.model_specs import base_name, require_model_spec
+from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
@@ -45,9 +45,11 @@ class _StandIn(nn.Module):
         super().__init__()
         self._kind = kind
 
-    def forward(self, hidden: Tensor | None = None, *_: Any, inputs_embeds: Tensor | None = None, **named: Any) -> Any:
+    def forward(
+        self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
+    ) -> Any:
         if self._kind == "embeds":  # the hidden states that were given instead of tokens
-            return inputs_embeds
+            return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
@@ -131,7 +133,7 @@ def cut_to_stages(
     module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
 ) -> tuple[Stage, ...]:
     """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers."""
-    spec = require_model_spec(module, 'pipeline_split="auto"')
+    spec = require_layers(module, 'pipeline_split="auto"')
     base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
     heads = [part for name, part in module.named_modules() if name in spec.heads]

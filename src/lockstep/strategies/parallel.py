@@ -34,12 +34,20 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
-from lockstep.parallel.model_specs import require_model_spec
+from lockstep.parallel.model_specs import require_layers
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, cut_to_stages
 from lockstep.parallel.sharded_module import ShardedModule
-from lockstep.parallel.tensor_parallel import WHOLE, SequenceSharding, SpecNames, TensorPlan, shard_layers, ties_of
+from lockstep.parallel.tensor_parallel import (
+    WHOLE,
+    DividedModel,
+    SequenceSharding,
+    TensorPlan,
+    check_plan,
+    shard_layers,
+    ties_of,
+)
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
@@ -312,6 +320,7 @@ class ModelParts(PartitionPolicy):
         return frozenset().union(*(part.divided for part in self._parts.values()))
 
     def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
+        check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
         first = self._first_weights(module)
         if self._mesh is None:
             if first is not None:
@@ -370,8 +379,8 @@ class ModelParts(PartitionPolicy):
                 'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
                 "in your plan"
             )
-        names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
-        return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
+        model = DividedModel(module, require_layers(module, "sequence_parallel=True"))
+        return SequenceSharding(mesh.mesh["tensor"], module, model.layers())
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """For each weight that another stage holds too, the first of its names here."""
