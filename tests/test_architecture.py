@@ -348,3 +348,24 @@ def test_importing_lockstep_needs_torch_alone():
 
     assert done.returncode == 0, done.stderr
     assert "MirroredStrategy" in done.stdout
+
+
+FIT_ON_ONE_DEVICE = """
+import sys
+import torch
+import lockstep as ls
+
+module = torch.nn.Linear(2, 1)
+model = ls.Model(module)
+model.compile(torch.optim.SGD(module.parameters(), 0.1), torch.nn.MSELoss())
+model.fit(torch.zeros(4, 2), torch.zeros(4, 1), verbose=0)
+print(*sys.modules)
+"""
+
+
+def test_a_program_that_divides_no_model_does_not_wait_for_pipelines():
+    command = [sys.executable, "-c", FIT_ON_ONE_DEVICE]
+    imported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+
+    assert "lockstep.train.fit" in imported
+    assert "torch.distributed.pipelining" not in imported

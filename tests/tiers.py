@@ -95,6 +95,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "strategies/test_parallel_faults.py": ("test_a_worker_that_is_lost_in_mid_step_is_named",),
     "strategies/test_parallel_inputs.py": (),
     "strategies/test_parallel_meta.py": (),
+    "strategies/test_parallel_pretrained.py": (),
     "strategies/test_parallel_recomputed.py": (),
     "strategies/test_parallel_schedules.py": (),
     "strategies/test_vocab_parallel.py": (),

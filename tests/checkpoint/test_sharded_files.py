@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import sharded_io
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards
+from lockstep.checkpoint.sharded_io import write_shards
+from lockstep.parallel.tensor_files import TensorReader, TensorShard
 
 WHOLE = torch.arange(12.0)
 TENSORS = {

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards, writers
+from lockstep.checkpoint.sharded_io import write_shards, writers
 from lockstep.errors import CheckpointError
 from lockstep.parallel.regions import Region, whole_region
+from lockstep.parallel.tensor_files import TensorReader, TensorShard
 
 WHOLE = {
     "columns": torch.randn(4, 12, generator=torch.Generator().manual_seed(1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,15 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
 )
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_going_on_is_bit_equal_to_never_having_stopped(
-    make_strategy: MakeStrategy, tmp_path: Path, replicas: int, freq: Any, place: tuple[int, int], settings: Any
+    make_strategy: MakeStrategy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replicas: int,
+    freq: Any,
+    place: tuple[int, int],
+    settings: Any,
 ):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # a session, in which the backup goes when fit ends
     make = (lambda: make_strategy(replicas, seed=1)) if replicas else (lambda: None)
     model, history = train(make(), [], **settings)
     expected, drawn = state(model), torch.rand(3)

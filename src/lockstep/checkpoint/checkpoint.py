@@ -35,13 +35,14 @@ from lockstep.checkpoint.format import (
     read_checkpoint,
     unflatten,
 )
-from lockstep.checkpoint.sharded_io import TensorShard, balance_writes
+from lockstep.checkpoint.sharded_io import balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
+from lockstep.parallel.tensor_files import TensorShard
 from lockstep.strategies.base import Strategy, get_strategy
 
 Found = tuple[Path, Contents]

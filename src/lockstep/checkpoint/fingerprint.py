@@ -20,18 +20,14 @@ from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import strategy_of
 from lockstep.checkpoint.format import TAG, flatten
-from lockstep.checkpoint.sharded_io import TensorShard, balance_writes
-from lockstep.checkpoint.state_adapters import (
-    AdapterState,
-    adapter_for,
-    by_name,
-    error_text,
-    raise_gathered_errors,
-)
+from lockstep.checkpoint.sharded_io import balance_writes
+from lockstep.checkpoint.state_adapters import AdapterState, adapter_for, by_name
+from lockstep.collectives.communicator import error_text, raise_gathered_errors
 from lockstep.data.resume import default_state
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.parallel.regions import Sizes
+from lockstep.parallel.tensor_files import TensorShard
 from lockstep.replicas.context import refuse_in_replica
 from lockstep.strategies.base import Strategy
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,10 +27,10 @@ from lockstep.checkpoint.format import (
     run_of,
     weights_of,
 )
-from lockstep.checkpoint.sharded_io import TensorReader
 from lockstep.checkpoint.weights import stream_weights
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
+from lockstep.parallel.tensor_files import TensorReader
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -37,6 +38,22 @@ _NAME = re.compile(r"step-(\d{8,})")
 def step_name(step: int) -> str:
     """Returns the name of a step's folder, such as "step-00000120". Names sort as steps do."""
     return f"step-{step:08d}"
+
+
+def check_can_make(folder: Path, setting: str) -> None:
+    """Raises a CheckpointError that names ``setting`` if ``folder`` can be neither written to nor made.
+
+    It writes a file without a name where the folder is, or would be made: even a process that is killed leaves nothing.
+    """
+    try:
+        present = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{setting} is {str(folder)!r}, which cannot be written to: {error.strerror}: {str(present)!r}; choose "
+            "another folder, or change its permissions"
+        ) from error
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

@@ -32,10 +32,11 @@ import torch
 
 from lockstep.atomic_files import atomic_folder
 from lockstep.checkpoint.checksums import damage_of, metadata_with_sums, sum_of_header
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard, write_shards
+from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checkpoint.weights import contiguous_tensors
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
+from lockstep.parallel.tensor_files import TensorReader, TensorShard
 
 FORMAT, VERSION = "lockstep checkpoint", 1
 RECORD = "checkpoint.json"

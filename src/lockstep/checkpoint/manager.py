@@ -24,9 +24,8 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
-from lockstep.checkpoint.state_adapters import error_text, raise_gathered_errors
 from lockstep.checks import check_choice
-from lockstep.collectives.communicator import Communicator, run_on_chief
+from lockstep.collectives.communicator import Communicator, error_text, raise_gathered_errors, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 
 

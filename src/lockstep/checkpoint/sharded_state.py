@@ -18,7 +18,6 @@ from torch import nn
 
 from lockstep._torch_compat import tree_map
 from lockstep.checkpoint.format import SHARED, STATE, TensorRef, TensorsOrRefs, flatten, unflatten
-from lockstep.checkpoint.sharded_io import TensorReader, TensorShard
 from lockstep.checkpoint.state_adapters import (
     AdapterState,
     SavedState,
@@ -35,6 +34,7 @@ from lockstep.mirroring.optim.kernels import HeldState
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.parallel.regions import Region
 from lockstep.parallel.sharded_module import ShardedModule
+from lockstep.parallel.tensor_files import TensorReader, TensorShard
 
 
 class ShardedModuleAdapter(StateAdapter):

@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.format import DamagedStateError
-from lockstep.checkpoint.sharded_io import TensorShard
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
@@ -25,6 +24,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.mirroring.variable import MirroredVariable
+from lockstep.parallel.tensor_files import TensorShard
 from lockstep.replicas.rng.state import ReplicaGenerators
 
 Names = list[list[str]]  # for each parameter group of an optimizer the names of its parameters, in order
@@ -395,22 +395,3 @@ def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
         equal = not value.is_floating_point() or all(torch.equal(value, other) for other in values[1:])
         means[name] = value if equal else sum_tensors(values) / len(values)
     return means
-
-
-# ---- collective errors: all workers do something that may fail on each; then all of them raise, and none goes on alone
-
-
-def error_text(act: Callable[[], object]) -> str:
-    """Calls ``act`` and returns the text of its error; empty if there was none."""
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001  all workers raise it as soon as they know of it
-        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return ""
-
-
-def raise_gathered_errors(workers: Communicator, name: str, error: str) -> None:
-    """Raises on all workers a CheckpointError of the first ``error`` that is not empty. All must call it."""
-    for index, payload in enumerate(workers.all_gather_bytes(name, error.encode())):
-        if text := payload.decode():
-            raise CheckpointError(text if workers.is_single else f"{workers.names[index]}: {text}")

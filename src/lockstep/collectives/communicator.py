@@ -27,7 +27,7 @@ import torch
 
 from lockstep.checks import check_choice, check_seconds
 from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
-from lockstep.errors import ClusterError, ConfigError
+from lockstep.errors import CheckpointError, ClusterError, ConfigError
 
 R = TypeVar("R")
 
@@ -232,6 +232,25 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
     if message:
         raise ClusterError(f"{workers.names[0]}, the chief, failed in {name!r} with {message}")
     return result
+
+
+def error_text(act: Callable[[], object]) -> str:
+    """Calls ``act``, which may fail on any worker, and returns the text of its error; empty if there was none.
+
+    ``raise_gathered_errors`` then raises it on all workers, so that none goes on alone.
+    """
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001  all workers raise it as soon as they know of it
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return ""
+
+
+def raise_gathered_errors(workers: Communicator, name: str, error: str) -> None:
+    """Raises on all workers a CheckpointError of the first ``error`` that is not empty. All must call it."""
+    for index, payload in enumerate(workers.all_gather_bytes(name, error.encode())):
+        if text := payload.decode():
+            raise CheckpointError(text if workers.is_single else f"{workers.names[index]}: {text}")
 
 
 def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> None:

@@ -128,6 +128,7 @@ def main() -> None:
         handler.failed = True
         FailureRecord.of(error, hide=_HIDDEN).write(paths.failure)
         shown = without_frames(error.__traceback__, _HIDDEN)
+        sys.last_value = error  # as Python does; what is called at exit looks there
         sys.excepthook(type(error), error.with_traceback(shown), shown)
         sys.exit(1)
 

@@ -8,6 +8,7 @@
     pipeline, pipeline_trace             a training step through the stages; what ran when
     fsdp                                 weights sharded over the data axis
     deferred_init                        first weights of a model that was made on the meta device
+    tensor_files, pretrained             safetensors files read whole or in boxes; trained weights for a model in them
     sharded_module, regions              a worker's part of a model as an nn.Module; its place in the whole tensors
 
 Begin with ``mesh_layout`` and ``sharded_module``; ``strategies.parallel`` puts the parts together.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.tensor_parallel import local_shard
+from lockstep.parallel.pretrained import PretrainedWeights
+from lockstep.parallel.tensor_parallel import local_shard, region_of
 from lockstep.replicas.rng.mode import default_generator_as
 
 
@@ -126,24 +127,44 @@ def _has_unset(whole: Tensor) -> bool:
 
 @torch.no_grad()
 def materialize(
-    module: nn.Module, weights: DeferredInit, orders: Mapping[str, Tensor], device: torch.device | None = None
+    module: nn.Module,
+    initial: DeferredInit | None,
+    orders: Mapping[str, Tensor],
+    device: torch.device | None = None,
+    stored: PretrainedWeights | None = None,
 ) -> None:
-    """Gives all tensors of a worker's part that are on the meta device their initial values, one after another."""
+    """Gives the tensors of a worker's part their values, one after another.
+
+    Those that are in ``stored`` are read from there. The others, if they are on the meta device, get their ``initial``
+    values. Raises CheckpointError if a file cannot be read, and ConfigError as ``DeferredInit.make`` does.
+    """
+
+    def values(name: str, blank: Tensor) -> Tensor | None:
+        order = orders.get(name)
+        if stored is not None and name in stored.names:
+            return stored.read(name, region_of(blank, order), blank.dtype)
+        if blank.is_meta and initial is not None:
+            return local_shard(initial.make(name), blank, order)
+        return None
+
     filled: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one too, so that no other gets its id
     for prefix, part in module.named_modules():
         held: dict[str, Any]
         for held in (part._parameters, part._buffers):
             for key, blank in held.items():
-                if blank is None or not blank.is_meta:
+                if blank is None:
                     continue
                 if id(blank) not in filled:
-                    name = f"{prefix}.{key}" if prefix else key
-                    filled[id(blank)] = blank, _filled(blank, weights.make(name), orders.get(name), device)
+                    own = values(f"{prefix}.{key}" if prefix else key, blank)
+                    filled[id(blank)] = blank, blank if own is None else _filled(blank, own, device)
                 held[key] = filled[id(blank)][1]
 
 
-def _filled(blank: Tensor, whole: Tensor, order: Tensor | None, device: torch.device | None) -> Tensor:
-    own = local_shard(whole, blank, order)
+def _filled(blank: Tensor, own: Tensor, device: torch.device | None) -> Tensor:
+    """The tensor with the values ``own``, which are this worker's: ``blank`` itself if it is not on the meta device."""
+    if not blank.is_meta:
+        (blank.to_local() if isinstance(blank, DTensor) else blank.detach()).copy_(own)
+        return blank
     own = own if device is None else own.to(device)
     if own.untyped_storage().nbytes() > own.numel() * own.element_size():
         own = own.clone()  # frees the rest

@@ -10,7 +10,6 @@ under plain names, gathered from all workers that hold a replica together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys, dtensor_chunks
+from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
-from lockstep.parallel.regions import Region, whole_region
-from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim
+from lockstep.parallel.regions import Region
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim, region_of
 
 
 class ShardedModule(nn.Module):
@@ -94,7 +93,7 @@ class ShardedModule(nn.Module):
 
     def regions(self) -> dict[str, Region]:
         """The regions of ``own_tensors`` in the whole tensors, whose columns are in the model's own order."""
-        return {name: self._region(name, value) for name, value in self.inside.state_dict().items()}
+        return {name: region_of(value, self._orders.get(name)) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, whole, on all workers that hold a replica together; all must call it."""
@@ -203,18 +202,6 @@ class ShardedModule(nn.Module):
         flat = torch.empty(0, dtype=described.dtype) if own is None else own.reshape(-1)
         stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
         return next((each for each in stages if each.numel()), flat).view(described.shape)
-
-    def _region(self, name: str, value: Tensor) -> Region:
-        region = whole_region(value.shape)
-        if isinstance(value, DTensor):
-            (chunk,) = dtensor_chunks(value)
-            region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
-        if name in self._orders and isinstance(value, DTensor):
-            dim = ordered_dim(value)
-            begin = region.offsets[dim]
-            columns = self._orders[name][begin : begin + region.sizes[dim]]
-            region = replace(region, dim=dim, columns=tuple(columns.tolist()))
-        return region
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
         """A tensor whole, in the order of the model's own."""

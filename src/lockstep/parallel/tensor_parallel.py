@@ -11,7 +11,7 @@ are whole before the first layer of a stage and after its last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
-from lockstep._torch_compat import tree_map
+from lockstep._torch_compat import dtensor_chunks, tree_map
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
@@ -33,6 +33,7 @@ from lockstep.parallel.model_specs import (
     require_model_spec,
     with_wildcards,
 )
+from lockstep.parallel.regions import Region, whole_region
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
 TOKENS = 1  # the dim of the sequence in hidden states
@@ -524,6 +525,20 @@ def ordered_dim(like: DTensor) -> int:
     placement = like.placements[names.index("tensor")]
     assert isinstance(placement, Shard)
     return placement.dim
+
+
+def region_of(value: Tensor, order: Tensor | None = None) -> Region:
+    """The place in the whole tensor of this worker's shard ``value``, which stands in ``order``."""
+    region = whole_region(value.shape)
+    if not isinstance(value, DTensor):
+        return region
+    (chunk,) = dtensor_chunks(value)
+    region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+    if order is None:
+        return region
+    dim = ordered_dim(value)
+    begin = region.offsets[dim]
+    return replace(region, dim=dim, columns=tuple(order[begin : begin + region.sizes[dim]].tolist()))
 
 
 def ties_of(module: nn.Module) -> list[list[str]]:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,9 +26,11 @@ from lockstep.collectives.communicator import (
     SingleWorkerCommunicator,
     all_gather_object,
     check_agreement,
+    error_text,
+    raise_gathered_errors,
 )
 from lockstep.config import LogicalDevice
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
@@ -38,12 +42,14 @@ from lockstep.parallel.model_specs import require_layers
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import PipelineSplit, cut_to_stages
+from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import (
     WHOLE,
     DividedModel,
     SequenceSharding,
     TensorPlan,
+    TensorSharding,
     check_plan,
     shard_layers,
     ties_of,
@@ -181,24 +187,34 @@ class ParallelStrategy(ThreadedStrategy):
         super().__init__(devices, view, runner, self._exchange_of, partition=self._parts, guard=self._explaining)
 
     def parallelize(
-        self, module: nn.Module, tensor_plan: TensorPlan = "auto", pipeline_split: PipelineSplit = "auto"
+        self,
+        module: nn.Module,
+        tensor_plan: TensorPlan = "auto",
+        pipeline_split: PipelineSplit = "auto",
+        *,
+        weights: str | os.PathLike[str] | None = None,
     ) -> MirroredModule:
         """Divides a module in place among the workers of each replica. Every worker must call it, with the same module.
 
-        All go on from the chief's weights.
+        All go on from the chief's weights, or from those in files.
 
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
             tensor_plan: "auto" for transformers' BERT, GPT-2 and Llama; else names of modules, with "*" for any, to
                 styles, as torch's ``parallelize_module`` takes them.
             pipeline_split: "auto" for those models; else the number of layers of each stage.
+            weights: a folder that transformers' ``save_pretrained`` has written, or a safetensors file, which all
+                workers see. Each reads its part of the tensors, and converts them to the module's dtypes. Make the
+                module on the meta device, so that nothing else is held.
 
         Raises:
             ConfigError: a model of no known family, or sizes that the degrees do not divide.
-            ClusterError: another worker has another module.
+            ClusterError: another worker has another module, or sees other files.
+            CheckpointError: the files lack a tensor, have one that the module does not have or with another shape, or
+                cannot be read; on all workers.
         """
         self._outside("parallelize")
-        return self.mirror(self._parts.divide(module, tensor_plan, pipeline_split))
+        return self.mirror(self._parts.divide(module, tensor_plan, pipeline_split, weights))
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -286,13 +302,19 @@ class ModelParts(PartitionPolicy):
                 f"parts; choose one of torch's {known}"
             )
 
-    def divide(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
+    def divide(
+        self,
+        module: nn.Module,
+        plan: TensorPlan,
+        split: PipelineSplit,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> ShardedModule:
         """Divides a module, once; see ``ParallelStrategy.parallelize``. Every worker must call it."""
-        if isinstance(module, ShardedModule):
-            return module
-        part = self._parts.get(id(module))
+        part = module if isinstance(module, ShardedModule) else self._parts.get(id(module))
         if part is None:
-            part = self._parts[id(module)] = self._divided(module, plan, split)
+            part = self._parts[id(module)] = self._divided(module, plan, split, weights)
+        elif weights is not None:
+            raise UsageError("the model has been divided already; give the weights when it is, or load_weights them")
         return part
 
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
@@ -319,12 +341,14 @@ class ModelParts(PartitionPolicy):
     def _divided_ids(self) -> frozenset[int]:
         return frozenset().union(*(part.divided for part in self._parts.values()))
 
-    def _divided(self, module: nn.Module, plan: TensorPlan, split: PipelineSplit) -> ShardedModule:
+    def _divided(
+        self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
+    ) -> ShardedModule:
         check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
         first = self._first_weights(module)
+        stored = None if weights is None else open_weights(weights, module, self._groups.job)
         if self._mesh is None:
-            if first is not None:
-                materialize(module, first, WHOLE.orders, self._device)
+            self._fill(module, first, WHOLE, stored)
             move_to_device(module, self._device)
             return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
@@ -333,8 +357,7 @@ class ModelParts(PartitionPolicy):
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
-        if first is not None:
-            materialize(module, first, division.orders, self._device)
+        self._fill(module, first, division, stored)
         self.draws.apply_to(module, division.own_rng, division.common_rng)
         if self.shards_weights:
             from lockstep.parallel.fsdp import shard_fully  # torch's FSDP, which few ask for
@@ -369,6 +392,20 @@ class ModelParts(PartitionPolicy):
             return None
         self._drawn += 1  # so that two models whose modules have the same names begin with different weights
         return DeferredInit(module, f"{self._seed}/model {self._drawn}")
+
+    def _fill(
+        self,
+        module: nn.Module,
+        first: DeferredInit | None,
+        division: TensorSharding,
+        stored: PretrainedWeights | None,
+    ) -> None:
+        """Gives this worker's tensors their values, if they have none or are in files. Every worker must call it."""
+        fill = partial(materialize, module, first, division.orders, self._device)
+        if stored is None:
+            fill()
+        else:
+            raise_gathered_errors(self._groups.job, "the weights", error_text(lambda: fill(stored)))
 
     def _sequences_of(self, module: nn.Module, plan: TensorPlan, mesh: WorkerMesh) -> SequenceSharding | None:
         """How the layers divide the sequences. Called before the module is cut into stages, which wrap it."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.sharded_state import sharded_module_of
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.collectives.communicator import Communicator, run_on_chief
@@ -29,6 +28,7 @@ from lockstep.train.logs import History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
 
 if TYPE_CHECKING:
+    from lockstep.parallel.sharded_module import ShardedModule
     from lockstep.train.model import Model
 
 
@@ -137,10 +137,11 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
     The chief gathers a model that is divided among workers in its host memory, one tensor after another.
     """
     module.exchange_buffers()
-    state: dict[str, Tensor] = {} if module.is_part else module.state_dict()
-    if module.is_part:
+    part = _part_of(module)
+    state: dict[str, Tensor] = module.state_dict() if part is None else {}
+    if part is not None:
         averages = dict(module.named_buffers())
-        for name, tensor in sharded_module_of(module).stream():
+        for name, tensor in part.stream():
             if workers.is_chief:
                 state[name] = averages.get(name, tensor).cpu()
     run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
@@ -148,7 +149,7 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a safetensors file into all copies if everything fits. Every worker must call it; the chief reads."""
-    part = sharded_module_of(module) if module.is_part else None
+    part = _part_of(module)
     state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
 
     def read() -> dict[str, Tensor]:
@@ -166,3 +167,12 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
             tensor.copy_(weights[name])
         workers.broadcast("loaded weights", [tensor])
         part.take(name, tensor)
+
+
+def _part_of(module: MirroredModule) -> ShardedModule | None:
+    """This worker's part of a divided model; None for a whole one."""
+    if not module.is_part:
+        return None
+    from lockstep.checkpoint.sharded_state import sharded_module_of  # late: torch's part of it takes over a second
+
+    return sharded_module_of(module)

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import CallbackError, CheckpointError, ConfigError
@@ -34,6 +38,12 @@ def received() -> Iterator[list[int]]:
     former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     yield signals
     signal.signal(signal.SIGTERM, former)
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interactive session, in which backups are removed at the end of fit."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
 
 
 def names(folder: Path) -> list[str]:
@@ -180,6 +190,7 @@ def test_an_empty_path_is_refused_not_taken_for_the_working_directory(make: Call
         make(path)
 
 
+@pytest.mark.usefixtures("session")
 def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batches, tmp_path: Path):
     CheckpointManager(model.checkpoint(), tmp_path).save(1)
     (tmp_path / "step-00000002").mkdir()
@@ -193,6 +204,7 @@ def test_at_the_end_it_removes_its_own_folders_alone(model: Model, batches: Batc
     assert (tmp_path / "step-00000002" / "notes").read_text() == "of an experiment"
 
 
+@pytest.mark.usefixtures("session")
 def test_the_checkpoints_of_another_callback_stay(model: Model, batches: Batches, tmp_path: Path):
     kept = ModelCheckpoint(tmp_path, save_weights_only=False, save_freq=2, monitor="loss")
 
@@ -218,6 +230,7 @@ def test_what_it_did_not_make_is_not_replaced(model: Model, batches: Batches, tm
 
 
 @pytest.mark.parametrize("made", [True, False])
+@pytest.mark.usefixtures("session")
 def test_a_folder_that_was_there_before_stays(model: Model, batches: Batches, tmp_path: Path, made: bool):
     folder = tmp_path / "backup"
     if not made:
@@ -243,6 +256,7 @@ def test_a_folder_that_was_there_before_stays(model: Model, batches: Batches, tm
     assert made or names(folder) == []
 
 
+@pytest.mark.usefixtures("session")
 def test_the_working_directory_may_be_meant(
     model: Model, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -251,3 +265,113 @@ def test_the_working_directory_may_be_meant(
     model.fit(batches, callbacks=[BackupAndRestore(".", save_freq=1)], verbose=0)
 
     assert names(tmp_path) == []
+
+
+def fitted(folder: Path, batches: Batches, **settings: Any) -> Model:
+    torch.manual_seed(0)
+    model = Model(nn.Linear(3, 1))
+    model.compile(optimizer=torch.optim.SGD(model.module.parameters(), 0.1), loss=nn.functional.mse_loss)
+    model.fit(batches, callbacks=[BackupAndRestore(folder, **settings)], verbose=0)
+    return model
+
+
+def test_the_backup_stays_as_long_as_the_result_may_be_unsaved(batches: Batches, tmp_path: Path):
+    module = fitted(tmp_path / "b", batches).module
+    gc.collect()
+    assert names(tmp_path / "b") == ["step-00000003"]
+
+    del module
+    gc.collect()
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_next_fit_does_not_take_an_ended_one_for_interrupted(batches: Batches, tmp_path: Path):
+    first = fitted(tmp_path / "b", batches)
+    second = fitted(tmp_path / "b", batches, save_freq=2)
+
+    assert names(tmp_path / "b") == ["step-00000002"]
+    assert second.training_state.run != first.training_state.run
+
+
+ENDING = """
+import os, signal, sys
+import torch, lockstep as ls
+steps = []
+with ls.MirroredStrategy(["cpu:0"]).scope():
+    module = torch.nn.Linear(2, 1)
+    model = ls.Model(module)
+    model.compile(torch.optim.SGD(module.parameters(), 0.1), torch.nn.functional.mse_loss)
+count = ls.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+model.fit([(torch.ones(2, 2), torch.ones(2, 1))] * 3, callbacks=[count, ls.BackupAndRestore("backup")], verbose=0)
+os.chdir("/")
+print(len(steps), flush=True)
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_a_program_had_trained_when_it_failed_before_it_saved_is_not_lost(tmp_path: Path):
+    def run(ending: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", ENDING, ending],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return done.stdout.strip()
+
+    assert run("os.kill(os.getpid(), signal.SIGKILL)") == "3"
+    assert run("raise RuntimeError") == "0"
+    assert names(tmp_path / "backup") == ["step-00000003"]
+    assert run("") == "0"
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "read only"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield folder
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", folder]  # permissions do not hold root back
+    if (mounted := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"mounting is not permitted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: BackupAndRestore(folder),
+        lambda folder: BackupAndRestore(folder / "deeper" / "backup"),
+        lambda folder: ModelCheckpoint(folder / "{epoch}.safetensors"),
+        lambda folder: ModelCheckpoint(folder / "kept", save_weights_only=False),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_trained(
+    model: Model, batches: Batches, read_only: Path, make: Callable[[Path], Any]
+):
+    trained: list[int] = []
+    look = LambdaCallback(on_train_batch_begin=lambda batch, logs: trained.append(batch))
+
+    with pytest.raises(CheckpointError, match=r"read only.* cannot be written to"):
+        model.fit(batches, callbacks=[look, make(read_only)], verbose=0)
+
+    assert trained == []
+
+
+def test_looking_whether_a_folder_can_be_written_to_leaves_nothing(model: Model, batches: Batches, tmp_path: Path):
+    seen: list[list[str]] = []
+    look = LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(names(tmp_path)))
+
+    model.fit(batches[:1], callbacks=[BackupAndRestore(tmp_path / "a" / "b", save_freq=False), look], verbose=0)
+
+    assert seen == [[]]

@@ -1,6 +1,7 @@
 """ModelCheckpoint saves weights or checkpoints during fit. BackupAndRestore resumes an interrupted fit.
 
-fit begins -> newest backup restored, if there is one -> batches -> saved at save_freq -> removed when fit ends
+fit begins -> newest backup restored, if there is one -> batches -> saved at save_freq -> fit ends -> program ends
+                                                         |                                            `-- removed
                                                          `-- SIGTERM on any worker: all save, all exit
 """
 
@@ -8,13 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from lockstep.checkpoint.folder import step_name
+from lockstep.checkpoint.folder import CheckpointFolder, check_can_make, step_name
 from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
@@ -103,6 +107,7 @@ class ModelCheckpoint(_SavingCallback):
             self._manager = CheckpointManager(
                 self.model.checkpoint(), self.filepath, keep=self.keep, best=best, asynchronous=self.asynchronous
             )
+        run_on_chief(self.model.strategy.workers, "folder to save to", self._check_folder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
         self._epoch = epoch
@@ -131,6 +136,11 @@ class ModelCheckpoint(_SavingCallback):
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.finish_writing()
+
+    def _check_folder(self) -> None:
+        beginning = self.filepath.partition("{")[0]
+        folder = Path(f"{beginning}x").parent if self._manager is None else Path(self.filepath)
+        check_can_make(folder, "ModelCheckpoint(filepath)")
 
     def _save(self, names: Logs, logs: Logs, *, validated: bool) -> None:
         self._due = False
@@ -178,7 +188,13 @@ class BackupAndRestore(_SavingCallback):
         save_freq: "epoch", or every this many global batches, counted over all epochs; False saves on SIGTERM only.
             With gradient accumulation a save waits for the update.
         double_checkpoint: keep the backup before the last one too.
-        delete_checkpoint: remove the backups when fit ends by itself.
+        delete_checkpoint: remove the backups once fit has ended by itself and its result can no longer be lost: when
+            the program ends without an exception, when nothing refers to the module any more, or when the next fit with
+            this folder begins; in an interactive session at the end of fit. A program that fails or is killed before it
+            has saved its result, and is started again, trains nothing twice.
+
+    Raises:
+        CheckpointError: the folder can neither be written to nor made; raised when fit begins.
 
     Example:
         >>> callback = BackupAndRestore("backup", save_freq=100)
@@ -207,12 +223,13 @@ class BackupAndRestore(_SavingCallback):
     def on_train_begin(self, logs: Logs) -> None:
         self._due = self._ending = self._exits = self._ended = False
         keep = 2 if self.double_checkpoint else 1
+        workers = self.model.strategy.workers
+        run_on_chief(workers, "folder of the backup", self._take_folder)
         self._manager = CheckpointManager(self.model.checkpoint(), self.backup_dir, keep=keep)
         self._made_folder = not self._manager.folder.exists()  # a restored backup knows better
         restored = self._manager.restore_or_initialize()
         # Not the run's own name: ModelCheckpoint's checkpoints of the same run are not backups.
         self._manager.run = f"{self.model.training_state.run} backup"
-        workers = self.model.strategy.workers
         workers.all_gather_numbers("beginning of a fit with a backup")  # a signal that came too late for the fit before
         workers.clear_flags(ControlFlags.SAVE)
         self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
@@ -234,8 +251,14 @@ class BackupAndRestore(_SavingCallback):
 
     def on_train_end(self, logs: Logs) -> None:
         self._ended = True
-        if self.delete_checkpoint and self._manager is not None:
+        if not self.delete_checkpoint or self._manager is None:
+            return
+        if hasattr(sys, "ps1"):  # an exception ends no interactive session, and the model stays
             self._manager.remove_own(with_folder=self._made_folder)
+            return
+        self._manager.wait()
+        if self.model.strategy.workers.is_chief:
+            _EndedBackup(self.model.module, self._manager.folder, self._manager.run, with_folder=self._made_folder)
 
     def state_dict(self) -> dict[str, Any]:
         return {"made_folder": self._made_folder}
@@ -246,6 +269,11 @@ class BackupAndRestore(_SavingCallback):
     def close(self) -> None:
         self._manager = None
         self._signal.restore(again=self._ended, exits=self._exits)
+
+    def _take_folder(self) -> None:
+        """Removes what an earlier fit of this program has left, and checks that the folder can be written to."""
+        _EndedBackup.remove_if_in(Path(self.backup_dir))
+        check_can_make(Path(self.backup_dir), "BackupAndRestore(backup_dir)")
 
     def _receive_signal(self) -> None:
         """Learns whether SIGTERM has reached some worker, at the same point of the program on all of them."""
@@ -273,6 +301,40 @@ class BackupAndRestore(_SavingCallback):
     def _position(self) -> str:
         position = self.model.training_state.position
         return f"epoch {position.epoch + 1}, {position.batch} batches done"
+
+
+class _EndedBackup:
+    """The backups of a fit that has ended in this process: removed when its result can no longer be lost.
+
+    That is when ``module`` is collected, or the process ends without an exception. A process that was forked from this
+    one removes nothing.
+    """
+
+    _left: ClassVar[dict[Path, _EndedBackup]] = {}  # by folder: the next fit must not take them for an interruption's
+
+    def __init__(self, module: object, folder: Path, run: str, *, with_folder: bool) -> None:
+        self._folder = folder.absolute()  # the program may change its working directory
+        self._run, self._with_folder = run, with_folder
+        self._left[self._folder] = self
+        # Not atexit, which processes of multiprocessing, such as the workers of ls.launch, do not call.
+        self._finalize = Finalize(module, self._remove_unless_failing, exitpriority=0)
+
+    @classmethod
+    def remove_if_in(cls, folder: Path) -> None:
+        """Removes the backups of the fit that ended with this folder, if there was one."""
+        if (ended := cls._left.get(folder.absolute())) is not None:
+            ended._finalize.cancel()
+            ended._remove()
+
+    def _remove_unless_failing(self) -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            with suppress(CheckpointError):  # nobody is left who could be told
+                self._remove()
+
+    def _remove(self) -> None:
+        self._left.pop(self._folder, None)
+        CheckpointFolder(self._folder).remove_all(run=self._run, with_folder=self._with_folder)
 
 
 def _check_place(place: Path, run: str) -> None:

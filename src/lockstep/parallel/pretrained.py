@@ -1,0 +1,193 @@
+"""Trained weights in files as transformers' ``save_pretrained`` writes them, read by each worker for its own part.
+
+    folder: model.safetensors, or model.safetensors.index.json and the files that it names
+    key in a file -> transformers' renaming -> name in the model -> the rows and columns that this worker holds
+
+All is known from the files' headers before a tensor is read: what is missing, unknown or of another shape is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.communicator import Communicator, check_agreement, error_text, raise_gathered_errors
+from lockstep.errors import CheckpointError
+from lockstep.extras import require
+from lockstep.parallel.model_specs import HasConfig
+from lockstep.parallel.regions import Region
+from lockstep.parallel.tensor_files import SUFFIX, TensorReader, TensorShard
+from lockstep.parallel.tensor_parallel import ties_of
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHOWN = 3
+
+
+class PretrainedWeights:
+    """The tensors of a folder or file, by their names in ``module``, which is whole and may be on the meta device.
+
+    ``names`` are those of the module's parameters and buffers that the files have; a tied weight has all its names.
+    Raises CheckpointError if the files cannot be read or do not fit the module.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], module: nn.Module) -> None:
+        self.path = Path(path)
+        try:
+            self._reader = TensorReader(self.path, weight_files(self.path))
+        except (OSError, require("safetensors", "train").SafetensorError) as error:
+            raise CheckpointError(f"cannot read the weights: {error}; copy or save the file anew") from error
+        state: dict[str, Tensor] = module.state_dict()
+        keys, unknown = _match(module, self._reader.tensors, state)
+        self._keys = _with_ties(keys, ties_of(module))
+        self.names = frozenset(self._keys)
+        self._check(module, state, unknown)
+
+    def read(self, name: str, region: Region, dtype: torch.dtype) -> Tensor:
+        """A worker's part of a tensor, on the CPU. Raises CheckpointError if it cannot be read."""
+        own = torch.empty(region.sizes, dtype=dtype, device="cpu")
+        try:
+            self._reader.read({self._keys[name]: TensorShard(own, region)})
+        except (OSError, require("safetensors", "train").SafetensorError) as error:
+            raise CheckpointError(f"cannot read {self._keys[name]!r}: {error}; copy or save the file anew") from error
+        return own
+
+    def digest(self) -> str:
+        """What the headers say, in 16 hex digits."""
+        found = [f"{key} {tuple(each.shape)} {each.dtype}" for key, each in sorted(self._reader.tensors.items())]
+        return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+    def _check(self, module: nn.Module, state: Mapping[str, Tensor], unknown: list[str]) -> None:
+        missing = _without(state.keys() - self.names, getattr(module, "_keys_to_ignore_on_load_missing", None))
+        faults = {
+            "lacks": missing,
+            "has, unknown to the model,": [f"{key} in {self._file_of(key)}" for key in unknown],
+            "has in other shapes or types": self._misfits(state),
+        }
+        found = []
+        for title, items in faults.items():
+            more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+            found += [f"{title} {', '.join(items[:_SHOWN])}{more}"] if items else []
+        if found:
+            raise CheckpointError(
+                f"{self.path} does not fit the {type(module).__name__}: it {'; it '.join(found)}; make the model from "
+                "the config.json of these weights"
+            )
+
+    def _misfits(self, state: Mapping[str, Tensor]) -> list[str]:
+        found = []
+        for name in sorted(self.names & state.keys()):
+            key, own = self._keys[name], state[name]
+            stored = self._reader.tensors[key]
+            if stored.shape != own.shape:
+                shapes = f"{tuple(stored.shape)} instead of {tuple(own.shape)}"
+                found.append(f"{key} in {self._file_of(key)}: {shapes}")
+            elif stored.is_floating_point() != own.is_floating_point():
+                found.append(f"{key} in {self._file_of(key)}: {stored.dtype} instead of {own.dtype}")
+        return found
+
+    def _file_of(self, key: str) -> str:
+        return self._reader.files_of(key)[0].name
+
+
+def open_weights(path: str | os.PathLike[str], module: nn.Module, workers: Communicator) -> PretrainedWeights:
+    """Opens weights for ``module`` on all workers, who must all call it. If one fails, all raise its CheckpointError.
+
+    Each reads the headers only. Raises ClusterError if the workers see different files.
+    """
+    opened: list[PretrainedWeights] = []
+    raise_gathered_errors(
+        workers, "the headers of the weights", error_text(lambda: opened.append(PretrainedWeights(path, module)))
+    )
+    check_agreement(workers, f"the weights in {os.fspath(path)}", [opened[0].digest()])
+    return opened[0]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder, an index or a file. Raises CheckpointError if one of them is not there."""
+    if path.is_dir():
+        if (path / WEIGHTS).is_file():
+            return [path / WEIGHTS]
+        if (path / INDEX).is_file():
+            return _indexed(path / INDEX)
+        if files := sorted(each for each in path.iterdir() if each.suffix == SUFFIX):
+            return files
+        others = ", ".join(sorted(each.name for each in path.iterdir())[:_SHOWN]) or "nothing"
+        raise CheckpointError(
+            f"{path} has neither {WEIGHTS} nor {INDEX} (it has {others}); give a folder that transformers' "
+            "save_pretrained has written"
+        )
+    if not path.is_file():
+        raise CheckpointError(
+            f"there is no {path}; give a folder that transformers' save_pretrained has written, which all workers see"
+        )
+    return _indexed(path) if path.suffix == ".json" else [path]
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        files = {str(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"cannot read the index {index}: {error!r}; copy or save it anew") from error
+    for file in sorted(files):
+        if Path(file).name != file or not (index.parent / file).is_file():
+            raise CheckpointError(f"{index} names {file!r}, which is not in its folder; copy the missing file")
+    return [index.parent / file for file in sorted(files)]
+
+
+def _match(
+    module: nn.Module, stored: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> tuple[dict[str, str], list[str]]:
+    """By the names in the model the keys in the files; and the keys that the model has no use for and should have."""
+    rename = _renaming(module, state)
+    named = {key: rename(key) for key in stored}
+    found = {name: key for key, name in named.items() if name in state}
+    left = [key for key, name in named.items() if name not in state]
+    return found, _without(left, _ignored(module))
+
+
+def _renaming(module: nn.Module, state: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """What transformers calls the keys of files that its model reads; other modules have the keys themselves."""
+    if not isinstance(module, HasConfig):
+        return lambda key: key
+    loading = require("transformers.core_model_loading", "transformers")
+    mapping = require("transformers.conversion_mapping", "transformers").get_model_conversion_mapping(module)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    prefix = module.base_model_prefix
+
+    def rename(key: str) -> str:
+        name = loading.rename_source_key(key, renamings, [], prefix, state)[0]
+        if name not in state and key in state:
+            return key
+        return str(name)
+
+    return rename
+
+
+def _ignored(module: nn.Module) -> set[str]:
+    """Patterns of keys that transformers leaves out of its models' files, or that older versions put in."""
+    patterns = set(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name.rpartition(".")[2] for name, _ in module.named_buffers()]
+    patterns |= {r"rotary_emb\.inv_freq"} if "inv_freq" in buffers else set()
+    return patterns | ({r"(^|\.)position_ids$"} if "position_ids" in buffers else set())
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    """The names that no pattern is found in, sorted."""
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns or ()))
+
+
+def _with_ties(keys: Mapping[str, str], ties: Iterable[Iterable[str]]) -> dict[str, str]:
+    """The same, with all names of a tied weight that has a key under one of them."""
+    found = dict(keys)
+    for names in ties:
+        key = next((keys[name] for name in names if name in keys), None)
+        if key is not None:
+            found |= dict.fromkeys(names, key)
+    return found

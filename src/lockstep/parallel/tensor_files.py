@@ -1,0 +1,151 @@
+"""Tensors in safetensors files, read whole or in boxes.
+
+    any worker: the boxes that it wants <- what overlaps them in all files
+
+A file has whole tensors, or boxes of them in the form of torch.distributed.checkpoint's ``HuggingFaceStorageWriter``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+from lockstep.extras import require
+from lockstep.parallel.regions import Box, Region, Sizes, whole_region
+
+SUFFIX = ".safetensors"
+PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+class TensorShard:
+    """What a worker holds of a tensor.
+
+    The tensor has the elements of ``region``, by default all, in row-major order, or those of them from ``start`` on.
+    ``boxes`` are those of interest; None is all.
+    """
+
+    def __init__(
+        self, tensor: Tensor, region: Region | None = None, *, start: int = 0, boxes: list[Box] | None = None
+    ) -> None:
+        self._tensor = tensor.detach()
+        self._flat = self._tensor.contiguous().view(-1)
+        self._region = whole_region(tensor.shape) if region is None else region
+        self.boxes = self._region.boxes(start, start + tensor.numel()) if boxes is None else boxes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def whole(self) -> Sizes:
+        """The shape of the whole tensor."""
+        return self._region.whole
+
+    def view(self, box: Box) -> Tensor:
+        return box.of(self._flat)
+
+    def only(self, boxes: list[Box]) -> TensorShard:
+        return TensorShard(self._tensor, self._region, boxes=boxes)
+
+    def copied(self) -> TensorShard:
+        """Returns the same with a copy of the elements in host memory."""
+        return TensorShard(self._tensor.to("cpu", copy=True), self._region, boxes=self.boxes)
+
+    def finish_read(self) -> None:
+        """Copies what was read into the boxes to a tensor whose elements are not in row-major order."""
+        if self._flat.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._flat.view(self._tensor.shape))
+
+
+class TensorReader:
+    """Reads the tensors of a safetensors file, or of a folder of such files, each of them whole or in boxes.
+
+    ``files`` are those to read; None is ``path``, or all in that folder. ``tensors`` has, by key, a tensor of the same
+    shape and dtype on the meta device. Raises OSError or SafetensorError if a file cannot be read, and CheckpointError
+    if boxes of a tensor are missing.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path] | None = None) -> None:
+        self._chunks: dict[Path, dict[str, tuple[Sizes, Sizes]]] = {}  # by file and key: offsets and sizes
+        self.tensors: dict[str, Tensor] = {}
+        stored: dict[str, int] = {}
+        if files is None:
+            files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
+        for file in files:
+            chunks = self._chunks.setdefault(file, {})
+            with _opened(file) as opened:
+                places = json.loads((opened.metadata() or {}).get(PLACES, "{}"))
+                for key in opened.keys():  # noqa: SIM118  it is not a dict
+                    own = opened.get_slice(key)
+                    sizes = tuple(own.get_shape())
+                    offsets = tuple(places[key][OFFSETS]) if key in places else (0,) * len(sizes)
+                    chunks[key] = offsets, sizes
+                    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+                    ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
+                    dtype = own[tuple(slice(0, 0) for _ in sizes)].dtype
+                    self.tensors[key] = torch.empty(ends, dtype=dtype, device="meta")
+                    # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
+                    stored[key] = stored.get(key, 0) + prod(sizes)
+        for key, tensor in self.tensors.items():
+            if stored[key] < tensor.numel():
+                raise CheckpointError(f"{path} lacks a part of {key!r}")
+
+    def read(self, wanted: Mapping[str, TensorShard]) -> None:
+        """Reads into the boxes of ``wanted``, by key, and converts to their dtypes. Raises as the constructor does."""
+        for file, chunks in self._chunks.items():
+            if not (keys := [key for key in wanted if key in chunks]):
+                continue
+            with _opened(file) as opened:
+                for key in keys:
+                    stored = opened.get_tensor(key)  # maps the file: what is not copied is not read
+                    for box in wanted[key].boxes:
+                        _copy_overlap(stored, *chunks[key], box, wanted[key].view(box))
+        for shard in wanted.values():
+            shard.finish_read()
+
+    def read_all(self, *, without: Collection[str] = ()) -> dict[str, Tensor]:
+        """Returns all tensors but those of some keys, whole and contiguous, on the CPU."""
+        left = frozenset(without)
+        found = {key: torch.empty_like(each, device="cpu") for key, each in self.tensors.items() if key not in left}
+        self.read({key: TensorShard(tensor) for key, tensor in found.items()})
+        return found
+
+    def files_of(self, key: str) -> list[Path]:
+        return [file for file, chunks in self._chunks.items() if key in chunks]
+
+    def read_whole(self, key: str) -> Tensor:
+        tensor = torch.empty_like(self.tensors[key], device="cpu")
+        self.read({key: TensorShard(tensor)})
+        return tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Opens a file; an error of the format names it, as those of the system do."""
+    library = require("safetensors", "train")
+    try:
+        with library.safe_open(file, framework="pt") as opened:
+            yield opened
+    except library.SafetensorError as error:
+        raise library.SafetensorError(f"{file}: {error}") from error
+
+
+def _copy_overlap(stored: Tensor, offsets: Sizes, sizes: Sizes, box: Box, target: Tensor) -> None:
+    """Copies to ``target``, the view of a box, what a chunk that begins at ``offsets`` has of it."""
+    here: list[slice] = []
+    there: list[slice] = []
+    for offset, size, begin, length in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+        first, end = max(offset, begin), min(offset + size, begin + length)
+        if first >= end:
+            return
+        here.append(slice(first - begin, end - begin))
+        there.append(slice(first - offset, end - offset))
+    target[tuple(here)].copy_(stored[tuple(there)])
