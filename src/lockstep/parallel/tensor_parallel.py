@@ -493,6 +493,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
     orders = model.reorder(degree)
     tp.parallelize_module(module, mesh, model.styles(sequences=sequences), src_data_rank=None)
+    _make_buffers_plain(module)
     model.scale(degree)
     _tie(module, ties)
     for name in model.heads():
@@ -501,6 +502,14 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     if sequences:
         return TensorSharding(orders=orders, own_rng=(*own, *model.dropouts(model.layer_names())))
     return TensorSharding(orders=orders, own_rng=tuple(own), common_rng=tuple(model.dropouts(own)))
+
+
+def _make_buffers_plain(module: nn.Module) -> None:
+    """Undoes that torch makes buffers of divided modules DTensors, such as the scale of an embedding."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if isinstance(buffer, DTensor):
+                part._buffers[name] = buffer.to_local()
 
 
 def _give_logits(head: nn.Module, mesh: DeviceMesh) -> None:

@@ -200,15 +200,17 @@ class ParallelStrategy(ThreadedStrategy):
 
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
-            tensor_plan: "auto" for transformers' BERT, GPT-2 and Llama; else names of modules, with "*" for any, to
-                styles, as torch's ``parallelize_module`` takes them.
+            tensor_plan: "auto" for models of transformers that have plans of their own, and BERT, RoBERTa, DistilBERT,
+                GPT-2 and ViT; else names of modules, with "*" for any, to styles, as torch's ``parallelize_module``
+                takes them.
             pipeline_split: "auto" for those models; else the number of layers of each stage.
             weights: a folder that transformers' ``save_pretrained`` has written, or a safetensors file, which all
                 workers see. Each reads its part of the tensors, and converts them to the module's dtypes. Make the
                 module on the meta device, so that nothing else is held.
 
         Raises:
-            ConfigError: a model of no known family, or sizes that the degrees do not divide.
+            ConfigError: a model without plans, a style of its plan that is not supported, or sizes that the degrees do
+                not divide. No weight has been moved then.
             ClusterError: another worker has another module, or sees other files.
             CheckpointError: the files lack a tensor, have one that the module does not have or with another shape, or
                 cannot be read; on all workers.
@@ -345,6 +347,8 @@ class ModelParts(PartitionPolicy):
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
         check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
+        if self._grid.pipeline > 1:
+            require_layers(module, 'pipeline_split="auto"')
         first = self._first_weights(module)
         stored = None if weights is None else open_weights(weights, module, self._groups.job)
         if self._mesh is None:

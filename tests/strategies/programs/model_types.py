@@ -15,16 +15,17 @@ import lockstep as ls
 
 WORDS, TOKENS, LABELS = 67, 6, 5  # no multiple of two words
 SIZES = (5, 4, 1)  # the last leaves microbatches and replicas without rows
+# fmt: off
 _COMMON: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
-}  # fmt: skip
+}
 _SLIDING = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
 _EXPERTS = {"num_experts_per_tok": 2}
 _ENCODER = {
     "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+}
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _COMMON),
     "mistral": ("MistralForCausalLM", {**_COMMON, "sliding_window": 3}),
@@ -36,7 +37,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", _COMMON),  # norms of all heads
     "gpt_neox": (
         "GPTNeoXForCausalLM",
-        {**_COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0, "rotary_pct": 0.5},  # one projection, no embed_tokens
+        {**_COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0, "rotary_pct": 0.5},  # one projection
     ),
     "cohere": ("CohereForCausalLM", _COMMON),  # attention and feed-forward side by side
     "mixtral": ("MixtralForCausalLM", {**_COMMON, **_EXPERTS, "num_local_experts": 4}),
@@ -50,7 +51,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
             **_COMMON, **_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
             "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
             "moe_intermediate_size": 12, "first_k_dense_replace": 1,
-        },  # fmt: skip
+        },
     ),
     "bert": ("BertForMaskedLM", _ENCODER),
     "roberta": ("RobertaForMaskedLM", {**_ENCODER, "pad_token_id": 0}),
@@ -59,14 +60,14 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "vocab_size": WORDS, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "dropout": 0.0,
             "attention_dropout": 0.0, "max_position_embeddings": 32, "pad_token_id": 0,
-        },  # fmt: skip
+        },
     ),
     "gpt2": (
         "GPT2LMHeadModel",
         {
             "vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False,
             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        },  # fmt: skip
+        },
     ),
     "vit": (
         "ViTForImageClassification",
@@ -74,9 +75,10 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
             "image_size": 8, "patch_size": 4, "num_labels": LABELS, "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
-        },  # fmt: skip
+        },
     ),
-}  # fmt: skip
+}
+# fmt: on
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -86,7 +88,7 @@ def in_double() -> Iterator[None]:
 
     Sums of float32 differ by their order, which is what a division changes.
     """
-    single, softmax, to, as_single = torch.float32, F.softmax, Tensor.to, Tensor.float
+    single, softmax, to, cast, as_single = torch.float32, F.softmax, Tensor.to, Tensor.type, Tensor.float
 
     def double(value: Any) -> Any:
         return torch.float64 if value is single else value
@@ -99,11 +101,11 @@ def in_double() -> Iterator[None]:
 
     names: Any = F
     tensors: Any = Tensor
-    names.softmax, tensors.to, tensors.float = given(softmax), given(to), Tensor.double
+    names.softmax, tensors.to, tensors.type, tensors.float = given(softmax), given(to), given(cast), Tensor.double
     try:
         yield
     finally:
-        names.softmax, tensors.to, tensors.float = softmax, to, as_single
+        names.softmax, tensors.to, tensors.type, tensors.float = softmax, to, cast, as_single
 
 
 def build(name: str) -> nn.Module:
