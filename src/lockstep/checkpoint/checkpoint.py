@@ -57,7 +57,7 @@ class Checkpoint:
     Make this object, and call its methods, on every worker. ``CheckpointManager`` keeps a folder of checkpoints.
 
     Args:
-        things: by name: mirrored modules and optimizers, schedulers, ``strategy.variable``s, a ``torch.Generator``, a
+        things: by name: mirrored modules and optimizers, schedulers, variables of a strategy, a ``torch.Generator``, a
             dict of plain values such as ``{"epoch": 0}``, and any object with ``state_dict`` and ``load_state_dict``.
 
     Attributes:

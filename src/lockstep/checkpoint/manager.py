@@ -132,7 +132,7 @@ class CheckpointManager:
         """Restores the newest checkpoint that is not damaged, as the chief sees it. Every worker must call it.
 
         Returns:
-            The checkpoint's folder, or None if there is none: then everything stays as it is.
+            The checkpoint's folder; None, and everything stays as it is, if there is none.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or the newest does not fit; then nothing is loaded.

@@ -134,7 +134,7 @@ class ClusterSpec:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is worker 0: the one that prints, logs and publishes checkpoints."""
+        """Whether this process is worker 0, the one that prints, logs and publishes checkpoints."""
         return self.task == "worker" and self.index == 0
 
     @property

@@ -136,8 +136,8 @@ def require_model_spec(module: object, asked: str) -> ModelSpec:
             return _spec_of_plans(module, tensor, pipeline)
     raise ConfigError(
         f"{asked} needs a model of transformers that has plans of its own (a base_model_tp_plan and base_model_pp_plan "
-        f"in its configuration), or one of the types {', '.join(MODEL_SPECS)}; {type(module).__name__} is none of "
-        "these, so give a plan of your own, as torch.distributed.tensor.parallel.parallelize_module takes it"
+        f"in its configuration), or one of the types {', '.join(MODEL_SPECS)}; for {type(module).__name__} give a "
+        "tensor_plan in torch's styles, or the names of modules as pipeline_split"
     )
 
 
@@ -148,7 +148,7 @@ def require_layers(module: nn.Module, asked: str) -> ModelSpec:
     if spec.layers not in body or not spec.layers:
         raise ConfigError(
             f"{asked} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
-            "names them; choose pipeline=1 without sequence_parallel"
+            "names them; give the names of modules as pipeline_split, or leave out sequence_parallel"
         )
     return spec
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatch
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -33,6 +35,7 @@ from lockstep.parallel.model_specs import (
     require_model_spec,
     with_wildcards,
 )
+from lockstep.parallel.pipeline_stage import StandIn
 from lockstep.parallel.regions import Region, whole_region
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
 
@@ -485,9 +488,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         return WHOLE
     ties = ties_of(module)
     if plan != "auto":
-        if not isinstance(plan, Mapping):
-            raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
-        tp.parallelize_module(module, mesh, dict(plan), src_data_rank=None)
+        tp.parallelize_module(module, mesh, _here(module, plan), src_data_rank=None)
         _tie(module, ties)
         return WHOLE
     model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
@@ -510,6 +511,34 @@ def _make_buffers_plain(module: nn.Module) -> None:
         for name, buffer in part._buffers.items():
             if isinstance(buffer, DTensor):
                 part._buffers[name] = buffer.to_local()
+
+
+def check_names(module: nn.Module, plan: TensorPlan) -> None:
+    """Raises a ConfigError if a plan of the user's is none, or names no modules of the whole model."""
+    if plan == "auto":
+        return
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
+    known = [name for name, _ in module.named_modules()]
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in known):
+            near = get_close_matches(pattern, known, 3) or known[1:4]
+            raise ConfigError(
+                f"tensor_plan names {pattern!r}, and {type(module).__name__} has no such module; give names of its "
+                f"modules, such as {', '.join(near)}"
+            )
+
+
+def _here(module: nn.Module, plan: Mapping[str, tp.ParallelStyle]) -> dict[str, tp.ParallelStyle]:
+    """The part of a plan for modules that this stage of a pipeline has, by their full names."""
+    own = [name for name, part in module.named_modules() if not isinstance(part, StandIn)]
+    return {name: style for pattern, style in plan.items() for name in own if _matches(name, pattern)}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a plan's pattern means a module, as ``parallelize_module`` has it: "*" stands for anything but a dot."""
+    own, given = name.split("."), pattern.split(".")
+    return len(own) == len(given) and all(map(fnmatch, own, given))
 
 
 def _give_logits(head: nn.Module, mesh: DeviceMesh) -> None:

@@ -341,7 +341,8 @@ class Strategy(ABC):
 
         Args:
             dataset: any iterable of global batches.
-            shard: what each worker reads: its part of every batch ("batch"), or a dataset of its own ("off").
+            shard: what each worker reads: its part of every batch ("batch"), some of the shards of a
+                datasets.IterableDataset ("file"), or a dataset of its own ("off").
             prefetch: the number of batches to read ahead; 0 reads a batch when it is asked for. None is 2 for data in
                 memory and a DataLoader with worker processes, and 0 for what may draw random numbers or depend on the
                 training's state, such as generators and datasets of your own.

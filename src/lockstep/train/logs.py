@@ -286,7 +286,7 @@ class History:
         """Draws a panel for the loss and one for each metric, with the validation beside the training.
 
         Returns:
-            A matplotlib Figure: a notebook shows it, and ``plot().savefig("curves.png")`` writes it.
+            A matplotlib Figure. A notebook shows it, and ``plot().savefig("curves.png")`` writes it.
 
         Raises:
             DataError: nothing was logged.

@@ -470,7 +470,7 @@ class Model:
         """Restores a checkpoint, or the newest in a folder, or raises a CheckpointError. Every worker must call it.
 
         Returns:
-            The position of the training: ``fit(initial_epoch=position.epoch)`` begins that epoch.
+            The position of the training. ``fit(initial_epoch=position.epoch)`` begins that epoch.
         """
         self.checkpoint().restore(path)
         return self.training_state.position

@@ -51,7 +51,7 @@ class Callback:
     #: not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
 
-    #: Callbacks with a higher number come later, whatever their order: those that save the state of others.
+    #: Callbacks with a higher number come later, whatever their order. Those that save the state of others have one.
     comes_after = 0
 
     def __init__(self) -> None:
