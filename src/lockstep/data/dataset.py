@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.checks import check_choice
+from lockstep.checks import check_choice, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
@@ -68,6 +68,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number(name, value, whole=True, optional=False)
         if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync > 0):
             raise ConfigError(f"{self} is impossible; give at least 1 replica, and an id below num_input_pipelines")
 
@@ -78,6 +80,7 @@ class InputContext:
             ConfigError: (a ValueError) the global batch does not divide evenly among the replicas.
         """
         replicas = self.num_replicas_in_sync
+        check_number("global_batch_size", global_batch_size, whole=True, optional=False)
         if global_batch_size < 1 or global_batch_size % replicas:
             smaller = global_batch_size // replicas * replicas
             choice = f"{smaller} or {smaller + replicas}" if smaller > 0 else str(replicas)
@@ -175,8 +178,7 @@ class DistributedIterable:
 
         Raises DataError if the source holds other generators than ``random`` describes.
         """
-        if type(skip) is not int or skip < 0:
-            raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
+        check_number("skip", skip, least=0, whole=True, optional=False)
         transfer, callers = Transfer(self._devices), default_state()
         if random is not None:
             if STARTED in random:
@@ -370,6 +372,8 @@ class PerReplicaDataset(DistributedIterable):
         prefetch: int | None = None,
         lists: Lists = "auto",
     ) -> None:
+        if not callable(fn):
+            raise ConfigError(f"got a {type(fn).__name__}, expected a function of an InputContext that returns batches")
         workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
             num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checks import check_seconds
+from lockstep.checks import check_kind, check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
@@ -146,6 +146,8 @@ class ParallelStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
     ) -> None:
         check_seconds("timeout_s", timeout_s)
+        check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
+        check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster
