@@ -82,8 +82,11 @@ READ_OVER: dict[str, Callable[[], Iterable[Any]]] = {
 
 
 def numbers(batch: Any) -> list[int]:
-    leaf = batch["n"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
-    return torch.cat(list(leaf)).tolist()
+    return torch.cat(list(leaf_of(batch))).tolist()
+
+
+def leaf_of(batch: Any) -> Any:
+    return batch["n"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
 
 
 def saved(data: DistributedIterable) -> Any:
@@ -153,6 +156,21 @@ def test_an_iteration_after_a_resumed_one_begins_at_the_first_row(split_cpu, nam
 
     assert [numbers(batch) for batch in data] == expected[1:]
     assert [numbers(batch) for batch in data] == expected  # of the same epoch
+
+
+@pytest.mark.parametrize("name", [name for name in TELLS if name != "own"])
+def test_loops_left_early_are_those_of_one_device(split_cpu, name: str):
+    torch.manual_seed(1)
+    source = TELLS[name]()
+    expected = [torch.as_tensor(leaf_of(batch)).tolist() for _ in range(2) for batch in islice(iter(source), 3)]
+    torch.manual_seed(1)
+    data = DistributedDataset(TELLS[name](), split_cpu(1))
+    found: list[list[int]] = []
+    for _ in range(2):
+        with closing(iter(data)) as batches:
+            found += [numbers(batch) for batch in islice(batches, 3)]
+
+    assert found == expected
 
 
 def test_each_worker_reads_its_shards_and_a_resume_reads_the_rest(split_cpu, run_workers: RunWorkers):

@@ -206,7 +206,6 @@ def backed_up(folder: str, kill: bool) -> tuple[list[float], int]:
     return found, count.batches
 
 
-@pytest.mark.slow
 def test_a_killed_fit_goes_on_at_the_very_sample(tmp_path: Path, found: dict[str, Any]):
     with pytest.raises(ClusterError, match="worker 1"):
         ls.launch(backed_up, workers=2, args=(str(tmp_path), True), timeout_s=100)
