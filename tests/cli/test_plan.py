@@ -82,7 +82,7 @@ def test_modules_of_a_transformers_model_are_listed(capsys: pytest.CaptureFixtur
     # 4 x 32 x 32 + 8 x 32 x 32 weights, 9 x 32 biases and two norms; two operations a weight, and attention's products
     assert rows["transformer.h.*"] == ["2", f"{2 * (12 * 32**2 + 13 * 32):,}", "0.1"]
     assert rows["transformer.wte"] == ["1", "3,200", "0.0"]
-    assert out.index("transformer.h.*") < out.index("gpt2: 30,656 parameters, 2 layers of 32, 4 heads")
+    assert out.index("transformer.h.*") < out.index("gpt2: 30,720 parameters, 2 layers of 32, 4 heads")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from lockstep.checks import check_number
 from lockstep.data.dataset import DataIteration, DistributedDataset, DistributedIterable
 from lockstep.data.resume import without_default
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.errors import CheckpointError, DataError
 from lockstep.strategies.base import Strategy
 
 
@@ -43,8 +44,7 @@ class EpochIterator:
         self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None, first: int | None = None
     ) -> None:
         for argument, value in (("steps_per_epoch", steps_per_epoch), ("validation_steps", first)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{argument}={value!r}; give a number of global batches, or None")
+            check_number(argument, value, least=1, whole=True)
         self._data, self._name, self._steps, self._first = data, name, steps_per_epoch, first
         self._gave = False
         self._open: _Iteration | None = None
