@@ -194,7 +194,7 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
         for leaf in torch.utils._pytree.tree_leaves([results["weights"], results["predict"]]):
             digest.update(leaf.contiguous().numpy().tobytes())
         results["digest"] = digest.hexdigest()
-        alike = strategy.workers.all_gather_numbers("alike", [int(results["digest"][:12], 16)])
+        alike = strategy.workers.processes.all_gather_numbers("alike", [int(results["digest"][:12], 16)])
         results["all alike"] = len(set(alike)) == 1
     strategy.close()
     gc.collect()
@@ -253,7 +253,7 @@ def refusals() -> dict[str, list[Any]]:
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {}
     strategy = ls.ParallelStrategy(seed=7, pipeline=2, schedule="interleaved", microbatches=2)
-    workers = strategy.workers
+    workers = strategy.workers.processes
 
     def note(name: str, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], error: str) -> None:
         kept = all(torch.equal(weights[each], before[each]) for each in weights)
