@@ -96,6 +96,9 @@ REFUSED = {
     "branch": ("Branch", "pipeline_split"),
     "hooks": ("hooks", "Sequential"),
     "unknown in the plan": ("'first'", "Sequential"),
+    "no style": ("'0'", "ColwiseParallel()"),
+    "no list": ("'blocks.1'", "list"),
+    "names and numbers": ("['blocks.1', 2, 1]", "list"),
     "object": ("SimpleNamespace", "cannot travel", "another pipeline_split"),
 }
 

@@ -20,10 +20,6 @@ def stage_starts(module: nn.Module, split: PipelineSplit, pipelining: PipelineCo
     blocks = _blocks(module, pipelining.stages)
     check_layers(pipelining, len(blocks))
     if isinstance(split, str):
-        if split != "auto":
-            raise ConfigError(
-                f'pipeline_split={split!r} is unknown; give "auto", numbers of blocks, or a list of names of modules'
-            )
         costs = [_weight(module.get_submodule(name)) for name in blocks]
         counts = split_layers(costs, pipelining.stages, after=_weight_after(module, blocks))
     else:

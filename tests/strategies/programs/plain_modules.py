@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lockstep as ls
 from lockstep.collectives.communicator import all_gather_object
@@ -123,8 +124,6 @@ SPLITS: Mapping[str, Any] = {"unet": ["middle"], "two inputs": ["blocks.1"]}
 
 def plans(name: str) -> dict[str, Any]:
     """What ``parallelize`` is given; a layout takes of it what it needs."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
     plans = {
         "mlp": {"0": ColwiseParallel(), "2": RowwiseParallel()},
         "vit": {"blocks.*.linear1": ColwiseParallel(), "blocks.*.linear2": RowwiseParallel()},
@@ -244,7 +243,10 @@ BAD: Mapping[str, tuple[Build, dict[str, Any]]] = {
     "two lists": (lambda: nn.Transformer(4, 2, 4, 4, 8), {}),
     "branch": (lambda: Branch("branch"), {"pipeline_split": ["blocks.1", "more.0", "more.1"]}),
     "hooks": (hooked, {}),
-    "unknown in the plan": (mlp, {"tensor_plan": {"first": None}}),
+    "unknown in the plan": (mlp, {"tensor_plan": {"first": RowwiseParallel()}}),
+    "no style": (mlp, {"tensor_plan": {"0": RowwiseParallel}}),
+    "no list": (Vit, {"pipeline_split": "blocks.1"}),
+    "names and numbers": (Vit, {"pipeline_split": ["blocks.1", 2, 1]}),
 }
 
 
