@@ -31,6 +31,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
     "data/test_resume.py": (),
+    "data/test_streams_workers.py": (),
     "examples/test_coming_from.py": ("test_the_pages_show_the_lines_that_differ",),
     "docs/test_tutorials.py": (),
     "docs/test_why_numbers_differ.py": (),

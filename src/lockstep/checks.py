@@ -3,22 +3,83 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.errors import ConfigError
 
 ABOVE_ZERO = sys.float_info.min
 UNBOUNDED = sys.float_info.max
+MOST_AT_ONCE = 4096
+"""The most processes, replicas or threads that are started at once: more of them is a slip of the keyboard."""
+MOST_SECONDS = 1e9
+"""Thirty years; the waits of the operating system take no more than some hundred."""
+_SHOWN = 120  # characters of a value in an error
+_LONGEST_NAME = 255  # bytes, on Linux's file systems
 
 
 def check_least(config: object, least: int, *names: str) -> None:
     """Checks that each of these fields is ``least`` or more; None is a field that was not given."""
     for name in names:
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} was given, expected at least {least}")
+        check_number(name, getattr(config, name), least=least, whole=True)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -UNBOUNDED,
+    most: float = UNBOUNDED,
+    whole: bool = False,
+    optional: bool = True,
+) -> None:
+    """Checks that a setting is a number in a range. ``optional`` is None where it was not given. No bool is a number.
+
+    NaN and infinity are in no range, but a whole number may be of any size if there is no ``most``.
+    """
+    if value is None and optional:
+        return
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if is_number and least <= value and (value <= most or (whole and most == UNBOUNDED)):
+        return
+    kind = "a whole number" if whole else "a number"
+    bounds = [] if least == -UNBOUNDED else [f"{kind} above 0" if least == ABOVE_ZERO else f"at least {least}"]
+    bounds += [] if most >= UNBOUNDED else [f"at most {most}"]
+    expected = " and ".join(bounds)
+    if not is_number or not bounds:
+        expected = f"{kind} of {expected}" if expected.startswith("at") else expected or kind
+    raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
+
+
+def check_kind(name: str, value: object, kind: type, expected: str, *, optional: bool = True) -> None:
+    """Checks that a setting is of a class. ``optional`` is None where it was not given."""
+    if not (value is None and optional) and not isinstance(value, kind):
+        raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
+
+
+def check_path(path: Any, argument: str) -> str:
+    """The path that was given as ``argument``; not an empty one, which means the working directory."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise ConfigError(f"{argument} is {shown(path)}; give the path of a file or folder")
+    if not text.strip() or "\0" in text:
+        raise ConfigError(f"{argument} is {text!r}; give a path, or '.' for the working directory")
+    try:
+        longest = max(len(os.fsencode(name)) for name in text.split("/"))
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{argument} is {text!r}, which is no name of a file: {error.reason}") from error
+    if longest > _LONGEST_NAME:
+        raise ConfigError(f"{argument} has a name of {longest} bytes; file systems take {_LONGEST_NAME}")
+    return text
+
+
+def shown(value: object) -> str:
+    """The value as code, on one line that is not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
@@ -36,23 +97,20 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
         "learning_rate": (ABOVE_ZERO, UNBOUNDED),
     }
     for name, (least, most) in {**common, **ranges}.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            lower = "a number above 0" if least == ABOVE_ZERO else f"at least {least}"
-            upper = "" if most == UNBOUNDED else f" and at most {most}"
-            raise ConfigError(f"{name}={value} was given, expected {lower}{upper}")
+        check_number(name, getattr(config, name), least=least, most=most)
 
 
-def check_choice(name: str, value: str | None, known: Sequence[str | None]) -> None:
+def check_choice(name: str, value: Any, known: Sequence[str | None]) -> None:
     """Checks that a string, or None, is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, known))}")
+    if not isinstance(value, str | None) or value not in known:
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, known))}")
 
 
-def check_seconds(name: str, seconds: float | None) -> None:
+def check_seconds(name: str, seconds: Any) -> None:
     """Checks that a time is above 0 and finite; None is one that was not given."""
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ConfigError(f"{name}={seconds!r} was given, expected a number of seconds above 0")
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 < seconds <= MOST_SECONDS):
+        raise ConfigError(f"{name}={shown(seconds)} was given, expected a number of seconds above 0, at most 1e9")
 
 
 def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:

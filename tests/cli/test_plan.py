@@ -73,9 +73,26 @@ def test_the_recipe_is_planned_for_a_device_by_its_figures(capsys: pytest.Captur
     assert "best: ls.ParallelStrategy(" in out
 
 
+def test_modules_of_a_transformers_model_are_listed(capsys: pytest.CaptureFixture[str]):
+    model = "type=gpt2, n_layer=2, n_embd=32, n_head=4, vocab_size=100, n_positions=64"
+    code, out, _ = said(capsys, "plan", model, "--devices", "2", *A100, "--modules")
+    rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.split()) == 4}
+
+    assert code == 0
+    # 4 x 32 x 32 + 8 x 32 x 32 weights, 9 x 32 biases and two norms; two operations a weight, and attention's products
+    assert rows["transformer.h.*"] == ["2", f"{2 * (12 * 32**2 + 13 * 32):,}", "0.1"]
+    assert rows["transformer.wte"] == ["1", "3,200", "0.0"]
+    assert out.index("transformer.h.*") < out.index("gpt2: 30,720 parameters, 2 layers of 32, 4 heads")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (
+            ["gpt2", "--devices", "2", *A100, "--modules"],
+            "--modules was given with 'gpt2', of which only sizes are known",
+        ),
+        (["type=lama", "--devices", "2", *A100], "'lama' has model_type='lama', expected one of the "),
         (
             ["gpt-3", "--devices", "64"],
             "Missing option '--kind'",

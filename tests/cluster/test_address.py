@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.spec import canonical, join_address, parse_address, shown
+from lockstep.checks import shown
+from lockstep.cluster.spec import canonical, join_address, parse_address
 from lockstep.errors import ClusterError
 
 
@@ -36,11 +37,15 @@ def test_host_and_port(address: str, parts: tuple[str, int]):
                 *("host a:20000", " hosta:20000", "-hosta:20000", "hosta,hostb:20000", "::1:2000", "a:1:2", "[]:2000"),
             )
         ),
-        ("[hosta]:2000", r"'\[hosta\]:2000' has no IP address before its port \(.*\)"),
+        ("[hosta]:2000", r"'\[hosta\]:2000' is not an address"),
+        ("[::x]:2000", r"'\[::x\]:2000' has no IP address before its port \(.*\)"),
+        ("[10.0.0.1]:2000", r"is not an address"),
+        *((f"{host}:2000", "has no IP address") for host in ("0x7f000001", "0x7f.0.0.1", "127.1", "010.0.0.1")),
         ("300.1.1.1:2000", r"has no IP address before its port \(.*\)"),
         ("10.0.0:2000", r"has no IP address"),
-        ("0.0.0.0:2000", r"'0.0.0.0:2000' means every address of a host, which others cannot reach; write the one"),
-        ("[::]:2000", r"means every address of a host"),
+        ("0.0.0.0:2000", r"'0.0.0.0:2000' means every address of a host, which others cannot reach; write the"),
+        *((f"{host}:2000", r"means every address of a host") for host in ("[::]", "[::ffff:0.0.0.0]")),
+        *((f"{host}:2000", r"means many hosts") for host in ("255.255.255.255", "224.0.0.1", "[ff02::1]")),
     ],
 )
 def test_a_malformed_address_is_shown_with_a_right_one(address: object, message: str):
@@ -52,7 +57,13 @@ def test_a_malformed_address_is_shown_with_a_right_one(address: object, message:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("HostA:2000", "hosta:2000"), ("hosta.:2000", "hosta:2000"), ("a:0020", "a:20"), ("[0:0::1]:2", "[::1]:2")],
+    [
+        ("HostA:2000", "hosta:2000"),
+        ("hosta.:2000", "hosta:2000"),
+        ("a:0020", "a:20"),
+        ("[0:0::1]:2", "[::1]:2"),
+        ("[::ffff:10.0.0.1]:2", "10.0.0.1:2"),
+    ],
 )
 def test_equal_addresses_have_one_spelling(one: str, other: str):
     assert canonical(one) == canonical(other) == other

@@ -110,5 +110,5 @@ def test_parts_of_hugging_face_data(split_cpu, run_workers: RunWorkers, streamin
 
 
 def test_an_unknown_way_to_divide_is_refused(split_cpu):
-    with pytest.raises(ConfigError, match="shard='rows' is unknown; choose one of batch, off"):
+    with pytest.raises(ConfigError, match="shard='rows' is unknown; choose one of batch, file, off"):
         DistributedDataset([torch.ones(2)], split_cpu(1), shard="rows")  # type: ignore[arg-type]

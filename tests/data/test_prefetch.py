@@ -40,7 +40,7 @@ def test_an_empty_source_has_no_items_and_no_thread(depth):
 
 @pytest.mark.parametrize("depth", [-1, 1.5, True, None])
 def test_a_depth_is_a_number_of_batches(depth):
-    with pytest.raises(ConfigError, match=r"prefetch=.* is not a number of batches; give 0 to read none ahead"):
+    with pytest.raises(ConfigError, match=r"prefetch=.* was given, expected .*at least 0"):
         checked_depth(depth)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.errors import ClusterError
+from lockstep.errors import ClusterError, ConfigError
 from lockstep.membership.failure_report import (
     FailureReport,
     JobStatus,
@@ -112,7 +112,7 @@ def test_a_disagreement_names_both_workers_and_both_values():
 @pytest.mark.parametrize("name", ["timeout_s", "lost_after_s"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_times_must_be_times(name: str, value: float):
-    with pytest.raises(ClusterError, match=f"{name}=.* was given, expected a number of seconds above 0"):
+    with pytest.raises(ConfigError, match=f"{name}=.* was given, expected a number of seconds above 0"):
         join(ClusterSpec(workers=["127.0.0.1:20000"], index=0), **({"timeout_s": 1.0} | {name: value}))
 
 

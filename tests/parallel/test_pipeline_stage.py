@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -40,7 +39,8 @@ def build(name: str, layers: int = 5) -> nn.Module:
 def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = "auto") -> list[Stage]:
     """Of all workers, in their order."""
     pipelining = choose_pipeline_config(schedule, None, 2)
-    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), split, pipelining, worker)]
+    counts = layer_counts(module, split, pipelining)
+    found = [stage for worker in range(2) for stage in cut_to_stages(deepcopy(module), counts, pipelining, worker)]
     return sorted(found, key=lambda stage: stage.number)
 
 
@@ -48,16 +48,30 @@ def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble_v"])
 def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName):
     module = build(name)
-    hidden: Any = WORDS
-    stages = stages_of(module, schedule)
-    for stage in stages:
+    values: Any = ()
+    for stage in stages_of(module, schedule):
         stage.activate()
-        hidden = stage(hidden, attention_mask=MASK)
+        values = stage(*values, inputs={"input_ids": WORDS, "attention_mask": MASK})
 
-    spec = stages[-1].outputs
-    assert spec is not None
-    logits: Tensor = tree_unflatten(list(hidden), spec).logits
-    assert torch.allclose(logits, module(input_ids=WORDS, attention_mask=MASK, use_cache=False).logits, atol=1e-6)
+    assert torch.allclose(
+        values.logits, module(input_ids=WORDS, attention_mask=MASK, use_cache=False).logits, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_a_model_of_images_is_cut_too_and_keeps_its_dtype(schedule: ScheduleName):
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=5, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    module: Any = transformers.ViTForImageClassification(config).eval().to(torch.bfloat16)
+    images = torch.randn(3, 3, 8, 8, dtype=torch.bfloat16)
+    values: Any = ()
+    for stage in stages_of(module, schedule):
+        stage.activate()
+        values = stage(*values, inputs={"pixel_values": images})
+
+    torch.testing.assert_close(values.logits, module(images).logits)
 
 
 def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
@@ -78,3 +92,13 @@ def test_more_stages_than_layers_are_refused():
         stages_of(build("gpt2", 3), "interleaved")
     with pytest.raises(ConfigError, match=r"pipeline_split=\(2, 3\) does not divide 5 layers into 4 stages"):
         stages_of(build("gpt2"), "interleaved", [2, 3])
+
+
+def test_a_weight_is_common_to_the_first_and_the_last_worker_or_to_one():
+    ties = [["words", "head"], ["a", "b"]]
+
+    assert tied_ends(ties, [{"words", "a", "b", "norm"}, {"c"}, {"head", "norm"}]) == [["words", "head"], ["norm"]]
+    with pytest.raises(ConfigError, match=r"a and b .* workers \[0, 1\]"):
+        tied_ends(ties, [{"words", "a"}, {"b"}, {"head"}])
+    with pytest.raises(ConfigError, match=r"norm .* workers \[1, 2\]"):
+        tied_ends(ties, [{"words"}, {"norm"}, {"norm", "head"}])

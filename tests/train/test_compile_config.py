@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8'; give 'fp32', 'bf16' or 'fp16'"),
-        ({"accumulate": 0}, "accumulate=0; give the number of global batches per update"),
-        ({"clip_norm": 0.0}, r"clip_norm=0.0; give a positive norm, or None"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
+        ({"accumulate": 0}, "accumulate=0 was given, expected at least 1"),
+        ({"clip_norm": 0.0}, r"clip_norm=0.0 was given, expected a number above 0"),
         ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
         ({"loss": 3}, "loss is a int; give a function"),
         ({"loss": None}, "compile got no loss"),

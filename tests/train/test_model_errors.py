@@ -121,7 +121,7 @@ def test_fit_before_compile_says_so(make_strategy: MakeStrategy, batches: Batche
 def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
     with pytest.raises(ConfigError, match="verbose=3 is unknown; choose 0"):
         model.fit(batches, verbose=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="steps_per_epoch=0; give a number"):
+    with pytest.raises(ConfigError, match="steps_per_epoch=0 was given, expected at least 1"):
         model.fit(batches, steps_per_epoch=0)
     with pytest.raises(ConfigError, match="callbacks is a LambdaCallback; give a list"):
         model.fit(batches, callbacks=LambdaCallback())  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_bad_arguments_of_fit_are_refused(model: Model, batches: Batches):
     [("epochs", 0, 1), ("epochs", 1.5, 1), ("epochs", "2", 1), ("initial_epoch", -1, 0), ("validation_freq", 0, 1)],
 )
 def test_impossible_numbers_of_epochs_are_refused(model: Model, batches: Batches, name: str, value: Any, least: int):
-    with pytest.raises(ConfigError, match=f"{name}={value!r} was given, expected a whole number of at least {least}"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} was given, expected .*at least {least}"):
         model.fit(batches, **{name: value})
 
 

@@ -37,6 +37,7 @@ from lockstep.checkpoint.format import (
 )
 from lockstep.checkpoint.sharded_io import balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, RngAdapter, SavedState, StateAdapter, adapter_for
+from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import CallbackError, CheckpointError, ConfigError, LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
@@ -107,7 +108,8 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same on every worker.
         """
-        restored = self.restore_found(lambda read: _find(Path(path), read))
+        place = Path(check_path(path, "the path of the checkpoint"))
+        restored = self.restore_found(lambda read: _find(place, read))
         if restored is None:
             raise CheckpointError(f"there is no checkpoint in {os.fspath(path)}; give a folder that has one")
         return restored[0]

@@ -28,6 +28,7 @@ from lockstep.checkpoint.format import (
     weights_of,
 )
 from lockstep.checkpoint.weights import stream_weights
+from lockstep.checks import check_kind, check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.tensor_files import TensorReader
@@ -62,7 +63,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    return CheckpointFolder(Path(folder)).newest()
+    return CheckpointFolder(Path(check_path(folder, "latest_checkpoint(folder)"))).newest()
 
 
 def export_weights(
@@ -87,7 +88,9 @@ def export_weights(
     Example:
         >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
     """
-    folder = Path(checkpoint)
+    folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
+    check_path(path, "export_weights(path)")
+    check_kind("module", module, str, "the name of a module of the checkpoint")
     source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
     if source is None:
         raise CheckpointError(

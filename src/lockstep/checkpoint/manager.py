@@ -24,9 +24,9 @@ from lockstep.checkpoint.checkpoint import Checkpoint, Shards
 from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
-from lockstep.checks import check_choice
+from lockstep.checks import check_choice, check_kind, check_number, check_path
 from lockstep.collectives.communicator import Communicator, error_text, raise_gathered_errors, run_on_chief
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError
 
 
 class CheckpointManager:
@@ -69,11 +69,11 @@ class CheckpointManager:
         best: Literal["min", "max"] | None = None,
         asynchronous: bool = False,
     ) -> None:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep={keep!r} is not a number of checkpoints; give 1 or more, or None to keep all")
+        check_kind("checkpoint", checkpoint, Checkpoint, "a ls.Checkpoint of what is to be saved", optional=False)
+        check_number("keep", keep, least=1, whole=True)
         check_choice("best", best, ("min", "max", None))
         self._checkpoint = checkpoint
-        self._folder = CheckpointFolder(Path(folder))
+        self._folder = CheckpointFolder(Path(check_path(folder, "CheckpointManager(folder)")))
         self._keep = keep
         self._best = best
         self._asynchronous = asynchronous
@@ -110,8 +110,8 @@ class CheckpointManager:
             CheckpointError: it cannot be written, or another run has left later checkpoints in the folder; or the
                 previous save failed.
         """
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"step={step!r} is not a number of a step; give 0 or more")
+        check_number("step", step, least=0, whole=True, optional=False)
+        check_number("monitored", monitored)
         workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
         self.wait()
         contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)

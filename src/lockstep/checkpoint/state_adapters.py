@@ -19,6 +19,7 @@ from lockstep.checkpoint.format import DamagedStateError
 from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
+from lockstep.data.dataset import DistributedIterable
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
@@ -139,7 +140,8 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
     if isinstance(thing, MutableMapping):
         return PlainAdapter("dict", lambda: dict(thing), thing.update)  # values not saved stay
     if isinstance(thing, Stateful):
-        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict)
+        is_data = isinstance(thing, DistributedIterable)  # of which each worker may read a part of its own
+        return PlainAdapter(type(thing).__name__, thing.state_dict, thing.load_state_dict, per_worker=is_data)
     raise ConfigError(
         f"Checkpoint({name}={thing!r}) cannot be restored in place; give a mirrored module or optimizer, a scheduler, "
         "a strategy.variable, a dict of plain values, or anything with state_dict and load_state_dict"
@@ -242,7 +244,7 @@ class VariableAdapter(StateAdapter):
 
 
 class PlainAdapter(StateAdapter):
-    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on another layout the chief's.
+    """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on other workers the chief's.
 
     ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
     """

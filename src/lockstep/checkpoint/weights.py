@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.atomic_files import atomic_file
+from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
@@ -47,7 +48,7 @@ def stream_weights(
 
     ``described`` has all of them, also on the meta device; ``stream`` gives keys and tensors, in any order, each once.
     """
-    target = Path(path)
+    target = Path(check_path(path, "the path of the weights"))
     header, offsets = _header(described, target)
     try:
         with atomic_file(target) as partial, partial.open("wb") as file:
@@ -83,7 +84,7 @@ def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Returns the tensors in a safetensors file, on the CPU. Raises CheckpointError if there is no such file."""
-    source = Path(path)
+    source = Path(check_path(path, "the path of the weights"))
     if not source.is_file():
         raise CheckpointError(f"there is no weights file {source}; give the path of a file written by save_weights")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,11 @@ from lockstep.plan.hardware import GIB, device_kind, parse_link
 from lockstep.plan.layout import CheckpointingName, Layout
 from lockstep.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep.plan.search import plan as make_plan
-from lockstep.plan.shapes import ModelShape, shape_of
+from lockstep.plan.shapes import ModelShape, config_settings, shape_of
 from lockstep.plan.software import PRECISIONS, PrecisionName
+
+if TYPE_CHECKING:
+    from lockstep.plan.counting import ModelCounts
 
 _SEQUENCES_PER_DEVICE = 8
 
@@ -36,9 +39,11 @@ class PlanCommand:
     """Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.
 
     Args:
-        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder saved by transformers; or
-            sizes: 'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
+        model: the recipe mlm; a well-known name (gpt2-xl, llama-3-70b, gpt-3); a folder with a config.json of
+            transformers; a type of transformers with settings: 'type=mixtral, num_hidden_layers=16'; or sizes:
+            'layers=24, hidden=2048, heads=16, vocabulary=50257, sequence=1024'.
         top: how many layouts to show, the best of each (data, pipeline, tensor).
+        modules: also list the parameters and operations of a transformers model by module.
         devices: number of devices.
         kind: kind of device, such as h100-sxm or rtx-4090, or its GiB, GB/s and half-precision TFLOP/s: 48,864,362.
         per_host: devices in a host; by default as usual for the kind.
@@ -57,6 +62,7 @@ class PlanCommand:
 
     model: Annotated[str, typer.Argument(metavar="MODEL")]
     top: int = 5
+    modules: bool = False
     devices: int
     kind: str
     per_host: int | None = None
@@ -78,8 +84,23 @@ class PlanCommand:
                 raise ConfigError(f"{flag_name(name)} {value} was given, expected at least 1")
 
     def __call__(self) -> int:
+        if self.modules:
+            print(console.fill(self._modules()) + "\n")
         print(console.fill(as_text(self.find(shape_of(self.model, sequence=self.sequence)), self.top)))
         return 0
+
+    def _modules(self) -> str:
+        """The table of a transformers model's modules."""
+        settings = config_settings(self.model)
+        if settings is None:
+            raise ConfigError(
+                f"--modules was given with {self.model!r}, of which only sizes are known; give a folder with a"
+                " config.json, or a type of transformers such as 'type=llama'"
+            )
+        from lockstep.plan.counting import count_model, counted_shape  # imports torch, which other models do not need
+
+        counts = count_model(settings)
+        return modules_text(counts, counted_shape(counts, self.sequence).sequence)
 
     def find(self, shape: ModelShape) -> Plan:
         """Makes the plan; raises ConfigError if a name is unknown, or nothing fits."""
@@ -140,6 +161,22 @@ def as_text(plan: Plan, top: int) -> str:
     return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan), call])
 
 
+def modules_text(counts: ModelCounts, sequence: int) -> str:
+    """The modules that have parameters, where ``*`` is every layer, with the operations of a forward pass."""
+    names = {module.name for module in counts.modules}
+    rows = [
+        [
+            module.name or "(model)",
+            f"{module.modules:,}",
+            f"{module.parameters:,}",
+            f"{(module.token_flops + sequence * module.pair_flops) / 1e6:,.1f}",
+        ]
+        for module in counts.modules
+        if module.parameters and f"{module.name}.*" not in names
+    ]
+    return text_table(["module", "number", "parameters", "forward MFLOP/token"], rows)
+
+
 def _setting(setting: Setting) -> str:
     shape, device, network = setting.shape, setting.device, setting.network
     format = setting.software.precision.format
@@ -147,11 +184,24 @@ def _setting(setting: Setting) -> str:
     between = f", {network.between.name} between hosts" if setting.devices > network.per_host else ""
     return (
         f"{shape.name}: {_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden:,},"
-        f" {shape.heads} heads, sequences of {shape.sequence:,} tokens\n"
+        f" {_heads(shape)}, sequences of {shape.sequence:,} tokens\n"
         f"{setting.devices:,} x {device.name} ({device.memory_gib:.0f} GiB, {peak:,.{0 if peak >= 10 else 2}f} TFLOP/s"
         f" in {format}), {network.per_host} in a host on {network.inside.name}{between};"
         f" global batch {setting.batch:,}"
     )
+
+
+def _heads(shape: ModelShape) -> str:
+    """Heads, and where they are fewer, key-value heads; experts."""
+    parts = [f"{shape.heads} heads"]
+    if shape.kv_heads != shape.heads:
+        parts.append(f"{shape.kv_heads} key-value heads")
+    if shape.experts:
+        parts.append(
+            f"{shape.experts} experts of which {shape.active_experts} are active"
+            f" ({_count(shape.active_parameters)} parameters per token)"
+        )
+    return ", ".join(parts)
 
 
 def _cells(prediction: Prediction) -> list[str]:

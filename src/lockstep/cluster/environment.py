@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.cluster.spec import ClusterSpec, Task, check_addresses, check_job_id, join_address, parse_address, shown
+from lockstep.checks import shown
+from lockstep.cluster.spec import ClusterSpec, Task, check_addresses, check_job_id, join_address, parse_address
 from lockstep.errors import ClusterError
 
 JOB_ID_VARIABLE = "LOCKSTEP_JOB_ID"

@@ -10,22 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lockstep.checks import shown
 from lockstep.errors import ClusterError
 
 Task = Literal["worker", "evaluator"]
 
 _EXAMPLE = "for example ClusterSpec(workers=['hosta:20000', 'hostb:20000'], index=0)"
 _JOB_ID_LENGTH = 200
-_SHOWN_LENGTH = 120
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?"
-_ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})")
-_NUMBERS = re.compile(r"[0-9.]+")
-
-
-def shown(value: object) -> str:
-    """A received value for a message: on one line, and cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
+_ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[^\]]*:[^\]]*)\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})")
+_NUMBER = "(?:0[xX][0-9A-Fa-f]*|[0-9]+)"
+_NUMBERS = re.compile(rf"\.*{_NUMBER}(?:\.+{_NUMBER})*\.*")  # the system takes "0x7f.1" and "127.1" for 127.0.0.1
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 
 
 def parse_address(address: object) -> tuple[str, int]:
@@ -42,13 +38,12 @@ def parse_address(address: object) -> tuple[str, int]:
     host = match["ipv6"] or match["host"]
     if match["ipv6"] or _NUMBERS.fullmatch(host):
         try:
-            ip = ipaddress.IPv6Address(host) if match["ipv6"] else ipaddress.IPv4Address(host)
+            ip = _ip(host)
         except ValueError as error:
             raise ClusterError(f"{shown(address)} has no IP address before its port ({error}); correct it") from None
-        if ip.is_unspecified:
-            raise ClusterError(
-                f"{shown(address)} means every address of a host, which others cannot reach; write the one they use"
-            )
+        if ip.is_unspecified or ip.is_multicast or ip == _BROADCAST:
+            many = "every address of a host, which others cannot reach" if ip.is_unspecified else "many hosts at once"
+            raise ClusterError(f"{shown(address)} means {many}; write the address that the others reach it by")
     return host, int(match["port"])
 
 
@@ -61,8 +56,14 @@ def canonical(address: str) -> str:
     """One spelling for equal addresses: host names in lower case, IPv6 in its short form, ports without zeros."""
     host, port = parse_address(address)
     if ":" in host:
-        host = str(ipaddress.IPv6Address(host))
+        host = str(_ip(host))
     return join_address(host.lower().removesuffix("."), port)
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The IP address. IPv4 that is written as IPv6, such as ::ffff:10.0.0.1, is IPv4. Raises ValueError."""
+    ip = ipaddress.ip_address(host)
+    return (ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None) or ip
 
 
 def check_addresses(addresses: Mapping[str, str]) -> None:

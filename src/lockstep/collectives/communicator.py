@@ -25,9 +25,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from lockstep.checks import check_choice, check_seconds
+from lockstep.checks import ABOVE_ZERO, check_choice, check_number, check_seconds
 from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
-from lockstep.errors import CheckpointError, ClusterError, ConfigError
+from lockstep.errors import CheckpointError, ClusterError
 
 R = TypeVar("R")
 
@@ -225,7 +225,7 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
         result = act() if workers.is_chief else None
     except Exception as error:  # noqa: BLE001  raised below, once the others know of it
         failed = error
-    report = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode()
+    report = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode(errors="backslashreplace")
     message = workers.broadcast_bytes(name, report).decode()
     if failed is not None:
         raise failed
@@ -388,8 +388,7 @@ class CommunicationOptions:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ConfigError(f"bucket_mb={self.bucket_mb!r} is no size; give a number of MB above 0, such as 25")
+        check_number("bucket_mb", self.bucket_mb, least=ABOVE_ZERO, optional=False)
         check_choice("compression", self.compression, (*get_args(Compression), None))
         check_seconds("lost_after_s", self.lost_after_s)
         check_seconds("timeout_s", self.timeout_s)

@@ -126,6 +126,8 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 def _length(tensor: torch.Tensor, axis: int) -> int:
+    if type(axis) is not int:
+        raise ConfigError(f"axis={axis!r} was given, expected a whole number: the dimension"[:200])
     if not -tensor.ndim <= axis < tensor.ndim:
         choice = f"choose 0 to {tensor.ndim - 1}" if tensor.ndim else "give values of at least one dimension"
         raise ConfigError(f"axis {axis} does not exist in a value of shape {tuple(tensor.shape)}; {choice}")

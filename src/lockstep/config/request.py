@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.checks import check_kind
 from lockstep.config.devices import DeviceKind, DeviceRegistry, LogicalDevice, LogicalDeviceConfiguration, parse_kind
 from lockstep.errors import ConfigError
 
@@ -97,6 +98,7 @@ class DeviceRequest:
 
 def parse_device_request(text: str) -> DeviceRequest:
     """Reads the command line's notation for devices, such as ``cpu:4``; raises ConfigError for another form. Pure."""
+    check_kind("devices", text, str, 'a text, such as "cpu:4"', optional=False)
     items = [item.strip() for item in text.split(",")]
     if len(items) > 1:
         return DeviceRequest(devices=tuple(_parse_name(text, item) for item in items))

@@ -10,7 +10,9 @@ Both can be iterated many times, and are read ahead where that changes nothing. 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lockstep.checks import check_choice
+from lockstep.checks import check_choice, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.layout import BatchLayout, Lists
@@ -35,14 +37,16 @@ from lockstep.data.resume import (
     random_state,
     set_default_state,
     set_random_state,
+    without_default,
 )
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
 from lockstep.data.sources import loads_by_index, may_read_ahead
+from lockstep.data.streams import StatefulSource, part_of_worker, why_without_state
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 
-Shard = Literal["batch", "off"]
+Shard = Literal["batch", "file", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number(name, value, whole=True, optional=False)
         if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync > 0):
             raise ConfigError(f"{self} is impossible; give at least 1 replica, and an id below num_input_pipelines")
 
@@ -75,6 +81,7 @@ class InputContext:
             ConfigError: (a ValueError) the global batch does not divide evenly among the replicas.
         """
         replicas = self.num_replicas_in_sync
+        check_number("global_batch_size", global_batch_size, whole=True, optional=False)
         if global_batch_size < 1 or global_batch_size % replicas:
             smaller = global_batch_size // replicas * replicas
             choice = f"{smaller} or {smaller + replicas}" if smaller > 0 else str(replicas)
@@ -82,6 +89,60 @@ class InputContext:
                 f"global_batch_size={global_batch_size} does not divide among {replicas} replicas; choose {choice}"
             )
         return global_batch_size // replicas
+
+
+@dataclass
+class Position:
+    """Where an iteration stands: after the batch that it handed out last.
+
+    Attributes:
+        random: the states of the generators when the iteration began.
+        passed: how many global batches, or rounds, have been handed out or left out.
+        part: this worker's index and the number of workers where each reads data of its own; None where all read the
+            same.
+        lists: what the lists in the batches so far held, as ``BatchLayout.known``.
+        source: the state of the source itself, None if it has none.
+        ended: whether all batches have been handed out.
+    """
+
+    random: RandomState
+    passed: int
+    part: tuple[int, int] | None
+    lists: Mapping[str, str]
+    source: dict[str, Any] | None = None
+    ended: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position for ``DistributedIterable.resume``, of plain values and tensors."""
+        now = {"passed": self.passed, "source": self.source, "part": self.part, "lists": dict(self.lists)}
+        return {**now, "random": dict(self.random)}
+
+
+class DataIteration:
+    """One iteration over distributed data: an iterator over batches that keeps its ``position``."""
+
+    def __init__(
+        self, batches: ClosableIterator[Any], states: deque[dict[str, Any]] | None, position: Position
+    ) -> None:
+        self._batches, self._states, self.position = batches, states, position
+
+    def __iter__(self) -> DataIteration:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.position.ended = True
+            raise
+        self.position.passed += 1
+        if self._states:  # none is added for an empty batch, given after the end of this worker's own data
+            self.position.source = self._states.popleft()
+        return batch
+
+    def close(self) -> None:
+        """Ends the iteration, and the thread that reads ahead for it."""
+        self._batches.close()
 
 
 class DistributedIterable:
@@ -99,11 +160,18 @@ class DistributedIterable:
         if prefetch is None:
             prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
         self._prefetch = checked_depth(prefetch)
+        self._stateful = StatefulSource.of(reader.dataset)
+        self._position: Position | None = None  # of the loop begun last
+        self._loaded: Mapping[str, Any] | None = None
+        self._begun = False
 
-    def __iter__(self) -> ClosableIterator[Any]:
-        return self.iterate()
+    def __iter__(self) -> DataIteration:
+        loaded, self._loaded = self._loaded, None
+        iteration = self.iterate() if loaded is None else self.resume(loaded)
+        self._position = iteration.position
+        return iteration
 
-    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> ClosableIterator[Any]:
+    def iterate(self, *, skip: int = 0, random: Mapping[str, Tensor] | None = None) -> DataIteration:
         """Begins an iteration that continues where another one stopped.
 
         The first ``skip`` global batches, or rounds of per-replica batches, are read again, so that everything the
@@ -115,23 +183,108 @@ class DistributedIterable:
 
         Raises DataError if the source holds other generators than ``random`` describes.
         """
-        if type(skip) is not int or skip < 0:
-            raise ConfigError(f"skip={skip!r} is not a number of batches; give 0 or more")
+        check_number("skip", skip, least=0, whole=True, optional=False)
         transfer, callers = Transfer(self._devices), default_state()
         if random is not None:
             if STARTED in random:
                 self._reader.start()
                 set_default_state(callers)
             set_random_state(self._reader.dataset, random)
+        if self._stateful is not None:
+            self._stateful.rewind()
+        begun = self.random_state()
         self._sync.begin()
+        self._begun = True
         # Begun in the caller's thread: what this draws from torch's generator comes in program order.
-        batches = self._reader.begin(skip, transfer)
+        batches, states = self._noting(self._reader.begin(skip, transfer))
         if random is not None and DEFAULT in random:
             if not skip:  # a sampler draws its seed with the first batch
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
-        ahead = ReadAhead(batches, self._prefetch)
-        return transfer.received(self._sync.wrap(ahead, self._reader.left_out))
+        handed_out = self._handed_out(batches, transfer, lambda: self._reader.left_out)
+        return DataIteration(handed_out, states, self._at(begun, skip))
+
+    def resume(self, position: Mapping[str, Any]) -> DataIteration:
+        """Begins an iteration that continues at the position that ``Position.state_dict`` returned.
+
+        A source that tells its state goes on at the very sample. Of others the batches before it are read again.
+
+        Raises CheckpointError if the position is of another part of the data, or of other data.
+        """
+        part = None if position.get("part") is None else tuple(position["part"])
+        if part != self._sync.part:
+            raise CheckpointError(
+                f"the saved position is that of {_described(part)}, but this is {_described(self._sync.part)}; resume "
+                'on as many workers as it was saved on, with the same shard=, or read all data on each (shard="batch")'
+            )
+        self._reader.layout.known.update(position.get("lists", {}))
+        state = position.get("source")
+        if state is None or self._stateful is None:
+            if position["passed"] and self._reader.length is None:
+                self._tell_of_reading_again(position["passed"])
+            return self.iterate(skip=position["passed"], random=position["random"])
+        transfer, callers = Transfer(self._devices), default_state()
+        self._stateful.load(state)
+        self._sync.begin()
+        self._begun = True
+        batches, states = self._noting(self._reader.begin(0, transfer))
+        self._stateful.restore_generators(state)
+        set_default_state(callers)
+        handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
+        return DataIteration(handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state)))
+
+    def _at(self, random: RandomState, passed: int, source: dict[str, Any] | None = None) -> Position:
+        return Position(random, passed, self._sync.part, self._reader.layout.known, source)
+
+    def _tell_of_reading_again(self, passed: int) -> None:
+        source = self._reader.dataset
+        why = why_without_state(source)
+        if isinstance(source, Iterator) and self._begun:
+            raise CheckpointError(
+                f"a {type(source).__name__} can be read only once, and this one has been read already; make the data "
+                "anew before it goes on at a saved position"
+            )
+        warnings.warn(
+            f"the batches before the saved position ({passed}) are read again and left out, as {why}; "
+            "see the how-to page on data for sources that go on at the very sample",
+            stacklevel=4,
+        )
+
+    def _noting(self, batches: Iterator[Any]) -> tuple[Iterator[Any], deque[dict[str, Any]] | None]:
+        if self._stateful is None:
+            return batches, None
+        states: deque[dict[str, Any]] = deque()
+        return self._stateful.noting(batches, states), states
+
+    def _handed_out(
+        self, batches: Iterator[Any], transfer: Transfer, left_out: Callable[[], Any]
+    ) -> ClosableIterator[Any]:
+        return transfer.received(self._sync.wrap(ReadAhead(batches, self._prefetch), left_out))
+
+    def _first_batch(self, transfer: Transfer) -> Any:
+        """The first batch of the source, whose state is at its end: what an empty batch is made like."""
+        assert self._stateful is not None
+        callers = default_state()
+        self._stateful.rewind()
+        first = next(self._reader.begin(0, transfer), None)
+        set_default_state(callers)
+        return first
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of the ``for`` loop begun last: after the batch that it got last.
+
+        After the last batch of the data, and before any loop, it is the beginning of the next one. Give the data to a
+        ``Checkpoint`` to save it, each worker's own.
+        """
+        if self._position is not None and not self._position.ended:
+            return self._position.state_dict()
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return self._at(without_default(self.random_state()), 0).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next ``for`` loop over this begin at a position that ``state_dict`` returned; see ``resume``."""
+        self._position, self._loaded = None, dict(state)
 
     def random_state(self) -> RandomState:
         """Returns the current states of all generators that the source may draw from, for ``iterate``."""
@@ -165,7 +318,8 @@ class DistributedDataset(DistributedIterable):
         devices: logical devices of the local replicas, in replica order.
         workers: all workers; None is this process alone. Every worker makes this object and iterates over it alike.
         shard: what each worker takes of the data. "batch": its replicas' shards of every global batch; all workers
-            have the same data. "off": each worker reads its own dataset, such as its part of the files. A batch is then
+            have the same data. "file": each worker reads some of the shards of a datasets.IterableDataset, which may be
+            in a DataLoader, in batches of its own. "off": each worker reads its own dataset. With these two a batch is
             divided among the worker's own replicas, and a worker whose data has ended gives empty batches until the
             last worker's data has ended.
         prefetch: the number of batches to read ahead in a thread; 0 reads a batch when it is asked for. None is 2 for a
@@ -203,6 +357,8 @@ class DistributedDataset(DistributedIterable):
         check_choice("shard", shard, get_args(Shard))
         workers = workers or SingleWorkerCommunicator(len(devices))
         source = _checked(dataset)
+        if shard == "file":
+            source = part_of_worker(source, workers)
         layout = BatchLayout.of(source, lists, items=items)
         reader: Reader
         sync: WorkerSync
@@ -241,6 +397,8 @@ class PerReplicaDataset(DistributedIterable):
         prefetch: int | None = None,
         lists: Lists = "auto",
     ) -> None:
+        if not callable(fn):
+            raise ConfigError(f"got a {type(fn).__name__}, expected a function of an InputContext that returns batches")
         workers = workers or SingleWorkerCommunicator(len(devices))
         context = InputContext(
             num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
@@ -249,6 +407,10 @@ class PerReplicaDataset(DistributedIterable):
         layout = BatchLayout.of(source, lists)
         reader = PerReplicaReader(source, len(devices), layout, any_layout=workers.any_layout)
         super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
+
+
+def _described(part: tuple[int, int] | None) -> str:
+    return "data that all workers read" if part is None else f"the own data of worker {part[0]} of {part[1]}"
 
 
 def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:

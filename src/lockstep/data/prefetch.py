@@ -21,8 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from lockstep.checks import check_number
 from lockstep.collectives.replica_barrier import SIGNALS_SEEN_EVERY_S
-from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.errors import DataError, UsageError
 from lockstep.replicas.rng.mode import ReplicaRng
 
 T = TypeVar("T")
@@ -48,9 +49,8 @@ class ClosableIterator(Protocol[T_co]):
 
 def checked_depth(depth: Any) -> int:
     """Returns ``depth``, or raises a ConfigError if it is not a number of batches."""
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ConfigError(f"prefetch={depth!r} is not a number of batches; give 0 to read none ahead, or 1 and more")
-    return depth
+    check_number("prefetch", depth, least=0, whole=True, optional=False)
+    return int(depth)
 
 
 class ReadAhead(Generic[T]):

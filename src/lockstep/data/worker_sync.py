@@ -38,11 +38,17 @@ class WorkerSync:
     Every worker must make the same calls.
     """
 
+    part: tuple[int, int] | None = None
+    """This worker's index and the number of workers, where each reads data of its own; None where all read the same."""
+
     def begin(self) -> None:
         """Is called when an iteration begins, before the source's own iteration begins."""
 
-    def wrap(self, batches: ClosableIterator[Any], left_out: Any) -> ClosableIterator[Any]:
-        """Returns the batches as the consumer gets them; ``left_out`` is the last one before them, if there was one."""
+    def wrap(self, batches: ClosableIterator[Any], left_out: Callable[[], Any]) -> ClosableIterator[Any]:
+        """Returns the batches as the consumer gets them.
+
+        ``left_out`` returns a batch that came before them, or None if there was none; an empty batch is made like it.
+        """
         return batches
 
     def length(self, own: int | None) -> int | None:
@@ -66,7 +72,7 @@ class SameDataSync(WorkerSync):
     def begin(self) -> None:
         start_together(self._workers, self._dataset, self._generators())
 
-    def wrap(self, batches: ClosableIterator[CheckedBatch], left_out: Any) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[CheckedBatch], left_out: Callable[[], Any]) -> Generator[Any, None, None]:
         taken = 0
         with closing(batches):
             self._workers.set_status(f"the wait for batch {taken} of its data")
@@ -87,6 +93,7 @@ class OwnDataSync(WorkerSync):
 
     def __init__(self, workers: Communicator, length: int | None) -> None:
         self._workers = workers
+        self.part = (workers.index, workers.size)
         lengths = workers.all_gather_numbers("the lengths of the workers' own data", (_known(length),))
         self._longest = None if (_UNKNOWN,) in lengths else int(max(lengths)[0])
 
@@ -94,9 +101,9 @@ class OwnDataSync(WorkerSync):
         """Returns the length of the longest worker's data when this object was made."""
         return self._longest
 
-    def wrap(self, batches: ClosableIterator[Any], left_out: Any) -> Generator[Any, None, None]:
+    def wrap(self, batches: ClosableIterator[Any], left_out: Callable[[], Any]) -> Generator[Any, None, None]:
         """This worker's batches, then empty batches while other workers still have some."""
-        batch, empty = None, None if left_out is None else _emptied(left_out)
+        batch, empty = None, None
         ended, taken = False, 0
         with closing(batches):
             while True:
@@ -104,8 +111,8 @@ class OwnDataSync(WorkerSync):
                     self._workers.set_status(f"the wait for batch {taken} of its own data")
                     batch = next(batches, None)
                     ended = batch is None
-                if batch is not None and empty is None:
-                    empty = _emptied(batch)
+                if empty is None and (like := left_out() if batch is None else batch) is not None:
+                    empty = _emptied(like)
                 answers = self._workers.all_gather_numbers(
                     "the next batch of the workers' own data", (not ended, empty is not None)
                 )

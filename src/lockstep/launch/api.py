@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from lockstep.checks import check_path
+from lockstep.errors import ConfigError
+
 R = TypeVar("R")
 
 
@@ -48,6 +51,11 @@ def launch(
         >>> ls.launch(lambda: os.environ["RANK"], workers=2)
         '0'
     """
+    if not callable(fn):
+        raise ConfigError(f"fn is a {type(fn).__name__}, expected the function that every worker runs")
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping | None):
+        given = f"args={args!r}, kwargs={kwargs!r}"[:100]
+        raise ConfigError(f"{given} was given, expected a tuple of fn's arguments and a dict of its keyword arguments")
     from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
     from lockstep.launch.jobs import FunctionJob
 
@@ -56,7 +64,7 @@ def launch(
         gpus_per_worker=gpus_per_worker,
         max_restarts=max_restarts,
         limits=Limits(timeout_s=timeout_s),
-        log_dir=None if log_dir is None else Path(log_dir),
+        log_dir=None if log_dir is None else Path(check_path(log_dir, "log_dir")),
     )
     result: R = job.run(fn, tuple(args), dict(kwargs or {}))
     return result

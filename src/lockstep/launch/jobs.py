@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from lockstep.checks import check_least
+from lockstep.checks import MOST_AT_ONCE, check_number
 from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
@@ -110,8 +110,9 @@ class Job:
     limits: Limits
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "workers")
-        check_least(self, 0, "max_restarts")
+        check_number("workers", self.workers, least=1, most=MOST_AT_ONCE, whole=True)
+        check_number("gpus_per_worker", self.gpus_per_worker, least=0, whole=True)
+        check_number("max_restarts", self.max_restarts, least=0, whole=True, optional=False)
 
     def divide_this_host(self) -> Resources:
         gpus = visible_gpus(os.environ, torch.cuda.device_count())

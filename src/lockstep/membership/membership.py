@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from lockstep._torch_compat import PrefixStore, Store
+from lockstep.checks import check_seconds
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError, LockstepError, UsageError
 from lockstep.membership.failure_report import FailureReport, describe_exception, last_traceback_lines
@@ -51,8 +52,7 @@ def join(
     if spec.task != "worker":
         raise ClusterError(f"an {spec.task} does not take part in the training; run it without joining the job")
     for name, value in (("timeout_s", timeout_s), ("lost_after_s", lost_after_s)):
-        if not value > 0:
-            raise ClusterError(f"{name}={value!r} was given, expected a number of seconds above 0")
+        check_seconds(name, value)
     joined = join_job(spec, timeout_s=timeout_s, lost_after_s=lost_after_s, info=info or {}, report=report)
     return Membership(spec, joined, lost_after_s)
 

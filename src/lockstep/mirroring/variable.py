@@ -138,10 +138,10 @@ class MirroredVariable(VariableBase):
             self._write(context, value, lambda mine, new: new)
             return
         if self.synchronization == "on_read" and self.aggregation == "sum" and not isinstance(value, PerReplica):
-            value = self._addends_of(torch.as_tensor(value))
+            value = self._addends_of(_tensor_of(value))
         with torch.no_grad():
             for mine, new in zip(self._values, self._outside(value), strict=True):
-                mine.copy_(torch.as_tensor(new))
+                mine.copy_(_fitting(_tensor_of(new), mine))
         self._note_versions()
 
     def assign_add(self, value: Any) -> None:
@@ -164,7 +164,7 @@ class MirroredVariable(VariableBase):
             )
         with torch.no_grad():
             for mine, new in zip(self._values, self._outside(value), strict=True):
-                mine.add_(torch.as_tensor(new).to(mine.device), alpha=sign)
+                mine.add_(_fitting(_tensor_of(new), mine).to(mine.device), alpha=sign)
         self._note_versions()
 
     def _write(
@@ -240,6 +240,23 @@ def _equal(values: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+def _fitting(new: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+    """``new``, if it can be written over the variable ``mine``."""
+    try:
+        return new.expand(mine.shape)
+    except RuntimeError:
+        raise ConfigError(
+            f"a variable of shape {tuple(mine.shape)} got a value of shape {tuple(new.shape)}; give one that fits"
+        ) from None
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"a variable got a {type(value).__name__}; give a tensor or a number ({error})") from error
+
+
 def _copy_to(device: LogicalDevice, value: Any) -> torch.Tensor:
     with allocating_on(device), torch.inference_mode(False):  # inference tensors count no writes
-        return torch.as_tensor(value).detach().to(device.torch_device, copy=True)
+        return _tensor_of(value).detach().to(device.torch_device, copy=True)

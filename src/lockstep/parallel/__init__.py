@@ -1,7 +1,7 @@
 """Models divided among workers: tensor parallelism, pipelines, full sharding, on torch's DeviceMesh and DTensor.
 
     mesh_layout, mesh                    which worker holds what (pure); torch's process groups for it
-    model_specs                          what the known model families call their layers
+    model_specs                          how models of transformers are divided: their own plans, and ours
     tensor_parallel, tp_rng              layers, and sequences between them, divided among workers; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker

@@ -1,9 +1,10 @@
 """A replica's pipeline: torch's schedules over the stages, given a shard and a function of the outputs.
 
-    shard -> microbatches of equal length, the last ones padded -> schedule: forward, backward -> gradients
-                         last stage: outputs of a microbatch, without padding -> loss
+    shard -> microbatches, whose rows differ by at most one -> schedule: forward, backward -> gradients
+                                        last stage: outputs of a microbatch -> loss
 
-All workers of the replica see the same shard, so inputs beside the hidden states need not be sent.
+All workers of the replica see the same shard, so the model's inputs need not be sent. What is sent is padded to the
+shapes of the largest microbatch; no stage computes padding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,14 @@ from torch import Tensor
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lockstep._torch_compat import tree_map, tree_unflatten
+from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
 from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
+from lockstep.parallel.pipeline_values import StageValues, check_values, leaving_no_trace, sendable
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Examine = Callable[[Any, slice], Tensor]
@@ -44,8 +46,8 @@ _KINDS: Mapping[ScheduleName, type[Schedule]] = {
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 _ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 """By torch's names. torch also has actions that compute nothing."""
-_TOKENS = "input_ids"
-_MOST_KEPT = 8
+_MOST_SCHEDULES = 8  # which hold buffers
+_MOST_VALUES = 256
 
 
 def orders_of(pipelining: PipelineConfig) -> Orders:
@@ -89,6 +91,30 @@ def without_its_log() -> Iterator[None]:
         _LOG.disabled = before
 
 
+@dataclass(frozen=True)
+class Microbatch:
+    """A part of a shard: the model's inputs by name, for the rows from ``begin`` to ``end``."""
+
+    inputs: dict[str, Any]
+    begin: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass
+class _Pass:
+    """One pass of a shard through the stages."""
+
+    microbatches: list[Microbatch]
+    values: Mapping[int, list[StageValues]]  # by the number of rows: what each stage gives the next
+    most: int  # the rows of the largest microbatch
+    examine: Examine
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, by microbatch
+
+
 class Pipeline:
     """The schedules of one model on this worker.
 
@@ -96,7 +122,7 @@ class Pipeline:
         stages: this worker's, in the order of their numbers.
         pipelining: the schedule, and the number of microbatches.
         group: the workers of all stages of this part of the model, in the order of the pipeline.
-        hidden, dtype: the width and the dtype of the hidden states.
+        workers: the same workers.
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
@@ -108,18 +134,17 @@ class Pipeline:
         pipelining: PipelineConfig,
         *,
         group: dist.ProcessGroup,
-        hidden: int,
-        dtype: torch.dtype,
+        workers: Communicator,
         device: torch.device,
     ) -> None:
-        self._stages, self._group = tuple(stages), group
+        self._stages, self._group, self._workers = tuple(stages), group, workers
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
-        self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._schedules: dict[tuple[Any, ...], Schedule] = {}
-        self._examine: Examine | None = None
-        self._rows = 0
+        self._device = device
+        self._values: LatestKept[list[StageValues]] = LatestKept(_MOST_VALUES)
+        self._schedules: LatestKept[Schedule] = LatestKept(_MOST_SCHEDULES)
+        self._now: _Pass | None = None
         self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
 
     @property
@@ -131,8 +156,8 @@ class Pipeline:
         """Forward and backward of a shard. All workers must call it, with the same shard.
 
         Args:
-            x: the model's inputs, "input_ids" among them: a dict of keyword arguments, a tuple or list of positional
-                ones, or the first one alone.
+            x: the model's inputs: a dict of keyword arguments, a tuple or list of positional ones, or the first one
+                alone.
             rows: the number of rows, at least one.
             examine: called where the outputs are, for each microbatch that has rows.
         """
@@ -156,56 +181,86 @@ class Pipeline:
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
-        microbatches = self._pipelining.microbatches
-        part = -(-rows // microbatches)
-        tokens, named = tree_map(lambda leaf: _padded(leaf, rows, part * microbatches), self._inputs(x))
-        schedule = self._schedule((part, *tokens.shape[1:]), tokens.dtype, backward=backward)
-        self._examine, self._rows = examine, rows
+        microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
+        examples = {each.rows: each for each in microbatches if each.rows}
+        values = {number: self._values_for(each, backward=backward) for number, each in examples.items()}
+        now = self._now = _Pass(microbatches, values, max(values), examine)
+        schedule = self._schedule(values[now.most], backward=backward)
         self._slots.clear()
-        given = (tokens,) if self._stages[0].first else ()
-        numbers = torch.arange(len(tokens))
         run = schedule.step if backward else schedule.eval
         try:
             with without_its_log():
                 run(
-                    *given,
-                    target=numbers if self.is_last else None,
+                    target=torch.arange(len(microbatches)) if self.is_last else None,
                     losses=[] if self.is_last else None,
                     return_outputs=False,
-                    real=numbers < rows,
-                    **named,
                 )
         finally:
-            self._examine = None
+            self._now = None
 
-    def _inputs(self, x: Any) -> tuple[Tensor, dict[str, Any]]:
-        named = self._arguments.of_inputs(x)
-        if not isinstance(tokens := named.pop(_TOKENS, None), Tensor):
-            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in named.items())
-            raise DataError(
-                f'a pipeline begins with the tensor "{_TOKENS}", and the other inputs are {kinds or "none"}; give that '
-                "tensor alone, first, or in a dict of the model's keyword arguments"
-            )
-        return tokens, named
+    def _values_for(self, microbatch: Microbatch, *, backward: bool) -> list[StageValues]:
+        """What each stage gives the next for microbatches of this shape."""
+        return self._values.get(
+            (backward, *self._key(microbatch.inputs)),
+            lambda: [StageValues(number, values) for number, values in enumerate(self._example(microbatch))],
+        )
 
-    def _schedule(self, shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool) -> Schedule:
-        """The schedule for microbatches of this shape; its buffers are kept for the latest shapes."""
-        key = (shape, backward)
-        found = self._schedules.pop(key, None)
-        if found is None:
-            found = self._make_schedule(shape, dtype, backward=backward)
-            while len(self._schedules) >= _MOST_KEPT:
-                self._schedules.pop(next(iter(self._schedules)))
-        self._schedules[key] = found
+    def _key(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the shapes between stages depend on."""
+        leaves, spec = tree_flatten(dict(inputs))
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        kind = self._device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return (repr(spec), tuple(shapes), precision, self._stages[0].key(inputs))
+
+    def _example(self, microbatch: Microbatch) -> list[Any]:
+        """What each stage but the last gives the next, by a forward pass of all of them that leaves no trace."""
+        known = self._stages[0].known_values(microbatch.inputs)
+        if known is not None:
+            return [known] * (self._pipelining.stages - 1)
+        found: list[Any] = []
+        values: Any = ()
+        for number in range(self._pipelining.stages - 1):
+            own = [stage for stage in self._stages if stage.number == number]
+            tried = self._tried(own[0], values, microbatch.inputs) if own else ((), "")
+            everyones = all_gather_object(self._workers, f"what stage {number} gives the next", tried)
+            given, fault = everyones[self._pipelining.worker_of(number)]
+            if fault:
+                raise ConfigError(fault)
+            values = tree_map(self._on_device, given)
+            found.append(values)
         return found
 
-    def _make_schedule(self, shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool) -> Schedule:
-        hidden = torch.empty(*shape, self._hidden, dtype=self._dtype, device="meta", requires_grad=backward)
-        tokens = torch.empty(shape, dtype=dtype, device="meta")
+    def _tried(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
+        """What a stage gives the next, or why that cannot be sent."""
+        given, named = tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (tuple(values), dict(inputs))
+        )
+        stage.activate()
+        with leaving_no_trace(stage.model, self._device):
+            try:
+                given = stage(*given, inputs=named)
+                check_values(stage.number, given)
+            except ConfigError as error:
+                return (), str(error)
+            return sendable(given), ""
+
+    def _on_device(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(self._device).requires_grad_(leaf.requires_grad)
+
+    def _schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
+        """The schedule for microbatches of these shapes; its buffers are kept for the latest ones."""
+        shapes = tuple((each.shape, each.dtype, each.requires_grad) for one in values for each in one.tensors)
+        return self._schedules.get((shapes, backward), lambda: self._make_schedule(values, backward=backward))
+
+    def _make_schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
+        between = [[], *(each.tensors for each in values), []]
         stages: list[Any] = [
             TracedStage(
-                stage, self._pipelining.stages, group=self._group, takes=tokens if stage.first else hidden,
-                gives=hidden, slots=self._slots, device=self._device,
+                stage, self._pipelining.stages, group=self._group, run=self._run, takes=between[stage.number],
+                gives=between[stage.number + 1], slots=self._slots, device=self._device,
             )
             for stage in self._stages
         ]  # fmt: skip
@@ -219,17 +274,79 @@ class Pipeline:
             _leave_out_backward(made)
         return made
 
-    def _loss(self, leaves: tuple[Tensor, ...], numbers: Tensor) -> Tensor:
-        """The loss of one microbatch of rows with these numbers, whose padding the stage has left out."""
-        begin, end = int(numbers[0]), min(int(numbers[-1]) + 1, self._rows)
-        if begin >= end or self._examine is None:
-            return leaves[0].sum() * 0.0
-        spec = self._stages[-1].outputs
-        outputs = tree_unflatten(list(leaves), spec) if spec is not None else leaves
-        loss = self._examine(outputs, slice(begin, end))
+    def _run(self, stage: Stage, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
+        """Computes one microbatch in one stage; returns what is sent, and of the last stage the outputs' tensors."""
+        assert self._now is not None
+        microbatch, values = self._now.microbatches[number], self._now.values
+        if not microbatch.rows:
+            return self._nothing(stage, received)
+        taken = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
+        given = stage(*taken, inputs=microbatch.inputs)
+        if not stage.last:
+            padded = values[self._now.most][stage.number].tensors
+            return values[microbatch.rows][stage.number].give(given, padded)
+        self._now.outputs[number] = given
+        return tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+
+    def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Zeros in place of a microbatch without rows, whose gradients are zero."""
+        assert self._now is not None
+        through = [each.sum() * 0.0 for each in received if each.requires_grad]
+        zero = sum(through, start=torch.zeros((), device=self._device))
+        if stage.last:
+            return (zero,)
+        blank = self._now.values[self._now.most][stage.number].tensors
+        zeros = [torch.zeros(each.shape, dtype=each.dtype, device=self._device) for each in blank]
+        if not through:
+            return tuple(each.requires_grad_(like.requires_grad) for each, like in zip(zeros, blank, strict=True))
+        return tuple(
+            each + zero.to(each.dtype) if like.requires_grad else each for each, like in zip(zeros, blank, strict=True)
+        )
+
+    def _loss(self, leaves: Any, numbers: Tensor) -> Tensor:
+        """The loss of the microbatch of this number."""
+        assert self._now is not None
+        number = int(numbers[0])
+        microbatch = self._now.microbatches[number]
+        if not microbatch.rows:
+            return torch.stack(list(leaves)).sum()
+        loss = self._now.examine(self._now.outputs.pop(number), slice(microbatch.begin, microbatch.end))
         if self._slots:  # the loss is part of the last forward pass
             self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
         return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
+
+
+def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatch]:
+    """Divides a shard into ``number`` microbatches, whose rows differ by at most one, the larger ones first."""
+    found, begin = [], 0
+    for index in range(number):
+        end = begin + rows // number + (index < rows % number)
+        part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
+        found.append(Microbatch(dict(part), begin, end))
+        begin = end
+    return found
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
+
+
+T = TypeVar("T")
+
+
+class LatestKept(Generic[T]):
+    """The ``most`` values that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._kept = most, dict[Any, T]()
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """The value of a key, made if it is not kept."""
+        found = self._kept.pop(key) if key in self._kept else make()
+        while len(self._kept) >= self._most:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[key] = found
+        return found
 
 
 def _leave_out_backward(made: Any) -> None:
@@ -241,10 +358,3 @@ def _leave_out_backward(made: Any) -> None:
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
         made.register_custom_function(computation, skip)
-
-
-def _padded(leaf: Any, rows: int, length: int) -> Any:
-    """A tensor of ``rows`` rows, padded with its first row to ``length``."""
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows or rows == length:
-        return leaf
-    return torch.cat([leaf, leaf[:1].expand(length - rows, *leaf.shape[1:])])

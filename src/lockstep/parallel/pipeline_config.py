@@ -60,10 +60,14 @@ class PipelineConfig:
             return worker, self.stages - 1 - worker
         return tuple(range(worker, self.stages, self.workers))
 
+    def worker_of(self, stage: int) -> int:
+        """The worker of the pipeline that holds a stage."""
+        return next(worker for worker in range(self.workers) if stage in self.stages_of(worker))
+
     @property
     def last_worker(self) -> int:
         """The worker of the pipeline that holds the last stage, and has the outputs."""
-        return next(worker for worker in range(self.workers) if self.stages - 1 in self.stages_of(worker))
+        return self.worker_of(self.stages - 1)
 
 
 def choose_pipeline_config(

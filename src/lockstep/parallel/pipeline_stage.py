@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -14,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lockstep._torch_compat import TreeSpec, tree_flatten, tree_map
-from lockstep.parallel.model_specs import base_name, require_model_spec
+from lockstep.errors import ConfigError, DataError
+from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
-PipelineSplit = Literal["auto"] | Sequence[int]  # the number of layers of each stage, or "auto"
+PipelineSplit = Literal["auto"] | Sequence[int] | Sequence[str]
+"""The number of layers of each stage, the names of modules at which the second and further stages begin, or "auto"."""
+_TOKENS, _EMBEDDED = "input_ids", "inputs_embeds"
 
 
 class ActiveStage:
@@ -38,31 +42,81 @@ class ActiveStage:
         part.forward = forward
 
 
-class _StandIn(nn.Module):
-    """In place of a module that another stage has."""
+class StandIn(nn.Module):
+    """In place of a module that another stage has; ``dtype`` is that of its weights."""
 
-    def __init__(self, kind: str = "identity") -> None:
+    def __init__(self, kind: str = "identity", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._kind = kind
+        # ViT converts what it gives its embeddings to the dtype of these weights.
+        self.patch_embeddings = SimpleNamespace(projection=SimpleNamespace(weight=torch.empty(0, dtype=dtype)))
 
-    def forward(self, hidden: Tensor | None = None, *_: Any, inputs_embeds: Tensor | None = None, **named: Any) -> Any:
+    def forward(
+        self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
+    ) -> Any:
         if self._kind == "embeds":  # the hidden states that were given instead of tokens
-            return inputs_embeds
+            return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
 
-class Stage(nn.Module):
-    """Stage ``number`` of all ``stages``, as torch's pipelining calls it. Made by ``cut_to_stages``.
-
-    Args:
-        model: the model, cut down to this worker's stages.
-        base: its body, which is the model itself where it has no head.
-        parts: the modules of the model that are this stage's own; also an attribute.
-        active: which of this worker's stages computes now.
+class Stage(nn.Module, ABC):
+    """One stage of a model, as a pipeline calls it.
 
     Attributes:
-        outputs: the structure of the model's outputs, whose tensors the last stage returns.
+        model: the model, cut down to this worker's stages.
+        number: this stage's, of all ``stages``.
+    """
+
+    def __init__(self, model: nn.Module, *, number: int, stages: int) -> None:
+        super().__init__()
+        self.model, self.number = model, number
+        self.first, self.last = number == 0, number == stages - 1
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules of the model that are this stage's own."""
+
+    @abstractmethod
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
+
+    @abstractmethod
+    def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
+        """The model's outputs, on the last stage; before it a tuple of what the next stage takes as ``values``.
+
+        ``inputs`` are the model's, by name.
+        """
+
+    def activate(self) -> None:
+        """Called before each computation for this stage."""
+
+    def key(self, inputs: Mapping[str, Any]) -> Any:
+        """What ``forward`` depends on beside the shapes of its arguments."""
+        return None
+
+    def known_values(self, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """What a stage gives the next for these inputs, on the meta device; None if a pass must find it out."""
+        return None
+
+
+def weights_in(held: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among ``held`` and in the modules among them, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for each in held:
+        own = each.parameters() if isinstance(each, nn.Module) else [each] if isinstance(each, nn.Parameter) else []
+        found |= {id(parameter): parameter for parameter in own}
+    return iter(found.values())
+
+
+class ModelStage(Stage):
+    """A stage of one of transformers' models. Made by ``cut_to_stages``.
+
+    Args:
+        base: the model's body, which is the model itself where it has no head.
+        parts: the modules of the model that are this stage's own.
+        active: which of this worker's stages computes now.
     """
 
     def __init__(
@@ -75,67 +129,76 @@ class Stage(nn.Module):
         stages: int,
         active: ActiveStage,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self._base, self.parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
+        super().__init__(model, number=number, stages=stages)
+        self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
         self._active = active
-        self.number = number
-        self.first, self.last = number == 0, number == stages - 1
         self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
         self._dtype = next(model.parameters()).dtype
-        self.outputs: TreeSpec | None = None
+        self._input = str(getattr(model, "main_input_name", _TOKENS))
 
-    def activate(self) -> None:
-        """Has the model's parts compute for this stage from now on. Must be called before each computation."""
-        self._active.stage = self.number
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return self._parts
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
-        found = {id(each): each for part in self.parts for each in part.parameters(recurse)}
-        return iter(found.values())
+        return weights_in(self._parts)
 
-    def forward(self, incoming: Tensor, *, real: Tensor | None = None, **named: Any) -> Any:
-        """The hidden states for the next stage, or the tensors of the model's outputs.
+    def activate(self) -> None:
+        """Has the model's parts compute for this stage from now on."""
+        self._active.stage = self.number
 
-        Args:
-            incoming: the token ids on the first stage, else the hidden states.
-            real: [rows] bool, False for padding rows at the end of a microbatch. The last stage leaves these out before
-                the model, whose outputs need not have a row for each; it keeps one row at least.
-            named: the model's other arguments.
-        """
-        if self.last and real is not None:
-            given_rows, rows = len(incoming), max(1, int(real.sum()))
-            incoming, named = tree_map(
-                lambda leaf: (
-                    leaf[:rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == given_rows else leaf
-                ),
-                (incoming, named),
-            )
-        given = {name: value for name, value in named.items() if name in self._accepted}
-        if self.first:
-            given["input_ids"] = incoming
-        else:
+    def known_values(self, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        tokens = self._first_input(inputs)
+        if self._input != _TOKENS:
+            return None
+        config: Any = self.model.config
+        hidden = torch.empty(*tokens.shape, int(config.get_text_config().hidden_size), dtype=self._dtype, device="meta")
+        return (hidden.requires_grad_(torch.is_grad_enabled()),)
+
+    def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
+        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        if not self.first:
+            given.pop(self._input, None)
             given.pop("token_type_ids", None)  # they were added on the first stage
-            given["inputs_embeds"] = incoming
+            (given[_EMBEDDED if _EMBEDDED in self._accepted else self._input],) = values
         if "use_cache" in self._accepted:
             given["use_cache"] = False
-        if not self.last:
-            hidden: Tensor = self._base[0](**given).last_hidden_state
-            hidden = hidden.to(self._dtype)  # autocast may give another dtype than the next stage expects
-            return hidden.clone() if hidden._is_view() else hidden  # torch detaches it in place, which a view refuses
-        leaves, self.outputs = tree_flatten(self.model(**given))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if self.last:
+            return self.model(**given)
+        hidden: Tensor = self._base[0](**given).last_hidden_state
+        return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
+
+    def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
+        if not isinstance(given := inputs.get(self._input), Tensor):
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in inputs.items())
+            raise DataError(
+                f'a pipeline of this model begins with the tensor "{self._input}", and the inputs are '
+                f"{kinds or 'none'}; give that tensor alone, first, or in a dict of the model's keyword arguments"
+            )
+        return given
+
+
+def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
+    """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
+    spec = require_layers(module, 'pipeline_split="auto"')
+    layers = list(module.get_submodule(base_name(module)).get_submodule(spec.layers).children())
+    heads = [part for name, part in module.named_modules() if name in spec.heads]
+    check_layers(pipelining, len(layers))
+    if not isinstance(split, str):
+        return check_split([int(each) for each in split], pipelining.stages, len(layers))
+    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
 def cut_to_stages(
-    module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig, worker: int
-) -> tuple[Stage, ...]:
-    """Cuts a model down to the stages of one worker, in place; they are in the order of their numbers."""
-    spec = require_model_spec(module, 'pipeline_split="auto"')
+    module: nn.Module, counts: Sequence[int], pipelining: PipelineConfig, worker: int
+) -> tuple[ModelStage, ...]:
+    """Cuts one of transformers' models down to the stages of one worker, in place, in the order of their numbers.
+
+    ``counts`` are the numbers of layers of all stages.
+    """
+    spec = require_layers(module, 'pipeline_split="auto"')
     base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
-    heads = [part for name, part in module.named_modules() if name in spec.heads]
-    counts = _layer_counts(list(layers.children()), heads, split, pipelining)
     ends = list(accumulate(counts))
     parts: dict[int, list[nn.Module]] = {number: [] for number in pipelining.stages_of(worker)}
     active = ActiveStage()
@@ -153,28 +216,19 @@ def cut_to_stages(
             active.restrict(part, stage, otherwise)
 
     for number, (name, _) in enumerate(list(layers.named_children())):
-        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), _StandIn())
+        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), StandIn())
     last = pipelining.stages - 1
     for name, kind in spec.first_stage.items():
-        keep(base, name, 0, _StandIn(kind))
+        keep(base, name, 0, StandIn(kind, next(module.parameters()).dtype))
     for name in spec.last_stage:
-        keep(base, name, last, _StandIn())
+        keep(base, name, last, StandIn())
     if base is not module:
         for name in [name for name, child in module.named_children() if child is not base]:
             keep(module, name, last, nn.Identity())
     return tuple(
-        Stage(module, base, own, number=number, stages=pipelining.stages, active=active)
+        ModelStage(module, base, own, number=number, stages=pipelining.stages, active=active)
         for number, own in parts.items()
     )
-
-
-def _layer_counts(
-    layers: Sequence[nn.Module], heads: Sequence[nn.Module], split: PipelineSplit, pipelining: PipelineConfig
-) -> tuple[int, ...]:
-    check_layers(pipelining, len(layers))
-    if not isinstance(split, str):
-        return check_split(split, pipelining.stages, len(layers))
-    return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
 def _cost(module: nn.Module) -> float:
@@ -182,10 +236,38 @@ def _cost(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
+def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]]) -> list[list[str]]:
+    """The names of each weight that the first and the last worker of a pipeline both have.
+
+    Args:
+        ties: the names of each weight that has several.
+        workers: the names of the weights that each worker has.
+
+    Raises:
+        ConfigError: a weight that other workers have in common.
+    """
+    several = {name for names in ties for name in names}
+    alone = [[name] for name in dict.fromkeys(name for held in workers for name in held) if name not in several]
+    found = []
+    for names in [*(list(each) for each in ties), *alone]:
+        holders = [number for number, held in enumerate(workers) if not set(names).isdisjoint(held)]
+        if len(holders) < 2:
+            continue
+        if holders != [0, len(workers) - 1]:
+            raise ConfigError(
+                f"{' and '.join(names)} is one weight, which the workers {holders} of a pipeline would hold, and only "
+                "its first and its last worker can have a weight in common; choose another pipeline_split"
+            )
+        found.append(names)
+    return found
+
+
 class TracedStage(PipelineStage):
     """torch's stage for microbatches of one shape, which adds its actions to ``slots``.
 
-    ``takes`` and ``gives`` have the shapes and dtypes of the input and output, on the meta device.
+    Args:
+        run: computes a microbatch, given the stage, the tensors that it received, and the microbatch's number.
+        takes, gives: tensors of the shapes and dtypes of what it receives and sends, on the meta device.
     """
 
     def __init__(
@@ -194,16 +276,27 @@ class TracedStage(PipelineStage):
         stages: int,
         *,
         group: dist.ProcessGroup,
-        takes: Tensor,
-        gives: Tensor,
+        run: Callable[[Stage, Sequence[Tensor], int], tuple[Tensor, ...]],
+        takes: Sequence[Tensor],
+        gives: Sequence[Tensor],
         slots: list[Slot],
         device: torch.device,
     ) -> None:
         # With the shapes known, torch need not run a microbatch to find them.
-        super().__init__(stage, stage.number, stages, device, input_args=takes, output_args=gives, group=group)
-        self._module, self._slots = stage, slots
+        super().__init__(
+            stage, stage.number, stages, device, group=group, input_args=tuple(takes), output_args=tuple(gives)
+        )
+        self._module, self._run, self._slots = stage, run, slots
+        self._microbatch = -1
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._module, args, self._microbatch)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self._module.last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatch = fwd_chunk_id
         forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         return self._compute("forward", fwd_chunk_id, forward)
 
@@ -213,6 +306,8 @@ class TracedStage(PipelineStage):
         if self.has_backward:
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
+            gradients = self.bwd_cache[bwd_chunk_id]  # which are sent as they lie in memory
+            self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:

@@ -69,7 +69,8 @@ class _Rates:
 
     def __init__(self, device: DeviceKind, software: Software) -> None:
         constants, precision = software.constants, software.precision
-        self.flops = device.peak(precision.format) * constants.matmul
+        self.flops = device.peak(precision.format) * device.matmul
+        self.attention = device.peak(precision.format) * device.attention
         self.bandwidth = device.bandwidth * constants.memory
         self.value = precision.activation
 
@@ -89,14 +90,17 @@ def _layer_work(
     shape: ModelShape, sequences: int, tensor: int, sequence_parallel: bool, device: DeviceKind, software: Software
 ) -> Work:
     rates, constants = _Rates(device, software), software.constants
-    h, tokens = shape.hidden, shape.sequence * sequences
-    inner = shape.feed_forward / tensor
-    linear = (
-        rates.product(tokens, (h + 2 * shape.kv_width) / tensor, h)
-        + rates.product(tokens, h, h / tensor)
-        + rates.product(tokens, inner * (2 if shape.gated else 1), h)
-        + rates.product(tokens, h, inner)
-    )
+    h, width, tokens = shape.hidden, shape.query_width, shape.sequence * sequences
+    linear = rates.product(tokens, (width + 2 * shape.kv_width) / tensor, h) + rates.product(tokens, h, width / tensor)
+    if shape.dense_feed_forward:
+        linear += _feed_forward(shape, rates, tokens, shape.dense_feed_forward / tensor)
+    if shape.experts:
+        # Tokens are spread evenly. The router is small beside its experts.
+        each = tokens * shape.active_experts / shape.experts
+        linear += shape.experts * _feed_forward(shape, rates, each, shape.feed_forward / tensor)
+        linear += rates.product(tokens, shape.experts, h)
+    # What the modules compute beyond the sizes, or less.
+    linear += 2 * tokens * (shape.layer_matrices - shape.sized_matrices) / tensor / rates.flops
     elementwise = _elementwise_bytes(shape, tokens, tensor, sequence_parallel, software) / rates.bandwidth
     scores, scores_backward = _attention(shape, sequences, tensor, rates, software)
     launch = _LAYER_OPERATIONS * constants.launch_us * 1e-6
@@ -104,6 +108,13 @@ def _layer_work(
         forward=max(linear + scores + elementwise, launch),
         backward=max(2 * linear + scores_backward + constants.backward_passes * elementwise, 2 * launch),
         weights=linear,
+    )
+
+
+def _feed_forward(shape: ModelShape, rates: _Rates, tokens: float, inner: float) -> float:
+    """Seconds of the products of one feed-forward layer of size ``inner``."""
+    return rates.product(tokens, inner * (2 if shape.gated else 1), shape.hidden) + rates.product(
+        tokens, shape.hidden, inner
     )
 
 
@@ -121,7 +132,9 @@ def _elementwise_bytes(
     casts = saved.projections * (precision.residual + value) if precision.cast else 0
     replicated = tokens * shape.hidden * (norms + dropouts + casts) / (tensor if sequence_parallel else 1)
     transposed = 2 * value * shape.hidden
-    inner = 2 * (saved.inner - 1) * value * shape.feed_forward
+    inner = 2 * (saved.inner - 1) * value * shape.active_feed_forward
+    # A token's copies for its experts, and their results.
+    inner += 2 * 2 * value * shape.active_experts * shape.hidden
     return replicated + tokens * (transposed + inner) / tensor
 
 
@@ -129,14 +142,26 @@ def _attention(
     shape: ModelShape, sequences: int, tensor: int, rates: _Rates, software: Software
 ) -> tuple[float, float]:
     """Seconds of attention's two products and what lies between them: forward, backward."""
-    s, width, count = shape.sequence, shape.head_width, sequences * shape.heads / tensor
+    s, width, count = shape.sequence, shape.head_size, sequences * shape.heads / tensor
     if software.fused_attention:
         # Scores stay on the chip; the backward pass recomputes them (FlashAttention, arXiv 2205.14135).
-        forward = count * 4 * s * s * width / rates.flops + count * 4 * s * width * rates.value / rates.bandwidth
+        operations = sequences * s * _computed_keys(shape) * shape.pair_flops / tensor
+        forward = operations / rates.attention + count * 4 * s * width * rates.value / rates.bandwidth
         return forward, 2.5 * forward
     products = rates.product(s, s, width, count) + rates.product(s, width, s, count)
     between = count * s * s * (4 * rates.value + 1) / rates.bandwidth
     return products + between, 2 * products + software.constants.backward_passes * between
+
+
+def _computed_keys(shape: ModelShape) -> float:
+    """Keys that a fused kernel computes for a query, on average.
+
+    It leaves out later tokens. Windows that are shorter than the sequence are masks, behind which all is computed, as
+    in torch's ``scaled_dot_product_attention``.
+    """
+    s = shape.sequence
+    masked = shape.windowed if 0 < shape.window < s else 0.0
+    return masked * s + (1 - masked) * ((s + 1) / 2 if shape.causal else s)
 
 
 @lru_cache(maxsize=4096)
@@ -161,13 +186,15 @@ def accumulate_seconds(parameters: float, layout: Layout, device: DeviceKind, so
     """Adding a microbatch's gradients to the earlier ones: two reads and one write; 0 for a single microbatch."""
     if layout.microbatches == 1:
         return 0.0
+    parameters /= layout.data if layout.shard_parameters else 1
     return parameters * 3 * software.precision.gradient / (device.bandwidth * software.constants.memory)
 
 
 def _update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
     """An update: gradients are read for their norm and scaled; state and weights are read and written."""
     precision = software.precision
-    shards = layout.data if layout.shard_optimizer or layout.shard_parameters else 1
+    parameters /= layout.data if layout.shard_parameters else 1
+    shards = layout.data if layout.shard_optimizer else 1
     moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / shards
     return parameters * moved / (device.bandwidth * software.constants.memory)
 
@@ -301,7 +328,7 @@ class _StepCost:
         """The exchange between copies, less what overlaps with the last microbatch's backward pass.
 
         With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
-        gathered twice per microbatch.
+        gathered twice per microbatch and copied out of what was gathered; gradients are copied in to be scattered.
         """
         layout, precision = self.layout, self.software.precision
         scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
@@ -310,6 +337,10 @@ class _StepCost:
         during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
         if layout.shard_parameters:
             during = layout.microbatches * (scatter + 2 * gather)
+            copied = (
+                layout.microbatches * parameters * (2 * 2 * precision.weight + precision.weight + precision.gradient)
+            )
+            after = copied / (self.device.bandwidth * self.software.constants.memory)
             overlapped = layout.microbatches * compute
         if not self.software.overlap_data:
             return during + after
@@ -318,6 +349,6 @@ class _StepCost:
     def flops(self) -> float:
         """Operations of the model without recomputation: 72 B s l h^2 (1 + ...) for a GPT."""
         shape = self.shape
-        layers = shape.layers * (2 * shape.layer_matrices + 4 * shape.sequence * shape.hidden)
+        layers = shape.layers * (2 * shape.layer_matrices + shape.attended * shape.pair_flops)
         head = shape.predicted * 2 * shape.hidden * shape.vocabulary
         return 3 * self.layout.batch * shape.sequence * (layers + head)

@@ -88,8 +88,15 @@ def why_indivisible(shape: ModelShape, *, data: int, pipeline: int, tensor: int,
     """Why degrees do not divide a model and a global batch, with those that would; None if they do."""
     if pipeline > shape.layers:
         return f"pipeline={pipeline} is more stages than layers={shape.layers}; choose at most {shape.layers}"
+    for degree, value, planned in (("tensor", tensor, shape.tensor_plan), ("pipeline", pipeline, shape.pipeline_plan)):
+        if value > 1 and not planned:
+            return (
+                f"{degree}={value} needs a plan for {shape.name}, which transformers does not have; choose {degree}=1"
+            )
+    experts = (("tensor", tensor, "experts", shape.experts),) if shape.experts else ()
     for degree, value, name, size in (
         *(("tensor", tensor, name, getattr(shape, name)) for name in ("heads", "hidden", "feed_forward", "kv_heads")),
+        *experts,
         ("data", data, "the global batch", batch),
     ):
         if size % value:

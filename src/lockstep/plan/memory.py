@@ -64,7 +64,7 @@ def worker_parameters(shape: ModelShape, layout: Layout, worker: PipelineWorker)
     if worker.embedding:
         total += vocabulary + shape.embedding_rows * shape.hidden
     if worker.head:
-        total += shape.final_norm_parameters + (0 if shape.tied and worker.embedding else vocabulary)
+        total += shape.other_parameters + (0 if shape.tied and worker.embedding else vocabulary)
     return total
 
 
@@ -94,10 +94,11 @@ def _layer_activations(
     # sequence parallelism, the input is gathered for its product and saved so, as DTensor does.
     inputs = (saved.projections if precision.cast else 2) * value
     norms = (saved.norms * precision.residual + saved.masks) / sequence_ranks
-    inner = 2 * shape.hidden + 2 * shape.kv_width + saved.inner * shape.feed_forward
+    inner = 2 * shape.query_width + 2 * shape.kv_width + saved.inner * shape.active_feed_forward
+    inner += 2 * shape.active_experts * shape.hidden  # a token's copies for its experts, and their results
     # Softmax and dropout save a value each, and a mask of one byte.
     scores = 0.0 if software.fused_attention else shape.heads * shape.sequence * tokens * (2 * value + 1)
-    divided = shape.hidden + 2 * shape.kv_width + (2 if shape.gated else 1) * shape.feed_forward
+    divided = shape.query_width + 2 * shape.kv_width + (2 if shape.gated else 1) * shape.active_feed_forward
     return LayerActivations(
         saved=tokens * shape.hidden * (norms + inputs) + (tokens * value * inner + scores) / tensor,
         input=tokens * shape.hidden * precision.residual / sequence_ranks,
@@ -149,7 +150,7 @@ class WorkerMemory:
         earlier = self.gradients if layout.microbatches > 1 else 0.0
         passing, at_head = self.unsharded()
         if not layout.shard_parameters and earlier:  # the gradient that is being computed, at most the largest
-            passing = self.gradient * self.shape.feed_forward * self.shape.hidden / layout.tensor
+            passing = self.gradient * self.shape.largest_matrix / layout.tensor
         moments = [(live + (results if layout.splits_backward else 0.0), earlier + passing)]
         if worker.head:
             losses = live + self.logits * worker.live_losses * (self.value + _SAVED_LOSS_BYTES)
@@ -202,8 +203,8 @@ class WorkerMemory:
 
     def update(self) -> float:
         """Temporaries of Adam for the largest parameter."""
-        rows = max(self.shape.vocabulary if self.worker.embedding or self.worker.head else 0, self.shape.feed_forward)
-        largest = rows * self.shape.hidden / self.layout.tensor
+        words = self.shape.vocabulary * self.shape.hidden if self.worker.embedding or self.worker.head else 0
+        largest = max(words, self.shape.largest_matrix) / self.layout.tensor
         if self.layout.shard_parameters:
             largest /= self.layout.data
         owned = self.parameters / (self.layout.data if self.layout.shard_optimizer else 1)

@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep import tensorflow_names
 from lockstep._torch_compat import tree_leaves, tree_map
+from lockstep.checks import MOST_AT_ONCE, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import (
     PerReplica,
@@ -212,15 +213,19 @@ class Strategy(ABC):
             replicas is returned as it is, and so is a number, string or None that is equal in all.
 
         Raises:
-            TypeError: ``args`` is not a tuple or list.
+            TypeError: ``fn`` is no function, ``args`` not a tuple or list, or ``kwargs`` not a dict by names.
             BaseException: the exception of a replica that failed, with a note that names the replica and its device.
             CollectiveError: the replicas did not meet at the same collective.
             UsageError: called inside a replica, or inside another strategy's scope.
         """
         self._outside("run")
+        if not callable(fn):
+            raise TypeError(f"fn must be a function, got {type(fn).__name__}; write strategy.run(step, (batch,))")
         if not isinstance(args, (tuple, list)):
             kind = type(args).__name__
             raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
+        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+            raise TypeError(f"kwargs must be a dict of fn's keyword arguments, got {kwargs!r}"[:200])
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
@@ -341,7 +346,8 @@ class Strategy(ABC):
 
         Args:
             dataset: any iterable of global batches.
-            shard: what each worker reads: its part of every batch ("batch"), or a dataset of its own ("off").
+            shard: what each worker reads: its part of every batch ("batch"), some of the shards of a
+                datasets.IterableDataset ("file"), or a dataset of its own ("off").
             prefetch: the number of batches to read ahead; 0 reads a batch when it is asked for. None is 2 for data in
                 memory and a DataLoader with worker processes, and 0 for what may draw random numbers or depend on the
                 training's state, such as generators and datasets of your own.
@@ -466,8 +472,7 @@ def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDe
 def check_replicas(replicas: int | None, threads: int | None) -> int | None:
     """Raises a ConfigError for numbers that cannot be; returns the intra-op threads of a replica, None to divide."""
     for name, number in (("replicas", replicas), ("threads_per_replica", threads)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise ConfigError(f"{name}={number!r} was given, expected a whole number from 1, or None")
+        check_number(name, number, least=1, most=MOST_AT_ONCE, whole=True)
     return 1 if threads is None and replicas is not None else threads
 
 

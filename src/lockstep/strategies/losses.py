@@ -8,10 +8,12 @@ something other than examples is counted, such as labels that are not ignored, d
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
 
+from lockstep.checks import check_kind, check_number
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import ConfigError, UsageError
 from lockstep.replicas.context import get_replica_context
@@ -48,7 +50,9 @@ def compute_average_loss(
         raise UsageError(
             "compute_average_loss is about one replica's shard; call it inside the function given to strategy.run"
         )
-    if per_example_loss.ndim == 0:
+    for name, value in (("per_example_loss", per_example_loss), ("sample_weight", sample_weight)):
+        check_kind(name, value, torch.Tensor, "a tensor")
+    if per_example_loss is None or per_example_loss.ndim == 0:
         raise ConfigError(
             'the loss is a scalar, expected one value per example, shape (rows, ...); use reduction="none" in the loss'
         )
@@ -56,8 +60,7 @@ def compute_average_loss(
         per_example_loss = per_example_loss * fitted_weight(sample_weight, per_example_loss)
     total = per_example_loss.sum()
     if global_batch_size is not None:
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-            raise ConfigError(f"global_batch_size={global_batch_size!r}; expected the number of examples, at least 1")
+        check_number("global_batch_size", global_batch_size, least=1, most=sys.maxsize, whole=True)
         return total / global_batch_size
     rows: int = per_example_loss.shape[0]
     if context is not None:

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from lockstep.checks import check_seconds
+from lockstep.checks import check_kind, check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.spec import ClusterSpec
@@ -335,6 +335,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
                 f"replicas={replicas} and compression={communication.compression!r} were given, but what is rounded on "
                 "its way between workers depends on their number; leave one of them out"
             )
+        check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
+        check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)

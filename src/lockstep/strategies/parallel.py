@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checks import check_seconds
+from lockstep.checks import check_kind, check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
@@ -38,18 +37,20 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
-from lockstep.parallel.model_specs import require_model_spec
+from lockstep.parallel.model_specs import HasConfig, require_layers
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, cut_to_stages
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import (
     WHOLE,
+    DividedModel,
     SequenceSharding,
-    SpecNames,
     TensorPlan,
     TensorSharding,
+    check_names,
+    check_plan,
     shard_layers,
     ties_of,
 )
@@ -145,6 +146,8 @@ class ParallelStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
     ) -> None:
         check_seconds("timeout_s", timeout_s)
+        check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
+        check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster
@@ -199,15 +202,20 @@ class ParallelStrategy(ThreadedStrategy):
 
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
-            tensor_plan: "auto" for transformers' BERT, GPT-2 and Llama; else names of modules, with "*" for any, to
-                styles, as torch's ``parallelize_module`` takes them.
-            pipeline_split: "auto" for those models; else the number of layers of each stage.
+            tensor_plan: "auto" for models of transformers that have plans of their own, and BERT, RoBERTa, DistilBERT,
+                GPT-2 and ViT; else names of modules, with "*" for any, to styles, as torch's ``parallelize_module``
+                takes them. Ignored with ``tensor=1``.
+            pipeline_split: "auto" for those models, for an ``nn.Sequential`` and for a module with one list of blocks;
+                or the number of layers of each stage; or the names of the modules at which the second and each further
+                stage begins, for any module. Ignored with ``pipeline=1``.
             weights: a folder that transformers' ``save_pretrained`` has written, or a safetensors file, which all
                 workers see. Each reads its part of the tensors, and converts them to the module's dtypes. Make the
                 module on the meta device, so that nothing else is held.
 
         Raises:
-            ConfigError: a model of no known family, or sizes that the degrees do not divide.
+            ConfigError: a model that the degrees divide and neither "auto" nor what is given says how; names of no
+                modules; a forward that cannot be traced; a style of a model's own plan that is not supported; sizes
+                that the degrees do not divide. No weight has been sent then.
             ClusterError: another worker has another module, or sees other files.
             CheckpointError: the files lack a tensor, have one that the module does not have or with another shape, or
                 cannot be read; on all workers.
@@ -343,6 +351,9 @@ class ModelParts(PartitionPolicy):
     def _divided(
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
+        check_names(module, plan)
+        check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
+        cut = self._cut_of(module, split)
         first = self._first_weights(module)
         stored = None if weights is None else open_weights(weights, module, self._groups.job)
         if self._mesh is None:
@@ -351,7 +362,7 @@ class ModelParts(PartitionPolicy):
             return ShardedModule(module)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
-        stages = cut_to_stages(module, split, self._pipelining, self._place.stage) if self._grid.pipeline > 1 else ()
+        stages = cut()
         division = shard_layers(module, plan, self._mesh.mesh["tensor"], sequences=sequences is not None)
         if sequences is not None:
             sequences.set_stages([stage.parts for stage in stages] or [module.modules()])
@@ -365,18 +376,30 @@ class ModelParts(PartitionPolicy):
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
-        config: Any = module.config
+        assert group is not None
         pipeline = Pipeline(
             stages,
             self._pipelining,
             group=self._mesh.mesh.get_group("pipeline"),
-            hidden=int(config.hidden_size),
-            dtype=next(parameter.dtype for parameter in module.parameters()),
+            workers=group,
             device=self._device,
         )
         return ShardedModule(
             module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
         )
+
+    def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:
+        """Finds where a model is cut, by its spec or by a trace of its forward; the result cuts it, in place."""
+        pipelining, worker = self._pipelining, self._place.stage
+        if pipelining.workers == 1:
+            return tuple
+        by_names = not isinstance(split, str) and any(isinstance(each, str) for each in split)
+        if isinstance(module, HasConfig) and not by_names:
+            counts = layer_counts(module, split, pipelining)
+            return partial(cut_to_stages, module, counts, pipelining, worker)
+        from lockstep.parallel.pipeline_graph import plan_graph  # torch.fx, which few need
+
+        return partial(plan_graph(module, split, pipelining).cut, pipelining.stages_of(worker))
 
     def _first_weights(self, module: nn.Module) -> DeferredInit | None:
         """The initial weights of the tensors on the meta device, if there are any; the others become the chief's."""
@@ -414,26 +437,15 @@ class ModelParts(PartitionPolicy):
                 'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
                 "in your plan"
             )
-        names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
-        return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
+        model = DividedModel(module, require_layers(module, "sequence_parallel=True"))
+        return SequenceSharding(mesh.mesh["tensor"], module, model.layers())
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """For each weight that another stage holds too, the first of its names here."""
         group = self._groups.pipeline
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        stages = [] if group is None else all_gather_object(group, "the names of the stages", sorted(own))
-        found = []
-        for names in ties:
-            holders = [number for number, held in enumerate(stages) if set(held) & set(names)]
-            if len(holders) < 2:
-                continue
-            if holders != [0, len(stages) - 1]:
-                raise ConfigError(
-                    f"{' and '.join(names)} are one weight, which the stages {holders} hold, and a pipeline shares "
-                    "weights between its first and its last stage only; choose another split"
-                )
-            found += [name for name in names if name in own][:1]
-        return found
+        workers = [] if group is None else all_gather_object(group, "the names of the stages", sorted(own))
+        return [next(name for name in names if name in own) for names in tied_ends(ties, workers) if own & set(names)]
 
 
 def _on_gpu(device: torch.device, own: int) -> DeviceRng | None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep._torch_compat import tree_map
+from lockstep.checks import check_kind
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import DEFAULT_DEPTH
 from lockstep.data.sharding import as_tensor
@@ -48,7 +49,7 @@ class ArrayOptions:
     def __post_init__(self) -> None:
         for name in ("batch_size", "validation_batch_size"):
             size = getattr(self, name)
-            if size is not None and (type(size) is not int or size < 1):
+            if size is not None and (type(size) is not int or not 1 <= size <= sys.maxsize):
                 raise ConfigError(f"{name}={size!r}; give the number of rows of a global batch")
         split = self.validation_split
         if self.shuffle not in (None, True, False):
@@ -119,6 +120,7 @@ class Arrays(Dataset[Any]):
     def weighted(self, class_weight: Mapping[int, float]) -> Arrays:
         """The same with the sample weights multiplied by the weight of each row's class, 1 for a class without one."""
         classes = _classes(self.columns[1])
+        check_kind("class_weight", class_weight, Mapping, "a dict of class number to weight")
         factors: list[tuple[Any, Any]] = list(class_weight.items())
         weights = torch.ones(self.rows, device=classes.device)
         for key, weight in factors:

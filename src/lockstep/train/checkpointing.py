@@ -128,7 +128,10 @@ class TrainingState(StateAdapter):
         workers = self._model.strategy.workers
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
-        data.load_state_dict(saved.worker)
+        # Each worker has a position of its own where it reads data of its own. On another number of them a position in
+        # data that all read is any worker's, and one in a worker's own data is refused when it is resumed.
+        own = saved.worker_index if len(saved.workers) == workers.processes.size else 0
+        data.load_state_dict(saved.workers[own])
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

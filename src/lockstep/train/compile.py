@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.checks import ABOVE_ZERO, check_choice, check_kind, check_number
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -104,18 +106,10 @@ class CompileConfig:
             raise ConfigError(
                 f"loss is {kind}; give a function loss(outputs, targets), such as torch.nn.CrossEntropyLoss()"
             )
-        valid = {
-            "precision": (self.precision in get_args(PrecisionName), "'fp32', 'bf16' or 'fp16'"),
-            "accumulate": (
-                type(self.accumulate) is int and self.accumulate >= 1,
-                "the number of global batches per update",
-            ),
-            "clip_norm": (self.clip_norm is None or self.clip_norm > 0, "a positive norm, or None for no clipping"),
-            "graphs": (type(self.graphs) is bool, "True to use CUDA graphs on a GPU, or False"),
-        }
-        for name, (is_valid, expected) in valid.items():
-            if not is_valid:
-                raise ConfigError(f"{name}={getattr(self, name)!r}; give {expected}")
+        check_choice("precision", self.precision, get_args(PrecisionName))
+        check_number("accumulate", self.accumulate, least=1, whole=True, optional=False)
+        check_number("clip_norm", self.clip_norm, least=ABOVE_ZERO, most=inf)
+        check_kind("graphs", self.graphs, bool, "True to use CUDA graphs on a GPU, or False", optional=False)
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
 
     @cached_property

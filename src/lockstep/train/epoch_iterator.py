@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lockstep.data.dataset import DistributedDataset, DistributedIterable
-from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.resume import RandomState, without_default
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.checks import check_number
+from lockstep.data.dataset import DataIteration, DistributedDataset, DistributedIterable
+from lockstep.data.resume import without_default
+from lockstep.errors import CheckpointError, DataError
 from lockstep.strategies.base import Strategy
 
 
@@ -24,12 +24,10 @@ def distribute(strategy: Strategy, data: Iterable[Any] | DistributedIterable) ->
 
 @dataclass
 class _Iteration:
-    """An open iteration of the data, and the position in it."""
+    """An open iteration of the data, and the epoch in which it began."""
 
-    batches: ClosableIterator[Any]
+    batches: DataIteration
     epoch: int
-    random: RandomState
-    passed: int
 
 
 class EpochIterator:
@@ -46,8 +44,7 @@ class EpochIterator:
         self, data: DistributedIterable, *, name: str, steps_per_epoch: int | None = None, first: int | None = None
     ) -> None:
         for argument, value in (("steps_per_epoch", steps_per_epoch), ("validation_steps", first)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{argument}={value!r}; give a number of global batches, or None")
+            check_number(argument, value, least=1, whole=True)
         self._data, self._name, self._steps, self._first = data, name, steps_per_epoch, first
         self._gave = False
         self._open: _Iteration | None = None
@@ -79,10 +76,11 @@ class EpochIterator:
         """The position after the last batch: how many batches of the iteration that began in ``epoch`` have passed.
 
         ``epoch`` is -1 if none is open. ``random`` holds the states of the generators when it began; between iterations
-        without torch's default generator, which belongs to the caller.
+        without torch's default generator, which belongs to the caller. An open one has all of
+        ``Position.state_dict``.
         """
         if self._open is not None:
-            return {"passed": self._open.passed, "epoch": self._open.epoch, "random": dict(self._open.random)}
+            return {"epoch": self._open.epoch, **self._open.batches.position.state_dict()}
         return {"passed": 0, "epoch": -1, "random": without_default(self._data.random_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,12 +105,11 @@ class EpochIterator:
         with closing(iteration.batches):
             try:
                 for batch in islice(iteration.batches, self._first):
-                    iteration.passed += 1
                     self._gave = True
                     yield batch
             finally:
                 self._open = None if self._open is iteration else self._open
-        if not iteration.passed:
+        if not iteration.batches.position.passed:
             raise self._empty(epoch)
 
     def _part(self, epoch: int, steps: int, skip: int) -> Generator[Any, None, None]:
@@ -127,7 +124,6 @@ class EpochIterator:
             if self._open is None:
                 self._open = self._begin(epoch, self._take_saved(), 0)
             for batch in self._open.batches:
-                self._open.passed += 1
                 self._gave = True
                 return batch
             self.close()
@@ -141,12 +137,9 @@ class EpochIterator:
         """A new iteration, or the one of a saved position."""
         if saved is None or saved["epoch"] < 0:
             self._data.set_epoch(epoch)
-            random = self._data.random_state()
-            batches = self._data.iterate(skip=skip, random=None if saved is None else saved["random"])
-            return _Iteration(batches, epoch, random, skip)
+            return _Iteration(self._data.iterate(skip=skip, random=None if saved is None else saved["random"]), epoch)
         self._data.set_epoch(saved["epoch"])
-        batches = self._data.iterate(skip=saved["passed"], random=saved["random"])
-        return _Iteration(batches, saved["epoch"], saved["random"], saved["passed"])
+        return _Iteration(self._data.resume(saved), saved["epoch"])
 
     def _empty(self, epoch: int) -> DataError:
         when = "" if epoch == 0 else f" for epoch {epoch + 1}"

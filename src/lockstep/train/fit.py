@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.checks import check_number
 from lockstep.collectives.communicator import Communicator, ControlFlags, check_agreement
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
@@ -44,8 +45,7 @@ class Epochs:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             least = 0 if name == "initial_epoch" else 1
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name}={value!r} was given, expected a whole number of at least {least}")
+            check_number(name, value, least=least, whole=True, optional=False)
 
 
 def agree_on_fit(

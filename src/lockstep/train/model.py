@@ -539,6 +539,8 @@ class Model:
             raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
         if isinstance(given, Callback):
             raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list of lockstep.Callback")
         callbacks = list(given or ())
         if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(ProgressBar(verbose))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import console
 from lockstep._torch_compat import tree_leaves
+from lockstep.checks import check_number
 
 _LEAST_NAME = 12
 """Columns that the names of layers keep in the narrowest terminal."""
@@ -63,6 +64,7 @@ def _layers(module: nn.Module, depth: int | None) -> Iterator[tuple[str, nn.Modu
     Layers are modules without children, with parameters of their own, or at ``depth``. A parameter that two of them
     share counts in the first.
     """
+    check_number("depth", depth, least=0, whole=True)
     seen: set[int] = set()
     for name, part in module.named_modules():
         level = name.count(".") + 1 if name else 0

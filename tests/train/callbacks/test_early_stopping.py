@@ -90,7 +90,7 @@ def test_it_says_what_it_did(model: Model, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_negative_patience_is_refused():
-    with pytest.raises(ConfigError, match=r"EarlyStopping\(patience=-1\) is no number of epochs; give 0 or more"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(patience\)=-1 was given, expected at least 0"):
         EarlyStopping(patience=-1)
 
 

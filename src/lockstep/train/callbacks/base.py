@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep import console
+from lockstep.checks import check_number
 from lockstep.errors import (
     CallbackError,
     CheckpointError,
@@ -215,21 +215,13 @@ def _call(callback: Callback, hook: str, *args: Any) -> Any:
         return method(*args)
     except (CallbackError, MissingExtraError, CheckpointError, ClusterError, NonFiniteLossError):
         raise  # not the callback's fault; these errors say what to do
+    except BrokenPipeError:
+        raise  # who read what the program prints has left
     except Exception as error:
         raise CallbackError(
             f"callback {type(callback).__name__}.{hook} raised {type(error).__name__}: {error}; "
             "correct the callback or leave it out"
         ) from error
-
-
-def check_path(path: Any, argument: str) -> str:
-    """The path that a callback was given as ``argument``; not an empty one, which means the working directory."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(f"{argument} is {path!r}; give the path of a file or folder")
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{argument} is {text!r}; give a path, or '.' for the working directory")
-    return text
 
 
 Mode = Literal["auto", "min", "max"]
@@ -247,6 +239,11 @@ class Monitor:
     """
 
     def __init__(self, name: str, *, mode: Mode, owner: str, min_delta: float = 0.0) -> None:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{owner}(monitor={name!r}); give the name of a number in the logs, such as 'val_loss'"[:200]
+            )
+        check_number(f"{owner}(min_delta)", min_delta, optional=False)
         if mode not in ("auto", "min", "max"):
             raise ConfigError(f"{owner}(mode={mode!r}) is unknown; choose 'auto', 'min' or 'max'")
         self.name = name

@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Literal
 from lockstep.checkpoint.folder import CheckpointFolder, check_can_make, step_name
 from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checks import check_path
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor, check_path
+from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 
 
 class _SavingCallback(Callback):

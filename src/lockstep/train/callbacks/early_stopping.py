@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.checks import check_number
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 
 _SAVED = ("best", "wait", "stopped_epoch", "best_epoch")
@@ -44,8 +44,9 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__()
-        if patience < 0:
-            raise ConfigError(f"EarlyStopping(patience={patience!r}) is no number of epochs; give 0 or more")
+        check_number("EarlyStopping(patience)", patience, least=0, optional=False)
+        check_number("EarlyStopping(start_from_epoch)", start_from_epoch, least=0, optional=False)
+        check_number("EarlyStopping(baseline)", baseline)
         self._watch = Monitor(monitor, mode=mode, owner="EarlyStopping", min_delta=min_delta)
         self.monitor, self.patience, self.verbose, self.baseline = monitor, patience, verbose, baseline
         self.restore_best_weights = restore_best_weights

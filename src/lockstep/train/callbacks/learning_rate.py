@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lockstep.checks import check_number
 from lockstep.errors import ConfigError, NonFiniteLossError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
 
@@ -69,11 +70,11 @@ class ReduceLROnPlateau(Callback):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__()
+        check_number("ReduceLROnPlateau(factor)", factor, optional=False)
         if not 0 < factor < 1:
             raise ConfigError(f"ReduceLROnPlateau(factor={factor!r}); give a number between 0 and 1")
         for name, value in (("patience", patience), ("cooldown", cooldown), ("min_lr", min_lr)):
-            if value < 0:
-                raise ConfigError(f"ReduceLROnPlateau({name}={value!r}); give 0 or more")
+            check_number(f"ReduceLROnPlateau({name})", value, least=0, optional=False)
         self._watch = Monitor(monitor, mode=mode, owner="ReduceLROnPlateau", min_delta=min_delta)
         self.monitor, self.factor, self.patience, self.verbose = monitor, factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, final
 
+from lockstep.checks import check_path
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.replicas.device.memory import DeviceMemory
-from lockstep.train.callbacks.base import Callback, Logs, check_path
+from lockstep.train.callbacks.base import Callback, Logs
 from lockstep.train.logs import EpochTiming
 
 
@@ -48,9 +49,12 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
 
     def on_train_begin(self, logs: Logs) -> None:
-        self.filename.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = self._existing_columns() if self.append else []
-        self._file = self.filename.open("a" if self.append else "w", newline="", encoding="utf-8")
+        try:
+            self.filename.parent.mkdir(parents=True, exist_ok=True)
+            self._columns = self._existing_columns() if self.append else []
+            self._file = self.filename.open("a" if self.append else "w", newline="", encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"CSVLogger(filename) cannot be written to: {error}; choose another file") from error
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self._file is None:
@@ -264,7 +268,12 @@ class TensorBoard(ScalarLogger):
             module = require("torch.utils.tensorboard", "train")
             # After a Ctrl-C inside a write, close waits until the writer's thread next flushes by itself.
             folder = str(self.log_dir / run)
-            self._writers[run] = module.SummaryWriter(folder, purge_step=self._purge_step, flush_secs=2)
+            try:
+                self._writers[run] = module.SummaryWriter(folder, purge_step=self._purge_step, flush_secs=2)
+            except OSError as error:
+                raise ConfigError(
+                    f"TensorBoard(log_dir) cannot be written to: {error}; choose another folder"
+                ) from error
         return self._writers[run]
 
 

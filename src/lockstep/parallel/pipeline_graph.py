@@ -1,0 +1,502 @@
+"""Any module cut into stages: torch.fx traces the forward passes of the modules around the cuts.
+
+    names at which stages begin -> containers: the modules around these names; all modules inside them are leaves
+    forward of the containers, traced -> a graph of calls of leaves, and of what is computed between them
+    the graph, cut where a call of a named module begins -> one GraphModule for each stage
+
+Leaves run as they are, with their own Python, modes and hooks; only the code of the containers is traced. What a stage
+computes and a later one uses travels through all stages between them, so skip connections need no more.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from difflib import get_close_matches
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lockstep._torch_compat import num_function_modes, pop_function_mode, push_function_mode
+from lockstep.errors import ConfigError
+from lockstep.parallel.forward_inputs import ForwardArguments
+from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, tied_ends, weights_in
+from lockstep.parallel.tensor_parallel import ties_of
+
+_ROOT = "root"
+_INPUTS = "inputs"
+_ADVICE = "move that code into a module of its own, which is not traced, or choose other names for pipeline_split"
+_IN_PLACE = tuple(value for name, value in vars(operator).items() if name.startswith("__i") and name != "__index__")
+_RANDOM = ("bernoulli", "multinomial")
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = ("_parameters", "_buffers", "_modules")  # the attributes of a module that say what it consists of
+
+
+class StageTracer(fx.Tracer):
+    """Traces the forward of ``outline(module)`` with given inputs; each node knows its stage, as ``meta["stage"]``.
+
+    Args:
+        starts: the names at which stages begin, from the second stage on.
+        containers: the names of the modules whose code is traced.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, starts: Sequence[str], containers: Iterable[str]) -> None:
+        super().__init__()
+        self._numbers = {name: number for number, name in enumerate(starts, 1)}
+        self._containers = frozenset(containers)
+        self._thread = threading.get_ident()
+        self.stage = 0
+        self.begun: list[str] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return _plain_name(module_qualified_name) not in self._containers
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:  # torch.fx watches the calls of modules in all threads
+            return forward(*args, **kwargs)
+        name = _plain_name(self.path_of_module(m))
+        if name in self._numbers and name not in self.begun:
+            self.begun.append(name)
+            self.stage = max(self.stage, self._numbers[name])
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["stage"] = self.stage
+        return node
+
+
+class _Call(nn.Module):
+    """Calls a module with inputs by name."""
+
+    def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.root, self._names = root, tuple(names)
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        return self.root(**{name: inputs[name] for name in self._names})
+
+
+def outline(module: nn.Module) -> nn.Module:
+    """A copy of a module's structure, whose weights are on the meta device; what is no module or tensor is aliased."""
+    known: dict[int, Any] = {}
+    for part in module.modules():
+        known |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
+    for tensor in (*module.parameters(), *module.buffers()):
+        blank = torch.empty_like(tensor, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        known[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
+    return deepcopy(module, known)
+
+
+class ModuleGraph:
+    """The forward of a module, as a graph of stages; traced anew for other inputs, and for other modes.
+
+    Args:
+        module: the whole model; ``cut`` takes from it, in place, what one worker does not hold.
+        starts: the names of the modules at which a new stage begins, in the order of their calls.
+
+    Raises:
+        ConfigError: names of no modules, or that are not called in this order; code that cannot be traced.
+    """
+
+    def __init__(self, module: nn.Module, starts: Sequence[str]) -> None:
+        self._module, self._starts = module, tuple(starts)
+        self._containers = {parent for name in starts for parent in _parents(name)}
+        self._outline = outline(module)
+        self._arguments = ForwardArguments(module.forward)
+        self._graphs: dict[Any, fx.Graph] = {}
+        self._stages: dict[Any, fx.GraphModule] = {}
+        self._holders: dict[str, set[int]] = {}
+        self._check_hooks()
+        self._find_holders()
+
+    @property
+    def stages(self) -> int:
+        return len(self._starts) + 1
+
+    def held_by(self, stage: int) -> list[str]:
+        """The names of the leaf modules, and of the weights and buffers of containers, that a stage has."""
+        return [name for name, stages in self._holders.items() if stage in stages]
+
+    def names_in(self, stages: Iterable[int]) -> set[str]:
+        """The names of the weights that these stages have."""
+        held = [name for stage in stages for name in self.held_by(stage)]
+        return {
+            name
+            for name, _ in self._outline.named_parameters(remove_duplicate=False)
+            if any(name == each or name.startswith(f"{each}.") for each in held)
+        }
+
+    def cut(self, own: Sequence[int]) -> tuple[GraphStage, ...]:
+        """Takes from the module, in place, all that none of these stages has; returns them."""
+        for name, stages in self._holders.items():
+            if stages & set(own):
+                continue
+            parent, _, attribute = name.rpartition(".")
+            owner: Any = self._module.get_submodule(parent)
+            for kind in (owner._parameters, owner._buffers):
+                if attribute in kind:
+                    kind[attribute] = None
+            if attribute in owner._modules:
+                setattr(owner, attribute, StandIn())
+        return tuple(GraphStage(self, self._module, number) for number in own)
+
+    def key(self, names: Iterable[str]) -> Any:
+        """What a trace depends on: which inputs there are, and the plain attributes of the containers, by name."""
+        settings = []
+        for name in sorted(self._containers):
+            own = vars(self._module.get_submodule(name))
+            settings.append((name, *((each, value) for each, value in own.items() if type(value) in _PLAIN)))
+        return (tuple(sorted(names)), *settings)
+
+    def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
+        """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
+        names = frozenset(names)
+        self._check_hooks()
+        key = (self.key(names), stage)
+        if key not in self._stages:
+            graph = self._graph(names)
+            self._check_holders(graph)
+            self._stages[key] = self._build(graph, stage)
+        return self._stages[key]
+
+    def _check_hooks(self) -> None:
+        for name in self._containers:
+            own = vars(self._module.get_submodule(name))
+            if any(own[kind] for kind in _HOOKS):
+                raise ConfigError(
+                    f"{name or type(self._module).__name__} has hooks, and is itself never called where a pipeline "
+                    "cuts inside it; register them on modules that are whole in one stage"
+                )
+
+    def _graph(self, names: frozenset[str]) -> fx.Graph:
+        key = self.key(names)
+        if key not in self._graphs:
+            for name in self._containers:
+                own, traced = (each.get_submodule(name) for each in (self._module, self._outline))
+                traced.__dict__.update({each: value for each, value in vars(own).items() if type(value) in _PLAIN})
+            self._graphs[key] = self._traced(names)
+        return self._graphs[key]
+
+    def _traced(self, names: frozenset[str]) -> fx.Graph:
+        tracer, call = StageTracer(self._starts, self._containers), _Call(self._outline, sorted(names))
+        try:
+            with _without_function_modes():
+                graph = tracer.trace(call)
+        except Exception as error:  # code of the user's, run on proxies, fails in any way
+            reason = " ".join(str(error).split())
+            kind, given = type(self._module).__name__, ", ".join(sorted(names))
+            raise ConfigError(
+                f"pipeline_split cannot trace the forward of {kind} with {given}"
+                f" ({type(error).__name__}: {reason}); {_ADVICE}"
+            ) from error
+        if tuple(tracer.begun) != self._starts:
+            missing = [name for name in self._starts if name not in tracer.begun]
+            problem = f"{missing[0]} is never called" if missing else f"they are called as {', '.join(tracer.begun)}"
+            raise ConfigError(
+                f"pipeline_split={list(self._starts)}: {problem}; name modules that the forward calls, in the order of "
+                "their calls"
+            )
+        self._place(graph, call)
+        return graph
+
+    def _place(self, graph: fx.Graph, call: nn.Module) -> None:
+        """Leaves nodes that each stage can compute from the inputs by itself without a stage; others have one."""
+        called: dict[str, int] = {}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                called.setdefault(_plain_name(str(node.target)), node.meta["stage"])
+        for node in graph.nodes:
+            target = str(node.target)
+            if node.op == "get_attr" and not _is_of_model(target):
+                node.meta |= {"constant": getattr(call, target), "stage": None}
+            elif node.op == "get_attr":  # a weight travels from the stage that has it anyway
+                stage = node.meta["stage"]
+                node.meta["stage"] = min(stage, called.get(self._leaf_of(_plain_name(target)), stage))
+            elif node.op == "output":
+                node.meta["stage"] = self.stages - 1
+            elif node.op == "placeholder" or _is_repeatable(node):
+                node.meta["stage"] = None
+            elif _is_in_place(node) and node.all_input_nodes[0].meta["stage"] is None:
+                raise ConfigError(
+                    f"the forward of {type(self._module).__name__} changes an input in place, which one stage would do "
+                    "and others would not; change a copy"
+                )
+
+    def _leaf_of(self, name: str) -> str:
+        """The leaf module that a name is in, or the name itself, of a container's own tensor."""
+        while (parent := name.rpartition(".")[0]) not in self._containers:
+            name = parent
+        return name
+
+    def _find_holders(self) -> None:
+        """Finds the stages that have each leaf and each tensor of a container, in both modes and with all inputs."""
+        modes = {name: self._module.get_submodule(name).training for name in self._containers}
+        failures: list[ConfigError] = []
+        for mode in dict.fromkeys((self._module.training, True, False)):
+            for names in dict.fromkeys((self._arguments.required, self._arguments.all)):
+                for name in modes:
+                    vars(self._module.get_submodule(name))["training"] = mode
+                try:
+                    graph = self._graph(names)
+                except ConfigError as error:
+                    failures.append(error)
+                else:
+                    self._note_holders(graph)
+        for name, mode in modes.items():
+            vars(self._module.get_submodule(name))["training"] = mode
+        if not self._holders:
+            raise failures[0]
+        self._add_uncalled()
+
+    def _note_holders(self, graph: fx.Graph) -> None:
+        found: dict[str, set[int]] = {}
+        for name, stage in self._uses(graph):
+            found.setdefault(name, set()).add(stage)
+        for name, stages in found.items():
+            self._holders.setdefault(name, stages)
+
+    def _uses(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
+        """The leaves that a graph calls and the tensors of containers that it reads, each with the stage."""
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr") and node.meta["stage"] is not None:
+                yield self._leaf_of(_plain_name(str(node.target))), node.meta["stage"]
+
+    def _check_holders(self, graph: fx.Graph) -> None:
+        for name, stage in self._uses(graph):
+            if stage not in self._holders[name]:
+                raise ConfigError(
+                    f"{name} is used in stage {stage}, and belongs to stage {min(self._holders[name])} by the calls "
+                    "without optional inputs; choose other names for pipeline_split"
+                )
+
+    def _add_uncalled(self) -> None:
+        """What no trace uses goes with what is registered before it."""
+        stages = {0}
+        for name, part in self._module.named_modules():
+            if name in self._containers:
+                tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+                own = [f"{name}.{each}" if name else each for each, _ in tensors]
+            else:
+                own = [name] if _parent(name) in self._containers else []
+            for each in own:
+                stages = self._holders.setdefault(each, {min(stages)})
+
+    def _build(self, graph: fx.Graph, stage: int) -> fx.GraphModule:
+        """The nodes of a stage, with what they take from before and give on."""
+        built, copies = fx.Graph(), {}
+        takes, gives = _travelling(graph, stage - 1), _travelling(graph, stage)
+        (placeholder,) = (node for node in graph.nodes if node.op == "placeholder")
+        copies[placeholder] = built.placeholder(_INPUTS)
+        for number, node in enumerate(takes):
+            copies[node] = built.placeholder(f"taken_{number}")
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                copies[node] = built.node_copy(node, copied)
+            return copies[node]
+
+        for node in graph.nodes:
+            if node.op == "output":
+                if stage == self.stages - 1:
+                    built.output(fx.node.map_arg(node.args[0], copied))
+            elif node.meta["stage"] == stage:
+                copied(node)
+        if stage < self.stages - 1:
+            built.output(tuple(map(copied, gives)))
+        return fx.GraphModule(self._objects(built), built)
+
+    def _objects(self, graph: fx.Graph) -> dict[str, Any]:
+        """What a stage's graph calls and reads, by names that it may have, to which the graph is changed."""
+        found: dict[str, Any] = {}
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                is_constant = "constant" in node.meta
+                value = node.meta["constant"] if is_constant else _found(self._module, _plain_name(str(node.target)))
+                node.target = f"own_{len(found)}"
+                found[node.target] = value
+        return found
+
+
+class GraphStage(Stage):
+    """A stage of a ``ModuleGraph``."""
+
+    def __init__(self, graph: ModuleGraph, model: nn.Module, number: int) -> None:
+        super().__init__(model, number=number, stages=graph.stages)
+        self._graph = graph
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return tuple(each for each in self._held() if isinstance(each, nn.Module))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return weights_in(self._held())
+
+    def key(self, inputs: Mapping[str, Any]) -> Any:
+        return self._graph.key(inputs)
+
+    def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
+        return self._graph.part(self.number, inputs)(inputs, *values)
+
+    def _held(self) -> list[Any]:
+        return [_found(self.model, name) for name in self._graph.held_by(self.number)]
+
+
+def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> ModuleGraph:
+    """Finds where any module is cut, which it leaves as it is; raises a ConfigError if it cannot be.
+
+    ``split`` is "auto" or numbers of blocks, for an ``nn.Sequential`` or a module with one list of blocks; or the names
+    of the modules at which the second and each further stage begins.
+    """
+    graph = ModuleGraph(module, _starts(module, split, pipelining))
+    workers = [graph.names_in(pipelining.stages_of(worker)) for worker in range(pipelining.workers)]
+    tied_ends(ties_of(module), workers)
+    return graph
+
+
+def _starts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> list[str]:
+    if not isinstance(split, str) and all(isinstance(each, str) for each in split):
+        return _checked_names(module, [str(each) for each in split], pipelining)
+    blocks = _blocks(module, pipelining.stages)
+    check_layers(pipelining, len(blocks))
+    if isinstance(split, str):
+        if split != "auto":
+            raise ConfigError(
+                f'pipeline_split={split!r} is unknown; give "auto", numbers of blocks, or a list of names of modules'
+            )
+        costs = [_weight(module.get_submodule(name)) for name in blocks]
+        counts = split_layers(costs, pipelining.stages, after=_weight_after(module, blocks))
+    else:
+        counts = check_split([int(each) for each in split], pipelining.stages, len(blocks))
+    return [blocks[end] for end in list(accumulate(counts))[:-1]]
+
+
+def _checked_names(module: nn.Module, names: list[str], pipelining: PipelineConfig) -> list[str]:
+    known = [name for name, _ in module.named_modules() if name]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 3) or known[:3]
+            raise ConfigError(
+                f"pipeline_split names {name!r}, and {type(module).__name__} has no such module; give names of its "
+                f"modules, such as {', '.join(near)}"
+            )
+    if len(set(names)) != pipelining.stages - 1:
+        raise ConfigError(
+            f"pipeline_split={names} begins {len(set(names))} stages after the first, and pipeline={pipelining.workers}"
+            f" with {pipelining.stages_per_worker} stages on each worker is {pipelining.stages} stages; give "
+            f"{pipelining.stages - 1} different names"
+        )
+    return names
+
+
+def _blocks(module: nn.Module, stages: int) -> list[str]:
+    """The names of the blocks of an ``nn.Sequential``, or of a module with one list of them."""
+    if isinstance(module, nn.Sequential):
+        return [name for name, _ in module.named_children()]
+    for kind in (nn.ModuleList, nn.Sequential):
+        found = [name for name, part in module.named_modules() if isinstance(part, kind) and len(part) >= stages]
+        outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+        if len(outermost) == 1:
+            (owner,) = outermost
+            return [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_children()]
+        if outermost:
+            break
+    else:
+        outermost = []
+    lists = f"several lists of blocks, {', '.join(outermost)}" if outermost else f"no list of {stages} blocks or more"
+    raise ConfigError(
+        f"{type(module).__name__} has {lists}; name the {stages - 1} modules at which a new stage begins, as "
+        f'pipeline_split=["..."] of strategy.parallelize, or choose fewer stages'
+    )
+
+
+def _weight_after(module: nn.Module, blocks: Sequence[str]) -> float:
+    """The weights of the modules that are registered after the blocks, which the last stage has."""
+    owner = blocks[0].rpartition(".")[0]
+    names = [name for name, _ in module.named_children()]
+    own = owner.partition(".")[0]
+    after = names[names.index(own) + 1 :] if own else []
+    return sum(_weight(module.get_submodule(name)) for name in after)
+
+
+def _weight(module: nn.Module) -> float:
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _travelling(graph: fx.Graph, stage: int) -> list[fx.Node]:
+    """What is computed in a stage or before it, and used after it."""
+
+    def travels(node: fx.Node) -> bool:
+        own = node.meta["stage"]
+        return own is not None and own <= stage and any((user.meta["stage"] or 0) > stage for user in node.users)
+
+    return [node for node in graph.nodes if travels(node)]
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether each stage can compute it by itself: something plain of the inputs, such as a size or a mask."""
+    if any(each.meta["stage"] is not None for each in node.all_input_nodes) or _is_in_place(node):
+        return False
+    if node.op == "call_method":
+        return node.target not in _RANDOM
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "builtins")
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    return node.op == "call_function" and node.target in _IN_PLACE
+
+
+def _is_of_model(target: str) -> bool:
+    return target == _ROOT or target.startswith(f"{_ROOT}.")
+
+
+def _plain_name(target: str) -> str:
+    return target.removeprefix(_ROOT).removeprefix(".")
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _parents(name: str) -> list[str]:
+    """The names of the modules around a module, from the outermost, which has none, on."""
+    atoms = name.split(".")
+    return [".".join(atoms[:end]) for end in range(len(atoms))]
+
+
+def _found(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for atom in name.split("."):
+        value = getattr(value, atom)
+    return value
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """A block without torch's function modes, which would take proxies for tensors."""
+    modes = [pop_function_mode() for _ in range(num_function_modes())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            push_function_mode(mode)
