@@ -126,7 +126,7 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
 
 # Of these files: the parameters of the tests that are not slow; "" for a test without.
 NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "test_readme.py": ("", "README.md", "README.md-0", "bash", "python"),
+    "test_readme.py": ("", "README.md", "bash", "python"),
     "strategies/test_parallel.py": (
         "bert-tensor2",
         "gpt2-tensor2",
