@@ -187,6 +187,7 @@ def test_types_without_plans_are_planned_on_copies_alone():
             "type=funnel",
             r"'funnel' is a funnel, which has many parameters outside one list of layers, expected a model",
         ),
+        ("type=musicgen", r"'musicgen' is not the config of a musicgen: Multiple valid text configs"),
         ("type=mamba2", r"num_attention_heads=None, expected a number above 0; give the sizes instead"),
         ("type=t5", r"the config of 't5' says no longest sequence; give the tokens per sequence, as --sequence 2048"),
         ("type=clip_text_model, num_hidden_layers=0", r"has no list of layers|without one embedding"),

@@ -162,11 +162,13 @@ def _transformers_config(settings: Mapping[str, Any], name: str) -> Any:
         )
     with _quiet():
         try:
-            return transformers.AutoConfig.for_model(**settings)
+            config = transformers.AutoConfig.for_model(**settings)
+            config.get_text_config()  # refuses models with several
         except Exception as error:  # each type checks its settings in its own way
             raise ConfigError(
                 f"{name!r} is not the config of a {kind}: {_one_line(error)}; give values that fit"
             ) from error
+    return config
 
 
 def _number_of_experts(config: Any) -> int:
