@@ -9,9 +9,11 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.atomic_files import original_name, remove_folder, remove_leftovers, replaced_folders
 from lockstep.checkpoint.format import (
@@ -22,7 +24,6 @@ from lockstep.checkpoint.format import (
     damage_in,
     damaged,
     new_checkpoint,
-    read_checkpoint,
     read_record,
     run_of,
     weights_of,
@@ -33,6 +34,7 @@ from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.tensor_files import TensorReader
 
+R = TypeVar("R")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -58,7 +60,9 @@ def check_can_make(folder: Path, setting: str) -> None:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest undamaged checkpoint in ``folder`` that this machine sees; None if there is none.
+    """Returns the newest checkpoint in ``folder`` that this machine sees and whose files are whole; None if none is.
+
+    The checksums of its tensors are compared only when it is loaded.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -75,7 +79,7 @@ def export_weights(
     ``config.json`` is beside it.
 
     Args:
-        checkpoint: a checkpoint's folder, or the folder of several: then the newest.
+        checkpoint: a checkpoint's folder, or the folder of several: then the newest whose weights are not damaged.
         path: the file. An existing one is replaced; its folder is made.
         module: the name of the module in the ``Checkpoint``, if it has several.
 
@@ -91,24 +95,33 @@ def export_weights(
     folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
     check_path(path, "export_weights(path)")
     check_kind("module", module, str, "the name of a module of the checkpoint")
-    source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
-    if source is None:
+    read = partial(_read_weights, module=module)
+    is_one = (folder / RECORD).exists()
+    found = (folder, read(folder)) if is_one else CheckpointFolder(folder).read_newest(read)
+    if found is None:
         raise CheckpointError(
             f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
         )
-    weights = weights_of(source)
-    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
-    if chosen not in weights:
-        known = ", ".join(map(repr, sorted(weights))) or "none"
-        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
-    if damage := damage_in(source, below=weights[chosen]):
-        raise damaged(source, damage)
-    try:
-        reader = TensorReader(source / weights[chosen])
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
+    source, (known, reader) = found
+    if reader is None:
+        listed = ", ".join(map(repr, sorted(known))) or "none"
+        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {listed}")
     stream_weights(path, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
     return source
+
+
+def _read_weights(path: Path, *, module: str | None) -> tuple[Iterable[str], TensorReader | None]:
+    """The modules of a checkpoint, and the weights of one; None if there is no such. Raises CheckpointError."""
+    weights = weights_of(path)
+    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
+    if chosen not in weights:
+        return weights, None
+    if damage := damage_in(path, below=weights[chosen]):
+        raise damaged(path, damage)
+    try:
+        return weights, TensorReader(path / weights[chosen])
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        raise damaged(path, str(error)) from error
 
 
 class CheckpointFolder:
@@ -134,7 +147,7 @@ class CheckpointFolder:
         readable = self.records()
         return readable[-1][0] if readable else None
 
-    def read_newest(self, read: Callable[[Path], Contents] = read_checkpoint) -> tuple[Path, Contents] | None:
+    def read_newest(self, read: Callable[[Path], R]) -> tuple[Path, R] | None:
         """Reads the newest undamaged checkpoint, with a warning for each damaged one; None if there is none.
 
         Raises CheckpointError if all are damaged.

@@ -50,25 +50,33 @@ def read_wikitext(folder: Path) -> TextSplits:
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
-    train, valid, test = (_read_split(folder, split) for split in ("train", "valid", "test"))
+    train, valid, test = map(_read_split, check_data(folder))
     return TextSplits(train=train, valid=valid, test=test, source=str(folder))
 
 
-def _read_split(folder: Path, split: str) -> tuple[str, ...]:
-    found = sorted(folder.glob(f"*.{split}.tokens"))
-    if len(found) != 1:
-        raise DataError(
-            f"the text folder {str(folder)!r} does not exist or has {len(found)} files *.{split}.tokens, expected one"
-            " each of train, valid and test; correct --data, or leave it out for the embedded text"
-        )
+def check_data(folder: Path) -> list[Path]:
+    """The files of the three splits. Raises DataError if one is missing or duplicated."""
+    files = []
+    for split in ("train", "valid", "test"):
+        found = sorted(folder.glob(f"*.{split}.tokens"))
+        if len(found) != 1:
+            raise DataError(
+                f"the text folder {str(folder)!r} does not exist or has {len(found)} files *.{split}.tokens, expected "
+                "one each of train, valid and test; correct --data, or leave it out for the embedded text"
+            )
+        files += found
+    return files
+
+
+def _read_split(file: Path) -> tuple[str, ...]:
     try:
-        text = found[0].read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise DataError(f"the text file {str(found[0])!r} cannot be read as UTF-8: {error}") from error
+        raise DataError(f"the text file {str(file)!r} cannot be read as UTF-8: {error}") from error
     lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > MINIMUM_CHARACTERS)
     if not lines:
         raise DataError(
-            f"the text file {str(found[0])!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
+            f"the text file {str(file)!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
             " of each paragraph"
         )
     return lines
