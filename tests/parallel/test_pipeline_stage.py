@@ -58,6 +58,22 @@ def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName)
     )
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_a_model_of_images_is_cut_too_and_keeps_its_dtype(schedule: ScheduleName):
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=5, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    module: Any = transformers.ViTForImageClassification(config).eval().to(torch.bfloat16)
+    images = torch.randn(3, 3, 8, 8, dtype=torch.bfloat16)
+    values: Any = ()
+    for stage in stages_of(module, schedule):
+        stage.activate()
+        values = stage(*values, inputs={"pixel_values": images})
+
+    torch.testing.assert_close(values.logits, module(images).logits)
+
+
 def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
     module = build("bert")
     first, last = cut_to_stages(module, [1, 1, 2, 1], choose_pipeline_config("zero_bubble_v", None, 2), 0)

@@ -9,9 +9,8 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,18 +20,12 @@ from lockstep.checkpoint.format import (
     CheckpointRecord,
     Contents,
     Fill,
-    damage_in,
-    damaged,
     new_checkpoint,
     read_record,
     run_of,
-    weights_of,
 )
-from lockstep.checkpoint.weights import stream_weights
-from lockstep.checks import check_kind, check_path
+from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
-from lockstep.extras import require
-from lockstep.parallel.tensor_files import TensorReader
 
 R = TypeVar("R")
 _NAME = re.compile(r"step-(\d{8,})")
@@ -68,60 +61,6 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         CheckpointError: the folder cannot be read.
     """
     return CheckpointFolder(Path(check_path(folder, "latest_checkpoint(folder)"))).newest()
-
-
-def export_weights(
-    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, module: str | None = None
-) -> Path:
-    """Writes the weights of a checkpoint of any layout to one safetensors file, in one process, a tensor at a time.
-
-    transformers' ``from_pretrained`` reads the file if it is called ``model.safetensors`` and the model's
-    ``config.json`` is beside it.
-
-    Args:
-        checkpoint: a checkpoint's folder, or the folder of several: then the newest whose weights are not damaged.
-        path: the file. An existing one is replaced; its folder is made.
-        module: the name of the module in the ``Checkpoint``, if it has several.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, it has no such module, or the file cannot be written.
-
-    Example:
-        >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
-    """
-    folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
-    check_path(path, "export_weights(path)")
-    check_kind("module", module, str, "the name of a module of the checkpoint")
-    read = partial(_read_weights, module=module)
-    is_one = (folder / RECORD).exists()
-    found = (folder, read(folder)) if is_one else CheckpointFolder(folder).read_newest(read)
-    if found is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
-        )
-    source, (known, reader) = found
-    if reader is None:
-        listed = ", ".join(map(repr, sorted(known))) or "none"
-        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {listed}")
-    stream_weights(path, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
-    return source
-
-
-def _read_weights(path: Path, *, module: str | None) -> tuple[Iterable[str], TensorReader | None]:
-    """The modules of a checkpoint, and the weights of one; None if there is no such. Raises CheckpointError."""
-    weights = weights_of(path)
-    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
-    if chosen not in weights:
-        return weights, None
-    if damage := damage_in(path, below=weights[chosen]):
-        raise damaged(path, damage)
-    try:
-        return weights, TensorReader(path / weights[chosen])
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
-        raise damaged(path, str(error)) from error
 
 
 class CheckpointFolder:

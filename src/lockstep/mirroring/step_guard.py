@@ -262,9 +262,9 @@ class StepGuard:
             )
         if func == GET_GRAD and known.divided:
             raise UsageError(
-                f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; "
-                "call optimizer.sum_gradients() there, and clip_sums(norm) and step() after strategy.run, on every "
-                "worker"
+                f"the step reads {known.name}.grad at {call_site()}, and this worker holds a part of the model; step "
+                "an optimizer that strategy.mirror(optimizer) returned; to clip, call its sum_gradients() there, and "
+                "clip_sums(norm) and step() after strategy.run, on every worker"
             )
         if func == GET_GRAD:
             self._gradients.read(context, parameter)

@@ -1,13 +1,15 @@
-"""Model specs: the names of modules in transformers' model families. Pure.
+"""Model specs: how the models of transformers are divided, as names of modules and styles. Pure.
 
-A spec says where the embeddings, the layers and the heads are, which linear layers form column-row pairs, and where
-dropout is drawn on parts of a layer. Tensor plans and pipeline splits follow from it.
+Most models carry plans: a tensor plan, which has a style for each divided module, and a pipeline plan, which lists the
+modules of the body in their order. They come from the model's configuration and its class. The specs kept here are for
+the types without plans, and are written in the same styles.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -32,92 +34,158 @@ def base_name(module: nn.Module) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceParallelSpec:
-    """The modules of a layer that work on divided sequences, by names relative to the layer."""
-
-    norms: Names  # normalise each token
-    dropouts: Names = ()  # drop units of each token
-    regions: Names  # begin with divided linear layers, and take the hidden states as first argument
-    regions_by_name: Names = ()  # the same, with the hidden states as ``hidden_states=``
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Names of modules: those of a layer relative to it, those of the body to the base model, heads to the model."""
+    """How one type of models is divided. Names of modules have "*" in place of the numbers of layers."""
 
-    layers: str  # the list of layers, in the body
-    embedding: str  # the vocabulary's embedding, in the body
-    column_linears: Names  # linear layers of a layer whose outputs are divided
-    row_linears: Names  # linear layers of a layer whose inputs are divided, each after one of ``column_linears``
-    fused: Sequence[tuple[str, int]] = ()  # of ``column_linears``, those that make several outputs in one; how many
-    scaled: Sequence[tuple[str, str]] = ()  # (module, attribute) of a layer that is divided by the degree
-    own_rng: Names  # modules of a layer that draw dropout on this rank's part
-    common_rng: Names = ()  # modules inside those that draw alike on all tensor ranks
-    sequence: SequenceParallelSpec  # what tensor ranks compute alike in a layer, unless they divide the sequences
-    heads: Names  # linear layers of the model whose outputs are logits over the vocabulary
+    styles: Mapping[str, str]  # of modules and parameters of the body, by transformers' names of styles
+    head_styles: Mapping[str, str]  # the same of modules outside the body
+    layers: str  # the list of layers, in the body; empty if it is not known
     # Modules of the body that only the first stage of a pipeline has, and what replaces each elsewhere: "embeds"
     # returns the hidden states in place of the embeddings, "zero" adds nothing to them, "identity" passes them on.
     first_stage: Mapping[str, str]
     last_stage: Names  # modules of the body that only the last stage has
-    divisible: Names  # the sizes that the degree must divide, by their names in the configuration
+    packed: Mapping[str, int] | None = (
+        None  # of modules with packed styles that do not make two outputs in one, how many
+    )
+    scaled: Mapping[str, str] | None = None  # modules of the body, and an attribute of each that the degree divides
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The linear layers whose outputs may be logits over a vocabulary."""
+        return tuple(name for name, style in self.head_styles.items() if style in GATHERED_STYLES)
 
 
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
+"""The output features are divided, and the output is whole."""
+
+_BERT_LAYER = {
+    "attention.self.query": "colwise",
+    "attention.self.key": "colwise",
+    "attention.self.value": "colwise",
+    "attention.output.dense": "rowwise",
+    "intermediate.dense": "colwise",
+    "output.dense": "rowwise",
+}
 BERT = ModelSpec(
+    styles={
+        "embeddings.word_embeddings": "embedding_rowwise",
+        **{f"encoder.layer.*.{name}": style for name, style in _BERT_LAYER.items()},
+    },
+    head_styles={"cls.predictions.decoder": "colwise_gather_output"},
     layers="encoder.layer",
-    embedding="embeddings.word_embeddings",
-    column_linears=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
-    row_linears=("attention.output.dense", "output.dense"),
-    own_rng=("attention.self",),
-    sequence=SequenceParallelSpec(
-        norms=("attention.output.LayerNorm", "output.LayerNorm"),
-        dropouts=("attention.output.dropout", "output.dropout"),
-        regions=("attention.self", "intermediate"),
-    ),
-    heads=("cls.predictions.decoder",),
     first_stage={"embeddings": "embeds"},
     last_stage=("pooler",),
-    divisible=("num_attention_heads", "hidden_size", "intermediate_size"),
+)
+ROBERTA = replace(BERT, head_styles={"lm_head.decoder": "colwise_gather_output"})
+DISTILBERT = ModelSpec(
+    styles={
+        "embeddings.word_embeddings": "embedding_rowwise",
+        "transformer.layer.*.attention.q_lin": "colwise",
+        "transformer.layer.*.attention.k_lin": "colwise",
+        "transformer.layer.*.attention.v_lin": "colwise",
+        "transformer.layer.*.attention.out_lin": "rowwise",
+        "transformer.layer.*.ffn.lin1": "colwise",
+        "transformer.layer.*.ffn.lin2": "rowwise",
+    },
+    head_styles={"vocab_projector": "colwise_gather_output"},
+    layers="transformer.layer",
+    first_stage={"embeddings": "embeds"},
+    last_stage=(),
 )
 GPT2 = ModelSpec(
+    styles={
+        "wte": "embedding_rowwise",
+        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    head_styles={"lm_head": "colwise_gather_output"},
     layers="h",
-    embedding="wte",
-    column_linears=("attn.c_attn", "mlp.c_fc"),
-    row_linears=("attn.c_proj", "mlp.c_proj"),
-    fused=(("attn.c_attn", 3),),
-    scaled=(("attn", "split_size"),),
-    own_rng=("attn",),
-    common_rng=("attn.resid_dropout",),
-    sequence=SequenceParallelSpec(
-        norms=("ln_1", "ln_2"), dropouts=("attn.resid_dropout", "mlp.dropout"), regions=("attn", "mlp")
-    ),
-    heads=("lm_head",),
     first_stage={"wte": "embeds", "wpe": "zero", "drop": "identity"},
     last_stage=("ln_f",),
-    divisible=("num_attention_heads", "hidden_size"),
+    packed={"h.*.attn.c_attn": 3},
+    scaled={"h.*.attn": "split_size"},
 )
-LLAMA = ModelSpec(
+VIT = ModelSpec(
+    styles={
+        "layers.*.attention.q_proj": "colwise",
+        "layers.*.attention.k_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    },
+    head_styles={},
     layers="layers",
-    embedding="embed_tokens",
-    column_linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
-    row_linears=("self_attn.o_proj", "mlp.down_proj"),
-    own_rng=("self_attn",),
-    sequence=SequenceParallelSpec(
-        norms=("input_layernorm", "post_attention_layernorm"), regions=("mlp",), regions_by_name=("self_attn",)
-    ),
-    heads=("lm_head",),
-    first_stage={"embed_tokens": "embeds"},
-    last_stage=("norm",),
-    divisible=("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
+    first_stage={"embeddings": "embeds"},
+    last_stage=("layernorm", "pooler"),
 )
-MODEL_SPECS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}  # by the ``model_type`` of a configuration
+MODEL_SPECS = {"bert": BERT, "roberta": ROBERTA, "distilbert": DISTILBERT, "gpt2": GPT2, "vit": VIT}
+"""By the ``model_type`` of a configuration: those for which transformers has no plans."""
 
 
 def require_model_spec(module: object, asked: str) -> ModelSpec:
     """The spec of a module, which ``asked``, such as 'tensor_plan="auto"', needs."""
-    kind = str(getattr(module.config, "model_type", "")) if isinstance(module, HasConfig) else ""
-    if kind not in MODEL_SPECS:
+    if isinstance(module, nn.Module) and isinstance(module, HasConfig):
+        kind = str(getattr(module.config, "model_type", ""))
+        if kind in MODEL_SPECS:
+            return MODEL_SPECS[kind]
+        tensor, pipeline = (dict(getattr(module, name, None) or {}) for name in ("_tp_plan", "_pp_plan"))
+        if tensor or pipeline:
+            return _spec_of_plans(module, tensor, pipeline)
+    raise ConfigError(
+        f"{asked} needs a model of transformers that has plans of its own (a base_model_tp_plan and base_model_pp_plan "
+        f"in its configuration), or one of the types {', '.join(MODEL_SPECS)}; for {type(module).__name__} give a "
+        "tensor_plan in torch's styles, or the names of modules as pipeline_split"
+    )
+
+
+def require_layers(module: nn.Module, asked: str) -> ModelSpec:
+    """The spec of a module, whose list of layers ``asked`` needs."""
+    spec = require_model_spec(module, asked)
+    body = dict(module.get_submodule(base_name(module)).named_modules())
+    if spec.layers not in body or not spec.layers:
         raise ConfigError(
-            f"{asked} knows transformers' models of the types {', '.join(MODEL_SPECS)}, got a {type(module).__name__}; "
-            "give a plan of your own, as torch.distributed.tensor.parallel.parallelize_module takes it"
+            f"{asked} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
+            "names them; give the names of modules as pipeline_split, or leave out sequence_parallel"
         )
-    return MODEL_SPECS[kind]
+    return spec
+
+
+def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mapping[str, Any]) -> ModelSpec:
+    """The spec that a model's own plans make, whose names are relative to the model."""
+    base = f"{name}." if (name := base_name(module)) else ""
+    body = [name.removeprefix(base) for name in pipeline if name.startswith(base)]
+    modules = dict(module.get_submodule(base.removesuffix(".")).named_modules())
+    layers = next((name for name in body if isinstance(modules.get(name), nn.ModuleList)), "")
+    place = body.index(layers) if layers else 0
+    first, last = body[:place], body[place + 1 :]
+    inside = {name.removeprefix(base): style for name, style in tensor.items() if name.startswith(base)}
+    outside = {name: style for name, style in tensor.items() if not name.startswith(base)}
+    embedding = _input_embedding(module.get_submodule(base.removesuffix(".")))
+    if tensor and embedding and embedding not in inside:
+        inside[embedding] = "embedding_rowwise"
+    return ModelSpec(
+        styles=inside,
+        head_styles=outside,
+        layers=layers,
+        first_stage={name: "identity" if number else "embeds" for number, name in enumerate(first)},
+        last_stage=last,
+    )
+
+
+def _input_embedding(body: nn.Module) -> str:
+    """The name of the embedding of tokens; empty if there is none."""
+    find: Any = getattr(body, "get_input_embeddings", None)
+    try:
+        embedding = find() if find is not None else None
+    except (NotImplementedError, AttributeError):  # a body without tokens
+        return ""
+    found = [name for name, part in body.named_modules() if part is embedding and isinstance(part, nn.Embedding)]
+    return found[0] if found else ""
+
+
+def with_wildcards(name: str) -> str:
+    """The name of a module or parameter as plans have it: "layers.0.mlp" is "layers.*.mlp"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

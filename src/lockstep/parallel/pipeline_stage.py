@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.parallel.model_specs import base_name, require_model_spec
+from lockstep.parallel.model_specs import base_name, require_layers
 from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Slot
 
 PipelineSplit = Literal["auto"] | Sequence[int] | Sequence[str]
 """The number of layers of each stage, the names of modules at which the second and further stages begin, or "auto"."""
-_TOKENS = "input_ids"
+_TOKENS, _EMBEDDED = "input_ids", "inputs_embeds"
 
 
 class ActiveStage:
@@ -42,15 +43,19 @@ class ActiveStage:
 
 
 class StandIn(nn.Module):
-    """In place of a module that another stage has."""
+    """In place of a module that another stage has; ``dtype`` is that of its weights."""
 
-    def __init__(self, kind: str = "identity") -> None:
+    def __init__(self, kind: str = "identity", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._kind = kind
+        # ViT converts what it gives its embeddings to the dtype of these weights.
+        self.patch_embeddings = SimpleNamespace(projection=SimpleNamespace(weight=torch.empty(0, dtype=dtype)))
 
-    def forward(self, hidden: Tensor | None = None, *_: Any, inputs_embeds: Tensor | None = None, **named: Any) -> Any:
+    def forward(
+        self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
+    ) -> Any:
         if self._kind == "embeds":  # the hidden states that were given instead of tokens
-            return inputs_embeds
+            return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
@@ -129,6 +134,7 @@ class ModelStage(Stage):
         self._active = active
         self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
         self._dtype = next(model.parameters()).dtype
+        self._input = str(getattr(model, "main_input_name", _TOKENS))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -142,17 +148,19 @@ class ModelStage(Stage):
         self._active.stage = self.number
 
     def known_values(self, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        tokens = self._tokens(inputs)
+        tokens = self._first_input(inputs)
+        if self._input != _TOKENS:
+            return None
         config: Any = self.model.config
-        hidden = torch.empty(*tokens.shape, int(config.hidden_size), dtype=self._dtype, device="meta")
+        hidden = torch.empty(*tokens.shape, int(config.get_text_config().hidden_size), dtype=self._dtype, device="meta")
         return (hidden.requires_grad_(torch.is_grad_enabled()),)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         if not self.first:
-            given.pop(_TOKENS, None)
+            given.pop(self._input, None)
             given.pop("token_type_ids", None)  # they were added on the first stage
-            (given["inputs_embeds"],) = values
+            (given[_EMBEDDED if _EMBEDDED in self._accepted else self._input],) = values
         if "use_cache" in self._accepted:
             given["use_cache"] = False
         if self.last:
@@ -160,19 +168,29 @@ class ModelStage(Stage):
         hidden: Tensor = self._base[0](**given).last_hidden_state
         return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
 
-    def _tokens(self, inputs: Mapping[str, Any]) -> Tensor:
-        if not isinstance(tokens := inputs.get(_TOKENS), Tensor):
+    def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
+        if not isinstance(given := inputs.get(self._input), Tensor):
             kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in inputs.items())
             raise DataError(
-                f'a pipeline of this model begins with the tensor "{_TOKENS}", and the inputs are {kinds or "none"}; '
-                "give that tensor alone, first, or in a dict of the model's keyword arguments"
+                f'a pipeline of this model begins with the tensor "{self._input}", and the inputs are '
+                f"{kinds or 'none'}; give that tensor alone, first, or in a dict of the model's keyword arguments"
             )
-        return tokens
+        return given
+
+
+def check_pipeline_split(split: object) -> None:
+    """Raises a ConfigError unless ``split`` is a ``PipelineSplit``, for whatever model."""
+    items = [*split] if isinstance(split, (list, tuple)) else []
+    if split != "auto" and not any(items and all(isinstance(each, kind) for each in items) for kind in (int, str)):
+        raise ConfigError(
+            f'pipeline_split={split!r} is unknown; give "auto", a list of the numbers of layers of all stages, or a '
+            "list of the names of the modules at which stages begin, from the second stage on"
+        )
 
 
 def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
     """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
-    spec = require_model_spec(module, 'pipeline_split="auto"')
+    spec = require_layers(module, 'pipeline_split="auto"')
     layers = list(module.get_submodule(base_name(module)).get_submodule(spec.layers).children())
     heads = [part for name, part in module.named_modules() if name in spec.heads]
     check_layers(pipelining, len(layers))
@@ -188,7 +206,7 @@ def cut_to_stages(
 
     ``counts`` are the numbers of layers of all stages.
     """
-    spec = require_model_spec(module, 'pipeline_split="auto"')
+    spec = require_layers(module, 'pipeline_split="auto"')
     base = module.get_submodule(base_name(module))
     layers = base.get_submodule(spec.layers)
     ends = list(accumulate(counts))
@@ -211,7 +229,7 @@ def cut_to_stages(
         keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), StandIn())
     last = pipelining.stages - 1
     for name, kind in spec.first_stage.items():
-        keep(base, name, 0, StandIn(kind))
+        keep(base, name, 0, StandIn(kind, next(module.parameters()).dtype))
     for name in spec.last_stage:
         keep(base, name, last, StandIn())
     if base is not module:

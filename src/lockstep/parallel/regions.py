@@ -23,7 +23,8 @@ class Box:
     sizes: Sizes  # its lengths
     start: int  # the begin, among the own elements, of the contiguous run that it is in
     run: Sizes  # the lengths of that run
-    column: int = 0  # the begin of the box in the last dimension of the run
+    dim: int = -1  # the dim of the run in which the box is a part
+    column: int = 0  # the begin of the box in that dim
 
     @property
     def elements(self) -> int:
@@ -32,7 +33,7 @@ class Box:
     def of(self, held: Tensor) -> Tensor:
         """The box as a view of the own elements, which are ``held`` [elements]."""
         run = held[self.start : self.start + prod(self.run)].view(self.run)
-        return run.narrow(-1, self.column, self.sizes[-1]) if self.run else run
+        return run.narrow(self.dim, self.column, self.sizes[self.dim]) if self.run else run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Region:
     whole: Sizes  # the lengths of the whole tensor
     sizes: Sizes  # the lengths of the part
     offsets: Sizes  # the index of its first element in the whole tensor
+    dim: int = -1  # the dim that ``columns`` are along
     columns: Sizes | None = None  # the index of each of its columns in the whole tensor, if they are not consecutive
 
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
@@ -53,18 +55,21 @@ class Region:
         for offsets, run in _runs(self.sizes, start, total if stop is None else stop):
             shifted = tuple(map(sum, zip(self.offsets, offsets, strict=True)))
             for column, number, length in self._columns(offsets, run):
-                placed = (*shifted[:-1], number) if run else ()
-                sizes = (*run[:-1], length) if run else ()
-                found.append(Box(offsets=placed, sizes=sizes, start=at, run=run, column=column))
+                placed, sizes = self._replaced(shifted, number), self._replaced(run, length)
+                found.append(Box(offsets=placed, sizes=sizes, start=at, run=run, dim=self.dim, column=column))
             at += prod(run)
         return found
+
+    def _replaced(self, sizes: Sizes, number: int) -> Sizes:
+        """The same lengths or indices, with another one in the dim of the columns."""
+        return tuple(number if dim == self.dim % len(sizes) else each for dim, each in enumerate(sizes))
 
     def _columns(self, offsets: Sizes, run: Sizes) -> Iterator[tuple[int, int, int]]:
         """Runs of consecutive columns: (column in the run, column in the whole tensor, length)."""
         if not run or self.columns is None:
-            yield 0, self.offsets[-1] + offsets[-1] if run else 0, run[-1] if run else 1
+            yield 0, self.offsets[self.dim] + offsets[self.dim] if run else 0, run[self.dim] if run else 1
             return
-        numbers = self.columns[offsets[-1] : offsets[-1] + run[-1]]
+        numbers = self.columns[offsets[self.dim] : offsets[self.dim] + run[self.dim]]
         begin = 0
         for place in range(1, len(numbers) + 1):
             if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:

@@ -24,7 +24,7 @@ from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region
-from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, region_of
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim, region_of
 
 
 class ShardedModule(nn.Module):
@@ -150,7 +150,7 @@ class ShardedModule(nn.Module):
         held, described = self.inside.state_dict(), self.described()
         for name in self.names:
             with torch.no_grad():
-                own = self._in_plain_order(name, _whole(held[name].detach())) if name in held else None
+                own = self._in_plain_order(name, held[name].detach()) if name in held else None
                 yield name, self._from_stages(described[name], own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -204,7 +204,11 @@ class ShardedModule(nn.Module):
         return next((each for each in stages if each.numel()), flat).view(described.shape)
 
     def _in_plain_order(self, name: str, value: Tensor) -> Tensor:
-        return value[..., torch.argsort(self._orders[name])] if name in self._orders else value
+        """A tensor whole, in the order of the model's own."""
+        if name not in self._orders or not isinstance(value, DTensor):
+            return _whole(value)
+        order = torch.argsort(self._orders[name])
+        return _whole(value).index_select(ordered_dim(value), order.to(value.device))
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

@@ -10,7 +10,7 @@ are whole before the first layer of a stage and after its last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -20,15 +20,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 
-from lockstep._torch_compat import dtensor_chunks
+from lockstep._torch_compat import dtensor_chunks, tree_map
 from lockstep.checks import check_divides
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
-from lockstep.parallel.model_specs import ModelSpec, base_name, require_model_spec
+from lockstep.parallel.model_specs import (
+    GATHERED_STYLES,
+    ModelSpec,
+    base_name,
+    require_model_spec,
+    with_wildcards,
+)
 from lockstep.parallel.pipeline_stage import StandIn
 from lockstep.parallel.regions import Region, whole_region
 from lockstep.parallel.vocab_parallel import VocabShard, vocab_parallel_logits
@@ -94,6 +100,85 @@ def _refuse_hidden_states(model: Any, args: Any, kwargs: dict[str, Any]) -> None
         )
 
 
+class WholeTokens(tp.ParallelStyle):
+    """Has a module that is given this rank's tokens, first or as ``hidden_states``, work on all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gathered(hidden: Any) -> Any:
+            placed = DTensor.from_local(hidden, device_mesh, [Shard(TOKENS)], run_check=False)
+            return placed.redistribute(placements=[Replicate()])
+
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (gathered(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": gathered(kwargs["hidden_states"])}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+class LocalParameters(tp.ParallelStyle):
+    """Has a module compute with this rank's shards of its own parameters as plain tensors.
+
+    Args:
+        placements: those of its parameters, by name.
+        partial: whether each rank has only a term of the gradients of whole parameters, as of a norm of its own heads.
+        experts: whether the module takes whole tensors, and its output is a term of the whole one.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement], *, partial: bool = False, experts: bool = False) -> None:
+        self._placements, self._partial, self._experts = dict(placements), partial, experts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self._placements.items():
+            whole = module.get_parameter(name)
+            placed = distribute_tensor(whole, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        forward = module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._experts:
+                args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
+            held = {name: module._parameters[name] for name in self._placements}
+            module._parameters.update({name: self._own(parameter) for name, parameter in held.items()})
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                module._parameters.update(held)
+            return summed(output, device_mesh) if self._experts else output
+
+        module.forward = wrapped
+        return module
+
+    def _own(self, parameter: Any) -> Any:
+        return parameter.to_local(grad_placements=[Partial()] if self._partial else None)
+
+
+class HookedOutput(tp.ParallelStyle):
+    """Changes a module's output by a function of it and the mesh."""
+
+    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
+        self._change = change
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _, __, output: self._change(output, device_mesh))
+        return module
+
+
+def summed(term: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of all ranks' terms. All must call it."""
+    return (
+        DTensor.from_local(term, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
+
+
+def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
+    """The same tensor, equal on all ranks, whose gradient is the sum of all ranks'."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
 class Conv1DParallel(tp.ParallelStyle):
     """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
 
@@ -131,62 +216,233 @@ def column_order(width: int, parts: int, degree: int) -> Tensor:
     return torch.arange(width).reshape(parts, degree, -1).transpose(0, 1).reshape(-1)
 
 
-class SpecNames:
-    """The full names of a spec's modules in one model, with or without a head."""
+_ON_EXPERTS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}
+"""By the style of a parameter with several dims: the dim that is divided. Features are before the last one."""
+_LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input", "rowwise_rep", *GATHERED_STYLES)
+_LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
+_PACKED = ("packed_colwise", "packed_rowwise")
+_OWN_PARAMETERS = ("moe_tp_experts", "local_params", "replicated_with_grad_allreduce")
+_IN_SEQUENCES = ("colwise", "packed_colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
+
+
+class DividedModel:
+    """The modules and parameters of one model that its spec divides, by full names: those that this stage has."""
 
     def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
         self._base = f"{base}." if (base := base_name(module)) else ""
-        layers = module.get_submodule(f"{self._base}{spec.layers}")
-        self._layers = [f"{self._base}{spec.layers}.{number}." for number, _ in layers.named_children()]
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        found = {name: style for name in self._modules if (style := self._style(name)) is not None}
+        # A stand-in for another stage's module has no parameters.
+        self.modules = {
+            name: style
+            for name, style in found.items()
+            if any(True for _ in self._modules[name].parameters()) and style != "replicate"
+        }
+        self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
+
+    def _style(self, name: str) -> str | None:
+        if self._in_body(name):
+            return self._spec.styles.get(with_wildcards(name.removeprefix(self._base)))
+        return self._spec.head_styles.get(with_wildcards(name))
+
+    def _in_body(self, name: str) -> bool:
+        return name.startswith(self._base)
 
     def layers(self) -> list[nn.Module]:
-        return [self._module.get_submodule(name.removesuffix(".")) for name in self._layers]
+        return [self._modules[name] for name in self.layer_names()]
 
-    def in_layers(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The modules of these names, relative to a layer, in all layers that have them."""
-        modules = dict(self._module.named_modules(remove_duplicate=False))
-        return tuple(full for layer in self._layers for name in names if (full := layer + name) in modules)
+    def layer_names(self) -> list[str]:
+        layers = f"{self._base}{self._spec.layers}"
+        return [f"{layers}.{number}" for number, _ in self._modules[layers].named_children()]
 
-    def heads(self) -> tuple[str, ...]:
-        return self._with_weights(self._spec.heads)
+    def heads(self) -> list[str]:
+        """The linear layers that compute logits over the vocabulary."""
+        config: Any = self._module.config
+        size = getattr(config.get_text_config(), "vocab_size", None)
+        return [
+            name
+            for name, style in self.modules.items()
+            if style in GATHERED_STYLES
+            and not self._in_body(name)
+            and getattr(self._modules[name], "out_features", None) == size
+        ]
+
+    def regions(self) -> list[str]:
+        """The modules that begin with divided linear layers, and work on this rank's units."""
+        found = (name.rpartition(".")[0] for name, style in self.modules.items() if style in _LOCAL_COLUMNS)
+        return list(dict.fromkeys(found))
+
+    def own_rng(self) -> list[str]:
+        """The modules that draw dropout for this rank's heads."""
+        return [name for name in self.regions() if "Attention" in type(self._modules[name]).__name__]
+
+    def dropouts(self, within: Iterable[str]) -> list[str]:
+        """The dropout modules inside those named."""
+        begins = tuple(f"{name}." for name in within)
+        return [
+            name for name, part in self._modules.items() if isinstance(part, nn.Dropout) and name.startswith(begins)
+        ]
+
+    def check(self, degree: int) -> None:
+        """Raises a ConfigError for a style that cannot be applied, or sizes that ``degree`` does not divide."""
+        for name, style in [*self.modules.items(), *self.parameters.items()]:
+            self._check_style(name, style)
+        config: Any = self._module.config
+        text = config.get_text_config()
+        heads = ("num_attention_heads", "num_key_value_heads") if self.own_rng() else ()
+        check_divides(
+            "tensor", degree, *((name, size) for name in heads if isinstance(size := getattr(text, name, None), int))
+        )
+        for name, size in self._sizes():
+            check_divides("tensor", degree, (f"the size of {name}", size))
+
+    def _check_style(self, name: str, style: str) -> None:
+        part = self._modules.get(name)
+        if part is None:
+            owner = name.rpartition(".")[0]
+            known = style in _ON_EXPERTS and self.modules.get(owner) in _OWN_PARAMETERS
+        elif style in _LINEAR_STYLES:
+            known = isinstance(part, nn.Linear) or _is_conv1d(part)
+        elif style == "moe_tp_experts":
+            bare = [key for key, _ in part.named_parameters() if f"{name}.{key}" not in self.parameters]
+            if bare:
+                name, known = f"{name}.{bare[0]}", False
+            else:
+                known = True
+        elif style.startswith("embedding_"):
+            known = isinstance(part, nn.Embedding)
+        else:
+            known = style in ("local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce")
+        if not known:
+            kind = "parameter" if part is None else type(part).__name__
+            raise ConfigError(
+                f'the plan of {type(self._module).__name__} divides {name} (a {kind}) in the style "{style}", which is '
+                "not supported there; choose tensor=1, or give a tensor_plan of your own that leaves it whole"
+            )
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        """The sizes that must be divided evenly, by name: those of what is computed on divided units."""
+        for name, style in self.modules.items():
+            part: Any = self._modules[name]
+            if style in ("colwise", "packed_colwise"):
+                yield f"{name}'s output", self._width(part, 0) // self._packed(name, style)
+            elif style == "rowwise":
+                yield f"{name}'s input", self._width(part, 1)
+        for name, style in self.parameters.items():
+            dim, parameter = _ON_EXPERTS[style], self._module.get_parameter(name)
+            yield name, parameter.shape[max(dim, -parameter.ndim)] // self._packed(name, style)
+
+    @staticmethod
+    def _width(part: Any, dim: int) -> int:
+        """The number of outputs (dim 0) or inputs (dim 1) of a linear layer."""
+        return int(part.weight.shape[1 - dim if _is_conv1d(part) else dim])
+
+    def _packed(self, name: str, style: str) -> int:
+        """How many outputs a module or parameter makes in one."""
+        if style not in _PACKED:
+            return 1
+        return (self._spec.packed or {}).get(with_wildcards(name.removeprefix(self._base)), 2)
+
+    def reorder(self, degree: int) -> dict[str, Tensor]:
+        """Reorders what makes several outputs in one, so that equal shares hold a share of each; the orders."""
+        orders: dict[str, Tensor] = {}
+        for name, style in self.modules.items():
+            if style in _PACKED:
+                part = self._modules[name]
+                for key, parameter in part.named_parameters(recurse=False):
+                    dim = -1 if _is_conv1d(part) else 0
+                    orders[f"{name}.{key}"] = _reorder(parameter, dim, self._packed(name, style), degree)
+        for name, style in self.parameters.items():
+            if style in _PACKED:
+                parameter = self._module.get_parameter(name)
+                orders[name] = _reorder(parameter, _ON_EXPERTS[style], self._packed(name, style), degree)
+        return orders
+
+    def scale(self, degree: int) -> None:
+        """Divides the attributes that hold a number of units."""
+        for name, part in self._modules.items():
+            attribute = (self._spec.scaled or {}).get(with_wildcards(name.removeprefix(self._base)))
+            if attribute is not None and hasattr(part, attribute):
+                setattr(part, attribute, getattr(part, attribute) // degree)
 
     def styles(self, *, sequences: bool) -> dict[str, tp.ParallelStyle]:
-        """How each linear layer and embedding is divided; with ``sequences``, the modules between them too."""
+        """How torch divides each module; with ``sequences``, the modules between them too."""
+        heads = self.heads()
         output = Shard(TOKENS) if sequences else Replicate()
-        found: dict[str, tp.ParallelStyle] = {}
-        for name in self.in_layers(self._spec.column_linears):
-            conv1d = Conv1DParallel(Shard(1), Shard(0), inputs=Replicate(), outputs=Shard(-1))
-            found[name] = tp.ColwiseParallel() if self._is_linear(name) else conv1d
-        for name in self.in_layers(self._spec.row_linears):
-            conv1d = Conv1DParallel(Shard(0), Replicate(), inputs=Shard(-1), outputs=output)
-            found[name] = tp.RowwiseParallel(output_layouts=output) if self._is_linear(name) else conv1d
-        for name in self._with_weights([self._base + self._spec.embedding]):
-            found[name] = tp.RowwiseParallel(input_layouts=Replicate())
-        found |= {name: tp.ColwiseParallel() for name in self.heads()}
+        found = {name: self._torch_style(name, style, name in heads, output) for name, style in self.modules.items()}
         return {**found, **self._sequence_styles()} if sequences else found
 
+    def _torch_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
+        part: Any = self._modules[name]
+        whole, split = Replicate(), Shard(-1)
+        if style in _LINEAR_STYLES:
+            gathers = style in GATHERED_STYLES and not is_head
+            takes = whole if style.endswith(("split_input", "rep")) else split
+            if _is_conv1d(part):
+                if style.startswith("rowwise"):
+                    return Conv1DParallel(Shard(0), whole, inputs=takes, outputs=output)
+                return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=whole if gathers else split)
+            if style.startswith("rowwise"):
+                return tp.RowwiseParallel(input_layouts=takes, output_layouts=output)
+            return tp.ColwiseParallel(output_layouts=whole if gathers else split)
+        if style == "embedding_rowwise":
+            return tp.RowwiseParallel(input_layouts=whole)
+        if style == "embedding_colwise":
+            return tp.ColwiseParallel(output_layouts=whole)
+        if style == "mla_kv_a_proj":
+            config: Any = self._module.config
+            rotated = int(config.get_text_config().qk_rope_head_dim)
+            return HookedOutput(lambda latent, mesh: _sum_rotated_gradient(latent, rotated, mesh))
+        if style == "all_reduce":
+            return HookedOutput(summed)
+        keys = [key for key, _ in part.named_parameters(recurse=False)]
+        if style == "replicated_with_grad_allreduce":
+            return LocalParameters(dict.fromkeys(keys, whole), partial=True)
+        own = {key: self.parameters[f"{name}.{key}"] for key in keys if f"{name}.{key}" in self.parameters}
+        return LocalParameters(
+            {key: Shard(max(_ON_EXPERTS[each] + part.get_parameter(key).ndim, 0)) for key, each in own.items()},
+            experts=style == "moe_tp_experts",
+        )
+
     def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
-        """The modules between divided layers take this rank's tokens, and the divided layers take all."""
-        spec, tokens, whole = self._spec.sequence, Shard(TOKENS), Replicate()
-        found: dict[str, tp.ParallelStyle] = {}
-        for name in self.in_layers(spec.norms):
-            found[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
-        for name in self.in_layers(spec.regions):
-            found[name] = tp.PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
-        for name in self.in_layers(spec.regions_by_name):
-            found[name] = tp.PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
-            )
+        """The norms between divided layers take this rank's tokens, and the divided layers take all."""
+        regions = self.regions()
+        inside = tuple(f"{name}." for name in regions)
+        found: dict[str, tp.ParallelStyle] = dict.fromkeys(regions, WholeTokens())
+        for layer in self.layer_names():
+            for name, part in self._modules[layer].named_modules(prefix=layer):
+                if "Norm" in type(part).__name__ and not name.startswith(inside):
+                    found[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
         return found
 
-    def _with_weights(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the modules that this stage has: stand-ins for another stage's have no weight."""
-        weights = dict(self._module.named_parameters(remove_duplicate=False))
-        return tuple(name for name in names if f"{name}.weight" in weights)
+    def check_sequences(self) -> None:
+        """Raises a ConfigError unless all that is divided in a layer is pairs of linear layers."""
+        for name, style in [*self.modules.items(), *self.parameters.items()]:
+            if style not in _IN_SEQUENCES and self._in_body(name):
+                raise ConfigError(
+                    f'sequence_parallel=True does not go with the style "{style}", in which the plan of '
+                    f"{type(self._module).__name__} divides {name}; leave it out"
+                )
 
-    def _is_linear(self, name: str) -> bool:
-        return isinstance(self._module.get_submodule(name), nn.Linear)
+
+def _is_conv1d(part: object) -> bool:
+    """Whether a module is transformers' Conv1D, which GPT-2 has in place of linear layers."""
+    return type(part).__name__ == "Conv1D"
+
+
+def _sum_rotated_gradient(latent: Tensor, rotated: int, mesh: DeviceMesh) -> Tensor:
+    """Of a latent key and value [.., latent + rotated] whose rotated part goes to this rank's heads undivided."""
+    return torch.cat([latent[..., :-rotated], sum_gradient(latent[..., -rotated:], mesh)], dim=-1)
+
+
+def _reorder(parameter: nn.Parameter, dim: int, parts: int, degree: int) -> Tensor:
+    order = column_order(parameter.shape[max(dim, -parameter.ndim)], parts, degree)
+    if not parameter.is_meta:
+        with torch.no_grad():
+            parameter.copy_(parameter.index_select(max(dim, -parameter.ndim), order.to(parameter.device)))
+    return order
 
 
 TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
@@ -197,7 +453,7 @@ TensorPlan = Literal["auto"] | Mapping[str, tp.ParallelStyle]
 class TensorSharding:
     """How a module was divided."""
 
-    # by name, for each parameter whose columns were reordered: the column that stands in each place
+    # by name, for each parameter that was reordered along its divided dim: the index of what stands in each place
     orders: Mapping[str, Tensor] = field(default_factory=dict)
     own_rng: tuple[str, ...] = ()  # the names of modules that draw random numbers for their own part
     common_rng: tuple[str, ...] = ()  # the names of modules inside those that draw alike on all tensor ranks
@@ -206,11 +462,26 @@ class TensorSharding:
 WHOLE = TensorSharding()
 
 
+def check_plan(module: nn.Module, plan: TensorPlan, degree: int, *, sequences: bool) -> None:
+    """Raises a ConfigError if a whole module cannot be divided among ``degree`` ranks by the plan "auto"."""
+    if degree == 1 or plan != "auto":
+        return
+    model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
+    if not model.modules:
+        raise ConfigError(
+            f"{type(module).__name__} has no tensor plan, so tensor={degree} would divide nothing; choose tensor=1, or "
+            "give a tensor_plan of your own"
+        )
+    model.check(degree)
+    if sequences:
+        model.check_sequences()
+
+
 def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, sequences: bool = False) -> TensorSharding:
     """Divides a module, whole on every tensor rank of ``mesh`` and alike there, in place. Nothing is sent.
 
     ``sequences``: modules between divided layers work on this rank's part of the sequences; with the plan "auto".
-    Raises ConfigError for a module without a spec, or sizes that the number of ranks does not divide.
+    ``check_plan`` says beforehand whether it can be divided.
     """
     degree = mesh.size()
     if degree == 1:
@@ -220,26 +491,26 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         tp.parallelize_module(module, mesh, _here(module, plan), src_data_rank=None)
         _tie(module, ties)
         return WHOLE
-    spec = require_model_spec(module, 'tensor_plan="auto"')
-    config: Any = module.config
-    check_divides("tensor", degree, *((name, int(getattr(config, name))) for name in spec.divisible))
-    names = SpecNames(module, spec)
-    orders: dict[str, Tensor] = {}
-    for short, parts in spec.fused:
-        for linear in names.in_layers([short]):
-            orders |= _reorder(module, linear, parts, degree)
-    tp.parallelize_module(module, mesh, names.styles(sequences=sequences), src_data_rank=None)
-    for short, attribute in spec.scaled:
-        for part in map(module.get_submodule, names.in_layers([short])):
-            setattr(part, attribute, getattr(part, attribute) // degree)
+    model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
+    orders = model.reorder(degree)
+    tp.parallelize_module(module, mesh, model.styles(sequences=sequences), src_data_rank=None)
+    _make_buffers_plain(module)
+    model.scale(degree)
     _tie(module, ties)
-    for name in names.heads():
+    for name in model.heads():
         _give_logits(module.get_submodule(name), mesh)
-    return TensorSharding(
-        orders=orders,
-        own_rng=names.in_layers([*spec.own_rng, *(spec.sequence.dropouts if sequences else ())]),
-        common_rng=() if sequences else names.in_layers(spec.common_rng),
-    )
+    own = model.own_rng()
+    if sequences:
+        return TensorSharding(orders=orders, own_rng=(*own, *model.dropouts(model.layer_names())))
+    return TensorSharding(orders=orders, own_rng=tuple(own), common_rng=tuple(model.dropouts(own)))
+
+
+def _make_buffers_plain(module: nn.Module) -> None:
+    """Undoes that torch makes buffers of divided modules DTensors, such as the scale of an embedding."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if isinstance(buffer, DTensor):
+                part._buffers[name] = buffer.to_local()
 
 
 def check_names(module: nn.Module, plan: TensorPlan) -> None:
@@ -249,7 +520,12 @@ def check_names(module: nn.Module, plan: TensorPlan) -> None:
     if not isinstance(plan, Mapping):
         raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
     known = [name for name, _ in module.named_modules()]
-    for pattern in plan:
+    for pattern, style in plan.items():
+        if not isinstance(style, tp.ParallelStyle):
+            raise ConfigError(
+                f"tensor_plan gives {pattern!r} {style!r}; give an object of one of torch's styles, such as "
+                "ColwiseParallel()"
+            )
         if not any(_matches(name, pattern) for name in known):
             near = get_close_matches(pattern, known, 3) or known[1:4]
             raise ConfigError(
@@ -277,35 +553,35 @@ def _give_logits(head: nn.Module, mesh: DeviceMesh) -> None:
     head.register_forward_hook(lambda _, __, part: vocab_parallel_logits(part, vocabulary))
 
 
-def _reorder(module: nn.Module, linear: str, parts: int, degree: int) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in module.get_submodule(linear).named_parameters(recurse=False):
-        order = column_order(parameter.shape[-1], parts, degree)
-        if not parameter.is_meta:
-            with torch.no_grad():
-                parameter.copy_(parameter[..., order].clone())
-        found[f"{linear}.{name}"] = order
-    return found
-
-
 def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Tensor:
-    """This worker's plain shard of ``whole``, placed as its own tensor ``like``, with columns in ``order``."""
-    whole = whole if order is None else whole[..., order]
+    """This worker's plain shard of ``whole``, placed as its own tensor ``like``, reordered by ``order``."""
     if not isinstance(like, DTensor):
         return whole
+    if order is not None:
+        whole = whole.index_select(ordered_dim(like), order.to(whole.device))
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
+def ordered_dim(like: DTensor) -> int:
+    """The dim that tensor ranks divide, along which a parameter may have been reordered."""
+    names = like.device_mesh.mesh_dim_names or ()
+    placement = like.placements[names.index("tensor")]
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
 def region_of(value: Tensor, order: Tensor | None = None) -> Region:
-    """The place in the whole tensor of this worker's shard ``value``, whose columns stand in ``order``."""
+    """The place in the whole tensor of this worker's shard ``value``, which stands in ``order``."""
     region = whole_region(value.shape)
-    if isinstance(value, DTensor):
-        (chunk,) = dtensor_chunks(value)
-        region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
-    if order is not None:
-        begin = region.offsets[-1]
-        region = replace(region, columns=tuple(order[begin : begin + region.sizes[-1]].tolist()))
-    return region
+    if not isinstance(value, DTensor):
+        return region
+    (chunk,) = dtensor_chunks(value)
+    region = replace(region, sizes=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
+    if order is None:
+        return region
+    dim = ordered_dim(value)
+    begin = region.offsets[dim]
+    return replace(region, dim=dim, columns=tuple(order[begin : begin + region.sizes[dim]].tolist()))
 
 
 def ties_of(module: nn.Module) -> list[list[str]]:

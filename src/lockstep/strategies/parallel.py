@@ -37,19 +37,27 @@ from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_device
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
-from lockstep.parallel.model_specs import HasConfig, require_model_spec
+from lockstep.parallel.model_specs import HasConfig, require_layers
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
+from lockstep.parallel.pipeline_stage import (
+    PipelineSplit,
+    Stage,
+    check_pipeline_split,
+    cut_to_stages,
+    layer_counts,
+    tied_ends,
+)
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import (
     WHOLE,
+    DividedModel,
     SequenceSharding,
-    SpecNames,
     TensorPlan,
     TensorSharding,
     check_names,
+    check_plan,
     shard_layers,
     ties_of,
 )
@@ -200,8 +208,9 @@ class ParallelStrategy(ThreadedStrategy):
 
         Args:
             module: the whole model. ``ls.Model(module)`` divides it by "auto" if this has not been called.
-            tensor_plan: "auto" for transformers' BERT, GPT-2 and Llama; else names of modules, with "*" for any, to
-                styles, as torch's ``parallelize_module`` takes them. Ignored with ``tensor=1``.
+            tensor_plan: "auto" for models of transformers that have plans of their own, and BERT, RoBERTa, DistilBERT,
+                GPT-2 and ViT; else names of modules, with "*" for any, to styles, as torch's ``parallelize_module``
+                takes them. Ignored with ``tensor=1``.
             pipeline_split: "auto" for those models, for an ``nn.Sequential`` and for a module with one list of blocks;
                 or the number of layers of each stage; or the names of the modules at which the second and each further
                 stage begins, for any module. Ignored with ``pipeline=1``.
@@ -211,7 +220,8 @@ class ParallelStrategy(ThreadedStrategy):
 
         Raises:
             ConfigError: a model that the degrees divide and neither "auto" nor what is given says how; names of no
-                modules; a forward that cannot be traced; sizes that the degrees do not divide.
+                modules; a forward that cannot be traced; a style of a model's own plan that is not supported; sizes
+                that the degrees do not divide. No weight has been sent then.
             ClusterError: another worker has another module, or sees other files.
             CheckpointError: the files lack a tensor, have one that the module does not have or with another shape, or
                 cannot be read; on all workers.
@@ -348,6 +358,8 @@ class ModelParts(PartitionPolicy):
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
         check_names(module, plan)
+        check_pipeline_split(split)
+        check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
         cut = self._cut_of(module, split)
         first = self._first_weights(module)
         stored = None if weights is None else open_weights(weights, module, self._groups.job)
@@ -388,8 +400,7 @@ class ModelParts(PartitionPolicy):
         pipelining, worker = self._pipelining, self._place.stage
         if pipelining.workers == 1:
             return tuple
-        by_names = not isinstance(split, str) and any(isinstance(each, str) for each in split)
-        if isinstance(module, HasConfig) and not by_names:
+        if isinstance(module, HasConfig) and (split == "auto" or isinstance(split[0], int)):
             counts = layer_counts(module, split, pipelining)
             return partial(cut_to_stages, module, counts, pipelining, worker)
         from lockstep.parallel.pipeline_graph import plan_graph  # torch.fx, which few need
@@ -432,8 +443,8 @@ class ModelParts(PartitionPolicy):
                 'sequence_parallel=True goes with tensor_plan="auto"; leave it out, and name torch\'s SequenceParallel '
                 "in your plan"
             )
-        names = SpecNames(module, require_model_spec(module, "sequence_parallel=True"))
-        return SequenceSharding(mesh.mesh["tensor"], module, names.layers())
+        model = DividedModel(module, require_layers(module, "sequence_parallel=True"))
+        return SequenceSharding(mesh.mesh["tensor"], module, model.layers())
 
     def _tied_of(self, module: nn.Module, ties: Sequence[Sequence[str]]) -> list[str]:
         """For each weight that another stage holds too, the first of its names here."""

@@ -1,0 +1,118 @@
+"""What a model's own plans make of it, and what is refused before any weight is moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
+
+from lockstep.errors import ConfigError
+from lockstep.parallel.model_specs import require_layers, require_model_spec
+from lockstep.parallel.tensor_parallel import DividedModel, check_plan
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "intermediate_size": 36, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def on_meta(cls: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = cls(config)
+    return module
+
+
+def llama(**sizes: Any) -> nn.Module:
+    return on_meta(LlamaForCausalLM, LlamaConfig(**{**SIZES, **sizes}))
+
+
+def refused(module: nn.Module, degree: int, *, sequences: bool = False) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_plan(module, "auto", degree, sequences=sequences)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_the_degree_does_not_divide_is_refused_with_its_name():
+    assert "num_attention_heads=6" in refused(llama(), 4)
+    assert "num_key_value_heads=3" in refused(llama(), 2)
+    assert "layers.0.mlp" in refused(llama(intermediate_size=37), 3)
+    check_plan(llama(), "auto", 3, sequences=True)
+
+
+def test_experts_whose_units_the_degree_does_not_divide_are_refused():
+    sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
+    check_plan(on_meta(MixtralForCausalLM, MixtralConfig(**sizes)), "auto", 3, sequences=False)
+    sizes["intermediate_size"] = 37
+    assert "layers.0.mlp.experts" in refused(on_meta(MixtralForCausalLM, MixtralConfig(**sizes)), 3)
+
+
+def test_sequences_are_not_divided_between_experts():
+    module = on_meta(MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
+    message = refused(module, 3, sequences=True)
+    assert "sequence_parallel=True" in message
+    assert "mlp.experts" in message
+
+
+def test_a_style_that_is_not_supported_is_refused_with_the_module():
+    module: Any = llama()
+    module._tp_plan = {**module._tp_plan, "model.layers.*.mlp.up_proj": "sideways"}
+    message = refused(module, 3)
+    assert '"sideways"' in message
+    assert "model.layers.0.mlp.up_proj" in message
+    assert "LlamaForCausalLM" in message
+
+
+def test_a_model_without_plans_is_refused():
+    config = XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    for module in (nn.Linear(2, 2), on_meta(XLNetLMHeadModel, config)):
+        message = refused(module, 2)
+        assert type(module).__name__ in message
+        assert "tensor_plan" in message
+        with pytest.raises(ConfigError, match="pipeline_split"):
+            require_layers(module, 'pipeline_split="auto"')
+
+
+def test_a_plan_of_the_user_s_own_is_not_checked():
+    check_plan(nn.Linear(2, 2), {}, 2, sequences=False)
+
+
+def test_the_parts_of_a_model_are_those_of_its_plans():
+    spec = require_model_spec(llama(), "a test")
+
+    assert spec.layers == "layers"
+    assert dict(spec.first_stage) == {"embed_tokens": "embeds"}
+    assert list(spec.last_stage) == ["norm"]
+    assert spec.heads == ("lm_head",)
+    assert spec.styles["embed_tokens"] == "embedding_rowwise"
+    assert spec.styles["layers.*.self_attn.o_proj"] == "rowwise"
+
+
+def test_a_model_without_plans_of_its_own_has_ours():
+    module = on_meta(BertForMaskedLM, BertConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64))
+    check_plan(module, "auto", 4, sequences=True)
+    assert "num_attention_heads=4" in refused(module, 8)
+
+
+def test_packed_experts_are_reordered_so_that_each_rank_has_a_share_of_each_output():
+    module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
+    model = DividedModel(module, require_model_spec(module, "a test"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    before = module.get_parameter(name).detach().clone()  # [experts, 2 x 36, hidden]
+
+    order = model.reorder(3)[name]
+
+    assert order[:24].tolist() == [*range(12), *range(36, 48)]  # the first rank's: 12 of the gate, 12 of the other
+    assert torch.equal(module.get_parameter(name), before[:, order])
