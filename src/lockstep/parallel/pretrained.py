@@ -68,8 +68,8 @@ class PretrainedWeights:
         missing = _without(state.keys() - self.names, getattr(module, "_keys_to_ignore_on_load_missing", None))
         if missing and unknown and (name := _renaming(module, state, converted=True)(unknown[0])) in missing:
             raise CheckpointError(
-                f"{self.path} has {name} as other tensors, such as {unknown[0]}: transformers computes it from them, and "
-                "weights= does not; make the model with from_pretrained, and divide it without weights="
+                f"{self.path} has {name} as other tensors, such as {unknown[0]}; transformers computes it from "
+                "them, and weights= does not: make the model with from_pretrained, and divide it without weights="
             )
         faults = {
             "lacks": missing,
