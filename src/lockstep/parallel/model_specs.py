@@ -186,6 +186,13 @@ def _input_embedding(body: nn.Module) -> str:
     return found[0] if found else ""
 
 
+def sizes_of(config: Any, name: str) -> list[int]:
+    """The sizes of one name in a configuration of a model of text: one, or those of layers that differ, or none."""
+    text = config.get_text_config()
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return sorted({size for each in layers if isinstance(size := getattr(each, name, None), int)})
+
+
 def with_wildcards(name: str) -> str:
     """The name of a module or parameter as plans have it: "layers.0.mlp" is "layers.*.mlp"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

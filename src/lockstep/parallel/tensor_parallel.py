@@ -33,6 +33,7 @@ from lockstep.parallel.model_specs import (
     ModelSpec,
     base_name,
     require_model_spec,
+    sizes_of,
     with_wildcards,
 )
 from lockstep.parallel.pipeline_stage import StandIn
@@ -289,12 +290,9 @@ class DividedModel:
         """Raises a ConfigError for a style that cannot be applied, or sizes that ``degree`` does not divide."""
         for name, style in [*self.modules.items(), *self.parameters.items()]:
             self._check_style(name, style)
-        config: Any = self._module.config
-        text = config.get_text_config()
         heads = ("num_attention_heads", "num_key_value_heads") if self.own_rng() else ()
-        check_divides(
-            "tensor", degree, *((name, size) for name in heads if isinstance(size := getattr(text, name, None), int))
-        )
+        config: Any = self._module.config
+        check_divides("tensor", degree, *((name, size) for name in heads for size in sizes_of(config, name)))
         for name, size in self._sizes():
             check_divides("tensor", degree, (f"the size of {name}", size))
 
