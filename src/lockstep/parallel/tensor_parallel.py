@@ -221,6 +221,7 @@ _ON_EXPERTS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwi
 """By the style of a parameter with several dims: the dim that is divided. Features are before the last one."""
 _LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input", "rowwise_rep", *GATHERED_STYLES)
 _LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
+_ON_OWN_UNITS = ("q_norm", "k_norm", "act_fn")  # whole weights beside them, which some plans leave out
 _PACKED = ("packed_colwise", "packed_rowwise")
 _OWN_PARAMETERS = ("moe_tp_experts", "local_params", "replicated_with_grad_allreduce")
 _IN_SEQUENCES = ("colwise", "packed_colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
@@ -242,6 +243,10 @@ class DividedModel:
             if any(True for _ in self._modules[name].parameters()) and style != "replicate"
         }
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
+        inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
+        for name in inside:
+            if name not in found and name in self._modules and any(True for _ in self._modules[name].parameters()):
+                self.modules[name] = "replicated_with_grad_allreduce"
 
     def _style(self, name: str) -> str | None:
         if self._in_body(name):
