@@ -1,4 +1,4 @@
-"""Builds the documentation as ``make docs`` does, a warning being an error, and follows every link in it.
+"""Builds the documentation from what a fresh clone has, a warning being an error, and follows every link in it.
 
 Tutorials are not executed here: ``make docs`` does that.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -40,12 +41,23 @@ class Page(HTMLParser):
         self.targets += [value for name in ("href", "src") if (value := given.get(name))]
 
 
+def copy_as_cloned(folder: Path) -> None:
+    """Copies what a clone has of the documentation and the examples, changed as here: no file that git ignores."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "docs", "examples"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():  # not deleted here
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
+    copy_as_cloned(folder / "clone")
     options = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees")]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(folder / "html")],
+        [sys.executable, "-m", "sphinx", *options, str(folder / "clone" / "docs"), str(folder / "html")],
         cwd=folder,
         env={**os.environ, "DOCS_NOTEBOOKS": "off"},
         capture_output=True,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.docs.reader_files import write_files
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -17,13 +18,17 @@ PAGES = [README, *sorted((ROOT / "docs").glob("[!_]*/**/*.md")), ROOT / "docs" /
 
 # Python runs, all blocks of a page in one process. Bash says whether it runs, in a comment before the block:
 #     <!-- run -->
+#     <!-- run with --epochs 1 -->                these words are added to its commands, to make them short
+#     <!-- run in tests/cli/test_run.py -->       a test runs what it shows
 #     <!-- not run: two hosts -->
-# The second form also keeps a block of Python from running. A block of text that ``<!-- printed -->`` precedes is what
-# the Python before it prints.
+# The blocks of bash of a page run in one folder, one after the other. It has the files that they take from the reader
+# (docs/reader_files.py); train.py is the page's Python above the block, if it has any. The last form also keeps a block
+# of Python from running. A block of text that ``<!-- printed -->`` precedes is what the Python before it prints.
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n+)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "text", "json"}
-MARKS = re.compile(r"run|printed|not run: \w.+")
-NOT_RUN = "not run: "
+MARKS = re.compile(r"run|run with -.+|run in (?P<test>tests/\S+\.py)|printed|not run: \w.+")
+NOT_RUN, RUN_WITH = "not run: ", "run with "
+ADDED_TO = re.compile(r"^((?:lockstep|python|KERAS_BACKEND=\w+ python) .+?)(\s+[#&].*)?$")
 PRINTED = "printed"
 
 LIMIT_S = 400  # eight workers on two cores, with other tests beside them, have taken 170
@@ -35,8 +40,25 @@ def blocks(page: Path, language: str) -> list[str]:
     return [body for _, kind, body in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def runnable_bash(page: Path) -> list[str]:
-    return [body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark == "run"]
+def runs(mark: str) -> bool:
+    return mark == "run" or mark.startswith(RUN_WITH)
+
+
+def runnable_bash(page: Path) -> list[tuple[str, str]]:
+    """The blocks of bash that run, with what is added to their commands; and the Python of the page above each."""
+    found, python = [], ""
+    for mark, kind, body in BLOCK.findall(page.read_text()):
+        if kind == "python" and not mark.startswith(NOT_RUN):
+            python += body
+        elif kind == "bash" and runs(mark):
+            found.append((with_words(body, mark.removeprefix("run").removeprefix(" with")), python))
+    return found
+
+
+def with_words(body: str, words: str) -> str:
+    """Adds words at the end of each command that trains or measures, before a comment and ``&``."""
+    lines = body.replace("\\\n", " ").splitlines()
+    return "\n".join(ADDED_TO.sub(rf"\1{words}\2", line) for line in lines)
 
 
 def program_and_output(page: Path) -> tuple[str, dict[int, str]]:
@@ -52,7 +74,7 @@ def program_and_output(page: Path) -> tuple[str, dict[int, str]]:
 
 def commands(page: Path) -> list[str]:
     """The commands of Lockstep in the bash that does not run, without their comments."""
-    shown = "\n".join(body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and mark != "run")
+    shown = "\n".join(body for mark, kind, body in BLOCK.findall(page.read_text()) if kind == "bash" and not runs(mark))
     joined = shown.replace("\\\n", " ")
     return [line.partition("  #")[0].rstrip(" &") for line in joined.splitlines() if line.startswith("lockstep ")]
 
@@ -60,7 +82,7 @@ def commands(page: Path) -> list[str]:
 # Chinese pages have the blocks of the English ones, as tests/docs/test_chinese.py checks.
 RUN_PAGES = [page for page in PAGES if page.parent.name != "zh"]
 WITH_PYTHON = [page for page in RUN_PAGES if program_and_output(page)[0] != WARNINGS_ARE_ERRORS]
-RUNNABLE = [(page, number) for page in RUN_PAGES for number in range(len(runnable_bash(page)))]
+WITH_BASH = [page for page in RUN_PAGES if runnable_bash(page)]
 
 
 def name_of(value: object) -> str | None:
@@ -99,19 +121,26 @@ def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., su
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize(("page", "number"), RUNNABLE, ids=name_of)
-def test_the_bash_of_a_page_runs(page: Path, number: int, tmp_path: Path):
+@pytest.mark.parametrize("page", WITH_BASH, ids=name_of)
+def test_the_bash_of_a_page_runs(page: Path, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
-    done = run(["bash", "-euo", "pipefail", "-c", runnable_bash(page)[number]], tmp_path)
+    blocks = runnable_bash(page)
+    write_files(tmp_path, "\n".join(body for body, _ in blocks))
+    for body, python in blocks:
+        if python:
+            (tmp_path / "train.py").write_text(python)
+        done = run(["bash", "-euxo", "pipefail", "-c", body], tmp_path)
 
-    assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr
 
 
 def test_every_block_of_code_runs_or_says_why_not():
     for page, mark, language, body in [(each, *block) for each in PAGES for block in BLOCK.findall(each.read_text())]:
         where = f"{page}:\n{body}"
         assert language in LANGUAGES, where
-        assert not mark or MARKS.fullmatch(mark), f"{mark} in {where}"
+        known = MARKS.fullmatch(mark) if mark else None
+        assert not mark or known, f"{mark} in {where}"
+        assert not known or not known["test"] or (ROOT / known["test"]).is_file(), f"{mark} in {where}"
         assert mark or language != "bash", f"<!-- run --> or <!-- not run: why --> is missing in {where}"
         if language == "python":
             compile(body, str(page), "exec")

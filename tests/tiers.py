@@ -31,6 +31,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
     "data/test_resume.py": (),
+    "data/test_streams_workers.py": (),
     "examples/test_coming_from.py": ("test_the_pages_show_the_lines_that_differ",),
     "docs/test_tutorials.py": (),
     "docs/test_why_numbers_differ.py": (),
@@ -125,7 +126,7 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
 
 # Of these files: the parameters of the tests that are not slow; "" for a test without.
 NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "test_readme.py": ("", "README.md", "README.md-0", "bash", "python"),
+    "test_readme.py": ("", "README.md", "bash", "python"),
     "strategies/test_parallel.py": (
         "bert-tensor2",
         "gpt2-tensor2",

@@ -94,7 +94,9 @@ Pair = namedtuple("Pair", ["x", "y"])
         pytest.param(((torch.ones(2), torch.zeros(2)), torch.ones(2)), id="two columns of two rows"),
         pytest.param({"features": [{"a": torch.ones(2, 5)}, {"a": torch.ones(2, 7)}], "y": torch.ones(2)}, id="dicts"),
         pytest.param(images(4), id="a list alone"),
-        pytest.param([torch.ones(4, 5), torch.ones(4, 5)], id="two alike"),
+        pytest.param(images(2), id="two images alone"),
+        pytest.param([torch.ones(2, 5), torch.ones(2, 5)], id="as many alike as they have rows"),
+        pytest.param([torch.ones(4, 5), torch.ones(3, 5)], id="two of other lengths"),
         pytest.param(tuple(images(4)), id="a long tuple"),
         pytest.param([(image, 1) for image in images(4)], id="uncollated"),
         pytest.param([{"x": image} for image in images(4)], id="uncollated dicts"),
@@ -107,6 +109,16 @@ def test_what_could_be_both_is_refused_with_what_says_it(batch: Any):
     with pytest.raises(DataError) as raised:
         split_batch(batch, 2)
     assert all(word in str(raised.value) for word in ("torch.stack", 'lists="rows"', 'lists="columns"'))
+
+
+def test_a_list_of_x_and_y_of_equal_shape_is_columns_and_so_are_the_lists_after_it():
+    layout = BatchLayout()
+    x = torch.arange(20.0).reshape(4, 5)
+    first, second = split_batch([x, -x], 2, layout)
+    assert torch.equal(first[0], x[:2])
+    assert torch.equal(second[1], -x[2:])
+    last = split_batch([x[:2], -x[:2]], 2, layout)
+    assert [shard[1].tolist() for shard in last] == [[row] for row in (-x[:2]).tolist()]
 
 
 def test_told_rows_and_columns():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.checkpoint.format import flatten, unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
-from lockstep.data.dataset import DistributedDataset, DistributedIterable
+from lockstep.data.dataset import DistributedDataset, DistributedIterable, PerReplicaDataset
 from lockstep.data.streams import StatefulSource
 from lockstep.errors import CheckpointError, DataError
 
@@ -82,8 +82,11 @@ READ_OVER: dict[str, Callable[[], Iterable[Any]]] = {
 
 
 def numbers(batch: Any) -> list[int]:
-    leaf = batch["n"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
-    return torch.cat(list(leaf)).tolist()
+    return torch.cat(list(leaf_of(batch))).tolist()
+
+
+def leaf_of(batch: Any) -> Any:
+    return batch["n"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
 
 
 def saved(data: DistributedIterable) -> Any:
@@ -155,6 +158,21 @@ def test_an_iteration_after_a_resumed_one_begins_at_the_first_row(split_cpu, nam
     assert [numbers(batch) for batch in data] == expected  # of the same epoch
 
 
+@pytest.mark.parametrize("name", [name for name in TELLS if name != "own"])
+def test_loops_left_early_are_those_of_one_device(split_cpu, name: str):
+    torch.manual_seed(1)
+    source = TELLS[name]()
+    expected = [torch.as_tensor(leaf_of(batch)).tolist() for _ in range(2) for batch in islice(iter(source), 3)]
+    torch.manual_seed(1)
+    data = DistributedDataset(TELLS[name](), split_cpu(1))
+    found: list[list[int]] = []
+    for _ in range(2):
+        with closing(iter(data)) as batches:
+            found += [numbers(batch) for batch in islice(batches, 3)]
+
+    assert found == expected
+
+
 def test_each_worker_reads_its_shards_and_a_resume_reads_the_rest(split_cpu, run_workers: RunWorkers):
     devices = split_cpu(1)
 
@@ -183,6 +201,20 @@ def test_each_worker_reads_its_shards_and_a_resume_reads_the_rest(split_cpu, run
     (first, second) = run_workers((1, 1), whole)
     assert first[-1]  # a worker whose shards have ended waits with empty batches
     assert second[-1] == []
+
+
+def test_loading_processes_divide_a_worker_s_shards(split_cpu, run_workers: RunWorkers):
+    devices = split_cpu(1)
+
+    def body(workers: Communicator) -> list[int]:
+        source = DataLoader(stream(4), batch_size=3, num_workers=2)
+        data = DistributedDataset(source, devices, workers=workers, shard="file")
+        return [n for batch in data for n in numbers(batch)]
+
+    first, second = run_workers((1, 1), body)
+    assert first
+    assert second
+    assert sorted(first + second) == list(range(22))
 
 
 def refused(run_workers: RunWorkers, devices: Any, make: Callable[[Communicator], Any]) -> str:
@@ -257,6 +289,71 @@ def test_a_source_that_no_longer_tells_is_read_over(split_cpu):
     data.load_state_dict(position_of(stream().batch(4), devices))
 
     assert [numbers(batch) for batch in data] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("shuffled", "rows in its buffer"),
+        ("interleaved until all have ended", "interleaved"),
+        ("loader with processes", "processes of a DataLoader"),
+        ("generator", "generator does not tell its state"),
+    ],
+)
+def test_a_line_says_that_batches_are_read_again_and_why(split_cpu, name: str, reason: str):
+    def make() -> DistributedDataset:
+        sources = {**READ_OVER, "generator": lambda: (torch.arange(4) for _ in range(3))}
+        return DistributedDataset(sources[name](), split_cpu(1))
+
+    data = make()
+    with closing(iter(data)) as batches:
+        next(batches)
+        position = saved(data)
+    data = make()
+    data.load_state_dict(position)
+
+    with pytest.warns(UserWarning, match=rf"\(1\) are read again.*{reason}"), closing(iter(data)):
+        pass
+
+
+def test_a_generator_that_was_read_is_not_read_on_as_if_it_were_at_its_beginning(split_cpu):
+    data = DistributedDataset((torch.arange(4) for _ in range(3)), split_cpu(1))
+    with closing(iter(data)) as batches:
+        next(batches)
+        data.load_state_dict(saved(data))
+
+    with pytest.raises(CheckpointError, match=r"generator can be read only once.*make the data anew"):
+        iter(data)
+
+
+def test_batches_of_each_replica_go_on_at_the_very_sample(split_cpu):
+    def make() -> PerReplicaDataset:
+        return PerReplicaDataset(lambda _: DataLoader(Counting(), batch_size=2), split_cpu(2))
+
+    data = make()
+    with closing(iter(data)) as batches:
+        found = [numbers(next(batches))]
+        position = saved(data)
+    data = make()
+    data.load_state_dict(position)
+
+    assert found + [numbers(batch) for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_what_the_lists_of_a_batch_hold_is_known_after_a_resume(split_cpu):
+    x = torch.arange(10.0).reshape(5, 2)
+    parts = [x[:3], x[3:]]  # the second one has as many rows as the list has items
+
+    class Pairs(Counting):
+        def __iter__(self) -> Iterator[Any]:
+            for part in parts[self.place :]:
+                self.place += 1
+                yield [part, -part]
+
+    data = DistributedDataset(Pairs(), split_cpu(1))
+    data.load_state_dict(position_of(Pairs(), split_cpu(1)))
+
+    assert [batch[1].values[0].tolist() for batch in data] == [(-x[3:]).tolist()]
 
 
 def test_a_source_without_both_methods_has_no_state():

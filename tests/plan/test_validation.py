@@ -1,149 +1,24 @@
-"""Predictions compared with published results, from one set of constants; planner.md shows the tables made here.
-
-Sources: Narayanan et al. 2021, arXiv 2104.04473 ("PTD"), tables 1 and 2; layouts of table 1 are those of the scripts
-by which its authors made it, Megatron-LM's examples/sc21/run_table_1.sh. Korthikanti et al. 2022, arXiv 2205.05198,
-tables 3 and 5. All on A100-80GB of Selene (DGX A100: NVLink 3 inside a host, a port of 200 Gb/s InfiniBand for each
-device), sequence 2048, vocabulary 51,200, fp16.
-"""
+"""Predictions compared with published runs, from one set of constants; the docs show the tables made here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from statistics import median
-from typing import Literal
+from statistics import mean, median
 
 import pytest
+from tests.plan.published import FIXED_BATCH, TABLES, WEAK_SCALING, Published, PublishedTable
 
 from lockstep.plan import Choices
 from lockstep.plan.cost import Prediction, predict
 from lockstep.plan.hardware import device_kind
 from lockstep.plan.layout import Layout
 from lockstep.plan.search import Setting, search, usual_network
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape
+from lockstep.plan.shapes import ModelShape
 from lockstep.plan.software import PRECISIONS, Constants, Software
 
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """One published row.
-
-    Args:
-        model: a name in ``KNOWN_SHAPES``.
-        layout: how it was trained.
-        value: what was published.
-        unit: TFLOP/s of a device with recomputation counted, or seconds of a step.
-        overlap_data: the wrapper exchanged gradients during the backward pass (PyTorch's; Megatron's own did not).
-    """
-
-    model: str
-    layout: Layout
-    value: float
-    unit: Literal["tflops", "seconds"]
-    overlap_data: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedTable:
-    """A table of one paper.
-
-    Args:
-        title: what is shown above it.
-        rows: its rows.
-    """
-
-    title: str
-    rows: tuple[Published, ...]
-
-
-def _layout(
-    degrees: tuple[int, int, int],
-    batch: int,
-    rows: int,
-    chunks: int,
-) -> Layout:
-    data, pipeline, tensor = degrees
-    return Layout(
-        data=data,
-        pipeline=pipeline,
-        tensor=tensor,
-        microbatch_size=rows,
-        microbatches=batch // data // rows,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        stages_per_worker=chunks,
-        activation_checkpointing="full",
-    )
-
-
-# model, (data, pipeline, tensor), global batch, sequences in a microbatch, stages of a worker, TFLOP/s of a GPU
-_WEAK_SCALING = (
-    ("megatron-1.7b", (32, 1, 1), 512, 16, 1, 137),
-    ("megatron-3.6b", (32, 1, 2), 512, 16, 1, 138),
-    ("megatron-7.5b", (32, 1, 4), 512, 16, 1, 142),
-    ("megatron-18b", (32, 1, 8), 1024, 8, 1, 135),
-    ("megatron-39b", (32, 2, 8), 1536, 4, 1, 138),
-    ("megatron-76b", (32, 4, 8), 1792, 2, 3, 140),
-    ("megatron-145b", (24, 8, 8), 2304, 2, 2, 148),
-    ("megatron-310b", (15, 16, 8), 2160, 1, 2, 155),
-    ("megatron-530b", (9, 35, 8), 2520, 1, 3, 163),
-    ("megatron-1t", (6, 64, 8), 3072, 1, 1, 163),
-)
-WEAK_SCALING = PublishedTable(
-    title="Narayanan et al. 2021, table 1 (TFLOP/s per GPU)",
-    rows=tuple(
-        Published(
-            model=model,
-            layout=_layout(degrees, batch, rows, chunks),
-            value=tflops,
-            unit="tflops",
-            # run_table_1.sh: DDP=torch up to 18 billion parameters, DDP=local from 39 billion.
-            overlap_data=degrees[1] == 1,
-        )
-        for model, degrees, batch, rows, chunks, tflops in _WEAK_SCALING
-    ),
-)
-
-# The paper's table gives the product of tensor and pipeline size; 8 within a host leaves 12 and 35. Whether the
-# schedule was interleaved is not said; it is taken as not.
-_FIXED_BATCH = (
-    ("gpt-3", (4, 12, 8), 1536, 153),
-    ("gpt-3", (8, 12, 8), 1536, 149),
-    ("gpt-3", (16, 12, 8), 1536, 141),
-    ("megatron-530b", (2, 35, 8), 2240, 171),
-    ("megatron-530b", (4, 35, 8), 2240, 167),
-    ("megatron-530b", (8, 35, 8), 2240, 159),
-)
-FIXED_BATCH = PublishedTable(
-    title="Narayanan et al. 2021, table 2, PTD parallelism (TFLOP/s per GPU)",
-    rows=tuple(
-        Published(model=model, layout=_layout(degrees, batch, 1, 1), value=tflops, unit="tflops")
-        for model, degrees, batch, tflops in _FIXED_BATCH
-    ),
-)
-
-# model, (data, pipeline, tensor), batch, rows, parts, seconds of a step with full recomputation
-_RECOMPUTATION = (
-    ("megatron-22b", (1, 1, 8), 4, 4, 1, 1.42),
-    ("gpt-3", (1, 8, 8), 64, 1, 3, 18.13),
-    ("megatron-530b", (1, 35, 8), 280, 1, 3, 49.05),
-    ("megatron-1t", (1, 64, 8), 512, 1, 1, 94.42),
-)
-RECOMPUTATION = PublishedTable(
-    title="Korthikanti et al. 2022, table 5, full recomputation (seconds per step)",
-    rows=tuple(
-        Published(model=model, layout=_layout(degrees, batch, rows, chunks), value=seconds, unit="seconds")
-        for model, degrees, batch, rows, chunks, seconds in _RECOMPUTATION
-    ),
-)
-
-TABLES = (WEAK_SCALING, FIXED_BATCH, RECOMPUTATION)
-
-
-_DEVICE = device_kind("a100-80gb")
-# Weights and gradients in fp16 and in float32, and Adam's moments: 20 bytes a parameter (Smith et al. 2022, arXiv
-# 2201.11990, section 2.1).
-_MEGATRON_PRECISION = replace(PRECISIONS["mixed"], optimizer=16)
 # What those programs could do in 2021: no sharded optimizer, no sequence parallelism, no zero-bubble schedule, and
 # every layer's activations computed again.
 _MEGATRON_CHOICES = Choices(
@@ -157,22 +32,46 @@ _MEGATRON_CHOICES = Choices(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A published row and its prediction."""
+    """A published row and its prediction, in the unit of what was published."""
 
     row: Published
-    prediction: Prediction
-
-    @property
-    def predicted(self) -> float:
-        """The prediction, in the unit of what was published."""
-        if self.row.unit == "seconds":
-            return self.prediction.step_s
-        return hardware_tflops(KNOWN_SHAPES[self.row.model], self.prediction)
+    predicted: float
 
     @property
     def error(self) -> float:
         """Predicted over published, less 1."""
         return self.predicted / self.row.value - 1
+
+
+def compare(row: Published) -> Comparison:
+    """Predicts a published row."""
+    kinds = ("none", "full") if row.selective else (row.layout.activation_checkpointing,)
+    predictions = [
+        predict(
+            row.shape,
+            replace(row.layout, activation_checkpointing=kind),
+            device=row.device,
+            network=row.network,
+            software=row.software,
+        )
+        for kind in kinds
+    ]
+    seconds, prediction = mean(each.step_s for each in predictions), predictions[0]
+    match row.unit:
+        case "seconds":
+            predicted = seconds
+        case "tokens/s":
+            predicted = row.layout.batch * row.shape.sequence / seconds / row.layout.devices
+        case "model TFLOP/s":
+            predicted = prediction.model_tflops
+        case "hardware TFLOP/s":
+            predicted = hardware_tflops(row.shape, prediction)
+    return Comparison(row=row, predicted=predicted)
+
+
+@cache
+def compared(table: PublishedTable) -> list[Comparison]:
+    return [compare(row) for row in table.rows]
 
 
 def hardware_tflops(shape: ModelShape, prediction: Prediction) -> float:
@@ -199,21 +98,16 @@ class Choice:
     behind: float
 
 
-def compare(row: Published) -> Comparison:
-    """Predicts a published row."""
-    return Comparison(row=row, prediction=_predict(row.model, row.layout, _software(row)))
-
-
 def choose(row: Published) -> Choice:
     """Plans for a published row's model, devices and global batch, as its authors' program could have been set."""
     layout = row.layout
     setting = Setting(
-        shape=KNOWN_SHAPES[row.model],
+        shape=row.shape,
         devices=layout.devices,
-        device=_DEVICE,
-        network=usual_network(_DEVICE, layout.devices),
+        device=row.device,
+        network=usual_network(row.device, layout.devices),
         batch=layout.batch,
-        software=_software(row),
+        software=row.software,
     )
     plan = search(setting, _MEGATRON_CHOICES)
     # All stages of those programs have equally many layers.
@@ -232,106 +126,164 @@ def worst(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda comparison: abs(comparison.error))
 
 
-def validation_markdown() -> str:
-    """The tables that planner.md shows: the errors of each published table, and each row of the first one."""
-    summary = ["| published | rows | median error | largest error |", "| --- | ---: | ---: | ---: |"]
-    for table in TABLES:
-        comparisons = [compare(row) for row in table.rows]
-        far = worst(comparisons)
-        summary.append(
-            f"| {table.title} | {len(comparisons)} | {middle_error(comparisons):.1%} | "
-            f"{far.error:+.1%} ({far.row.model}) |"
-        )
-    head = [
-        "| model | GPUs | layout | schedule | published | predicted | error | planner's layout | step saved |",
-        "| --- | ---: | --- | --- | ---: | ---: | ---: | --- | ---: |",
+# Rows whose error is above 20%: model, device, devices, tokens of a microbatch; with what is likely the cause.
+_FAR = {
+    # One sequence of 8,192 tokens, on the A100 and on the H100; all other rows of this model are within 10%.
+    ("mpt-30b", "a100-80gb", 8, 8192),
+    ("mpt-30b", "h100-sxm", 8, 8192),
+    # Slower than the same model with longer sequences, in the same table.
+    ("mpt-760m", "a100-80gb", 8, 48 * 1024),
+    ("mpt-760m", "a100-80gb", 8, 96 * 512),
+    # Slower than the same model on half and on twice as many GPUs, in the same table.
+    ("mpt-1b", "a100-40gb", 32, 10 * 2048),
+    # Two sequences on 64 GPUs of 40 GB; on 128, four sequences run a third faster.
+    ("mpt-70b", "a100-40gb", 64, 2 * 2048),
+    # Microbatches of four instead of two sequences save 13% in the same table.
+    ("100 x 12,288, 64 heads", "a100-80gb", 384, 2 * 2048),
+    # 64 instead of 104 heads save 16% in the same table: kernels for so many heads were slow.
+    ("82 x 13,312, 104 heads", "a100-80gb", 384, 2 * 2048),
+}
+
+
+def _key(row: Published) -> tuple[str, str, int, int]:
+    return row.shape.name, row.device.name, row.layout.devices, row.layout.microbatch_size * row.shape.sequence
+
+
+_FIGURES = ("published", "predicted", "error")
+
+
+def summary_markdown() -> str:
+    """The table of tables in planner.md."""
+    lines = [
+        "| published runs | rows | median error | largest error | within 10% |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    return "\n".join([*summary, "", *head, *map(_row, WEAK_SCALING.rows)]) + "\n"
+    for title, comparisons in [
+        *((f"{table.title}{' (fitted)' if table.fitted else ''}", compared(table)) for table in TABLES),
+        ("all but the fitted", [each for table in TABLES if not table.fitted for each in compared(table)]),
+    ]:
+        far = worst(comparisons)
+        near = sum(abs(each.error) <= 0.1 for each in comparisons) / len(comparisons)
+        errors = f"{middle_error(comparisons):.1%} | {far.error:+.1%} ({far.row.shape.name}) | {near:.0%}"
+        lines.append(f"| {title} | {len(comparisons)} | {errors} |")
+    return "\n".join(lines) + "\n"
 
 
-def _row(row: Published) -> str:
-    comparison, choice, layout = compare(row), choose(row), row.layout
-    schedule = (
-        f"{layout.schedule}, {layout.stages_per_worker} stages" if layout.stages_per_worker > 1 else layout.schedule
+def choices_markdown() -> str:
+    """What the planner would have chosen for the rows of Megatron-LM's table 1, in planner.md."""
+    lines = [
+        "| model | GPUs | published layout | predicted best | step saved |",
+        "| --- | ---: | --- | --- | ---: |",
+    ]
+    for row in WEAK_SCALING.rows:
+        choice = choose(row)
+        best = "the same" if choice.rank == 1 else _degrees(choice.best.layout)
+        saved = 1 - 1 / (1 + choice.behind)
+        lines.append(f"| {row.shape.name} | {row.layout.devices:,} | {_degrees(row.layout)} | {best} | {saved:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def rows_markdown() -> str:
+    """Every row of every table, in planner-runs.md."""
+    parts = []
+    columns = "model", "sequence", "GPUs", "layout", "microbatches", "checkpointing", "options", *_FIGURES
+    for table in TABLES:
+        fitted = " The constants of the H100 were fitted to these rows." if table.fitted else ""
+        lines = [
+            f"## {table.title}",
+            "",
+            f"Source: {table.source}. In {table.rows[0].unit}.{fitted}",
+            "",
+            f"| {' | '.join(columns)} |",
+            "| --- | ---: | ---: | --- | ---: | --- | --- | ---: | ---: | ---: |",
+        ]
+        parts.append("\n".join([*lines, *map(_row, compared(table))]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(comparison: Comparison) -> str:
+    row, layout = comparison.row, comparison.row.layout
+    stages = f", {layout.stages_per_worker} stages" if layout.stages_per_worker > 1 else ""
+    options = (
+        f"{layout.schedule}{stages}" if layout.pipeline > 1 else "",
+        "FSDP" if layout.shard_parameters else "",
+        row.note,
     )
+    digits = 2 if row.value < 200 and row.unit == "seconds" else 0
     cells = (
-        row.model,
+        row.shape.name,
+        f"{row.shape.sequence:,}",
         f"{layout.devices:,}",
-        _degrees(comparison.prediction),
-        schedule if layout.pipeline > 1 else "",
-        f"{row.value:.0f}",
-        f"{comparison.predicted:.1f}",
+        _degrees(layout),
+        f"{layout.microbatches} x {layout.microbatch_size}",
+        "selective" if row.selective else layout.activation_checkpointing,
+        ", ".join(filter(None, options)),
+        f"{row.value:,.{digits}f}",
+        f"{comparison.predicted:,.{digits}f}",
         f"{comparison.error:+.1%}",
-        "the same" if choice.rank == 1 else _degrees(choice.best),
-        f"{1 - 1 / (1 + choice.behind):.0%}",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _degrees(prediction: Prediction) -> str:
-    return " x ".join(map(str, prediction.layout.degrees))
+def _degrees(layout: Layout) -> str:
+    return " x ".join(map(str, layout.degrees))
 
 
-def _software(row: Published) -> Software:
-    return Software(
-        precision=_MEGATRON_PRECISION,
-        fused_attention=False,
-        overlap_data=row.overlap_data,
-        split_sends=True,
-        static_buffers=False,
-    )
+DOCS = Path(__file__).parents[2] / "docs" / "concepts"
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "planner.md"
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_published_runs_are_predicted_within_a_fifth_but_for_those_that_are_named(table: PublishedTable):
+    comparisons = compared(table)
+    far = {_key(each.row) for each in comparisons if abs(each.error) > 0.20}
+
+    assert far == _FAR.intersection(map(_key, table.rows))
+    assert middle_error(comparisons) < 0.15
 
 
-def compared(rows: tuple[Published, ...]) -> list[Comparison]:
-    return [compare(row) for row in rows]
+def test_runs_that_nothing_was_fitted_to_are_predicted_within_a_tenth_in_the_median():
+    """The promise is 10%; what is reached is held closer, so that a slip in a formula is seen."""
+    aside = [each for table in TABLES if not table.fitted for each in compared(table)]
+
+    assert len(aside) > 200
+    assert middle_error(aside) < 0.05
+    assert sum(abs(each.error) <= 0.10 for each in aside) > 0.85 * len(aside)
 
 
 def test_weak_scaling_from_2_billion_to_a_trillion_is_predicted():
-    """The promise is 15% in the median; what is reached is held closer, so that a slip in a formula is seen."""
-    comparisons = compared(WEAK_SCALING.rows)
+    comparisons = compared(WEAK_SCALING)
 
     assert len(comparisons) == 10
     assert middle_error(comparisons) < 0.05
     assert abs(worst(comparisons).error) < 0.10
 
 
-def test_a_second_and_a_third_table_are_predicted_by_the_same_constants():
-    fixed, recomputed = compared(FIXED_BATCH.rows), compared(RECOMPUTATION.rows)
-
-    assert middle_error(fixed) < 0.05
-    assert abs(worst(fixed).error) < 0.10
-    assert middle_error(recomputed) < 0.10
-    assert abs(worst(recomputed).error) < 0.15
-
-
 def test_predictions_do_not_hang_on_one_constant():
-    """Every part of the peak that is assumed may be a tenth off, and the promised 15% still holds."""
-    for constants in (Constants(matmul=0.72), Constants(matmul=0.88), Constants(memory=0.72), Constants(link=0.70)):
-        errors = []
-        for row in WEAK_SCALING.rows:
-            software = Software(
-                precision=PRECISIONS["mixed"],
-                fused_attention=False,
-                overlap_data=row.overlap_data,
-                split_sends=True,
-                constants=constants,
-            )
-            errors.append(
-                abs(hardware_tflops(KNOWN_SHAPES[row.model], _predict(row.model, row.layout, software)) / row.value - 1)
-            )
-        assert sorted(errors)[5] < 0.15
+    """Every part of the peak that is assumed may be a tenth off, and the median of all stays within 15%."""
+
+    def changed(row: Published, *, matmul: float = 1.0, attention: float = 1.0, **constants: float) -> Published:
+        device = replace(row.device, matmul=row.device.matmul * matmul, attention=row.device.attention * attention)
+        return replace(row, device=device, software=replace(row.software, constants=Constants(**constants)))
+
+    for change in (
+        {"matmul": 0.9},
+        {"matmul": 1.1},
+        {"attention": 0.9},
+        {"attention": 1.1},
+        {"memory": 0.72},
+        {"link": 0.70},
+    ):
+        rows = [changed(row, **change) for table in TABLES for row in table.rows]
+        assert middle_error([compare(row) for row in rows]) < 0.15
 
 
-@pytest.mark.parametrize("row", WEAK_SCALING.rows, ids=lambda row: row.model)
+@pytest.mark.parametrize("row", WEAK_SCALING.rows, ids=lambda row: row.shape.name)
 def test_the_planners_choice_is_the_published_layout_or_close(row: Published):
     choice = choose(row)
 
     assert choice.rank <= 6
     assert choice.behind < 0.15
-    if KNOWN_SHAPES[row.model].parameters > 70e9:
+    if row.shape.parameters > 70e9:
         assert choice.behind < 0.05
 
 
@@ -339,12 +291,17 @@ def test_the_planners_choice_is_the_published_layout_or_close(row: Published):
 def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
     """Narayanan et al., figure 13: 162 billion parameters on 64 GPUs run fastest at tensor 8, pipeline 8."""
     shape = ModelShape(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence=2048)
-    software = Software(precision=PRECISIONS["mixed"], fused_attention=False, split_sends=True)
+    software, a100 = (
+        Software(precision=PRECISIONS["mixed"], fused_attention=False, split_sends=True),
+        device_kind("a100-80gb"),
+    )
     steps = {
-        tensor: _predict(
+        tensor: predict(
             shape,
             Layout(pipeline=64 // tensor, tensor=tensor, microbatches=batch, activation_checkpointing="full"),
-            software,
+            device=a100,
+            network=usual_network(a100, 64),
+            software=software,
         ).step_s
         for tensor in (2, 4, 8, 16, 32)
     }
@@ -355,7 +312,7 @@ def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
 @pytest.mark.parametrize(
     ("row", "aggregate"),
     list(zip(WEAK_SCALING.rows, (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0), strict=True)),
-    ids=lambda value: value.model if isinstance(value, Published) else "",
+    ids=lambda value: value.shape.name if isinstance(value, Published) else "",
 )
 def test_published_rates_add_up_to_the_published_petaflops(row: Published, aggregate: float):
     """Guards the numbers: the paper's own last column is devices times rate."""
@@ -365,18 +322,16 @@ def test_published_rates_add_up_to_the_published_petaflops(row: Published, aggre
 @pytest.mark.parametrize(("row", "days"), list(zip(FIXED_BATCH.rows, (84, 43, 23, 156, 80, 42), strict=True)))
 def test_published_rates_give_the_published_days(row: Published, days: int):
     """Narayanan et al., equation 4: 300 billion tokens take 8 T P / (n X)."""
-    seconds = 8 * 300e9 * KNOWN_SHAPES[row.model].parameters / (row.layout.devices * row.value * 1e12)
+    seconds = 8 * 300e9 * row.shape.parameters / (row.layout.devices * row.value * 1e12)
 
     assert seconds / 86400 == pytest.approx(days, rel=0.03)
 
 
-def test_the_docs_show_the_table_that_the_code_makes():
-    made = validation_markdown()
-
-    assert made in DOCS.read_text(), f"put this into {DOCS}:\n\n{made}"
-
-
-def _predict(model: str | ModelShape, layout: Layout, software: Software) -> Prediction:
-    shape = KNOWN_SHAPES[model] if isinstance(model, str) else model
-    network = usual_network(_DEVICE, layout.devices)
-    return predict(shape, layout, device=_DEVICE, network=network, software=software)
+def test_the_docs_show_the_tables_that_the_code_makes():
+    planner, runs = (DOCS / "planner.md").read_text(), (DOCS / "planner-runs.md").read_text()
+    for made, text, page in (
+        (summary_markdown(), planner, "planner.md"),
+        (choices_markdown(), planner, "planner.md"),
+        (rows_markdown(), runs, "planner-runs.md"),
+    ):
+        assert made in text, f"put this into {page}:\n\n{made}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import runpy
 import shutil
 from pathlib import Path
@@ -29,6 +31,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 EXPERIMENTS = [(name, layout) for layout, (_, names) in LAYOUTS.items() for name in names]
 INDEX = "model.safetensors.index.json"
+KEPT = [("gpt2", "pipeline"), ("bert", "pipeline and tensor"), ("gpt2", "sharded weights")]
+LARGE = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048, "vocab_size": 2048}
+LARGE_LAYOUTS = {
+    "tensor": {"tensor": 4},
+    "pipeline": {"pipeline": 4},
+    "sharded weights": LAYOUTS["sharded weights"][0],
+}
 
 
 def models() -> Any:
@@ -122,13 +131,45 @@ def read(index: int, folder: str) -> None:
         strategy = ls.ParallelStrategy(seed=1, **degrees)
         with strategy.scope():
             for name in names:
-                model = ls.Model(strategy.parallelize(on_meta(name), weights=root / name))
+                mirrored = strategy.parallelize(on_meta(name), weights=root / name)
+                model = ls.Model(mirrored)
                 found[name, layout] = {key: value.clone() for key, value in model.state_dict().items()}
+                if (name, layout) in KEPT:
+                    ls.CheckpointManager(ls.Checkpoint(model=mirrored), root / f"{name} of {layout}").save(1)
             if layout == "pipeline and tensor":
                 for fault in FAULTS:
                     found[fault.__name__] = refusal(strategy, root / fault.__name__)
         strategy.close()
+    for layout, degrees in LARGE_LAYOUTS.items():
+        strategy = ls.ParallelStrategy(seed=1, **degrees)
+        large = large_on_meta()
+        before = memory_reset()
+        strategy.parallelize(large, weights=root / "large")
+        found["memory", layout] = memory("VmHWM") - before
+        strategy.close()
     torch.save(found, root / f"worker-{index}.pt")
+
+
+def large_on_meta() -> nn.Module:
+    import transformers
+
+    with torch.device("meta"):
+        module: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE, num_attention_heads=8))
+    return module
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process: resident now ("VmRSS"), files that it reads by mapping them included, or at most."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind)]
+    return int(line.split()[1]) * 1024
+
+
+def memory_reset() -> int:
+    """Forgets how much memory there was at most; returns how much there is now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
 
 
 def refusal(strategy: ls.ParallelStrategy, folder: Path) -> str:
@@ -154,14 +195,19 @@ def originals() -> dict[str, nn.Module]:
 
 
 @pytest.fixture(scope="module")
-def found(
-    start_module_job: Any, tmp_path_factory: pytest.TempPathFactory, originals: dict[str, nn.Module]
-) -> list[dict[Any, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pretrained")
+
+
+@pytest.fixture(scope="module")
+def found(start_module_job: Any, folder: Path, originals: dict[str, nn.Module]) -> list[dict[Any, Any]]:
     """What each worker has found."""
-    root: Path = tmp_path_factory.mktemp("pretrained")
+    root = folder
     for name, module in originals.items():
         module.save_pretrained(root / name, max_shard_size="20KB")
         assert len(list((root / name).glob("*.safetensors"))) > 2
+    large = large_on_meta().to_empty(device="cpu")
+    large.save_pretrained(root / "large", max_shard_size="8MB")
     for fault in FAULTS:
         shutil.copytree(root / "gpt2", root / fault.__name__)
         fault(root / fault.__name__)
@@ -179,6 +225,25 @@ def test_all_weights_are_those_of_the_files(
     for each in found:
         assert list(each[name, layout]) == list(expected)
         assert [key for key, value in expected.items() if not torch.equal(each[name, layout][key], value)] == []
+
+
+@pytest.mark.parametrize("layout", LARGE_LAYOUTS)
+def test_no_worker_ever_has_all_of_the_weights(found: list[dict[Any, Any]], folder: Path, layout: str):
+    whole = sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
+
+    assert whole > 80e6
+    assert max(each["memory", layout] for each in found) < 0.65 * whole
+
+
+@pytest.mark.parametrize(("name", "layout"), KEPT)
+def test_the_files_come_back_from_a_checkpoint(
+    found: list[dict[Any, Any]], folder: Path, tmp_path: Path, name: str, layout: str
+):
+    ls.export_weights(folder / f"{name} of {layout}", tmp_path, like=folder / name)
+
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {
+        each.name: each.read_bytes() for each in (folder / name).iterdir()
+    }
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

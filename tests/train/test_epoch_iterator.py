@@ -179,3 +179,42 @@ def test_another_place_than_the_saved_one_is_refused(strategy: Strategy):
     message = "position of the training data is epoch 5, batch 1, not epoch 5, batch 2"
     with pytest.raises(CheckpointError, match=message):
         next(feed.epoch(4, skip=2))
+
+
+class Telling(Numbers):
+    """Numbers that tell their state; remembers which batches were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.made = 0, list[int]()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self.place = self.place, 0
+        for n in range(start, 3):
+            self.made.append(n)
+            self.place = n + 1
+            yield torch.full((2,), n)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_steps_over_data_that_tells_its_state_go_on_at_the_very_batch(strategy: Strategy):
+    feed = EpochIterator(distribute(strategy, Telling()), name="the data", steps_per_epoch=4)
+    assert read(feed, 0) == [0, 1, 2, 0]
+    with closing(feed.epoch(1)) as batches:
+        next(batches)
+        state = feed.state_dict()
+    feed.close()
+    source = Telling()
+    resumed = EpochIterator(distribute(strategy, source), name="the data", steps_per_epoch=4)
+    resumed.load_state_dict(state)
+
+    assert [int(batch[0][0]) for batch in resumed.epoch(1, skip=1)] == [2, 0, 1]
+    assert source.made == [2, 0, 1]
+    assert source.epochs == [0, 1]
+    resumed.close()

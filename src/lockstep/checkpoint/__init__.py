@@ -4,6 +4,7 @@
 again. Begin reading at ``checkpoint``. The modules, each of which imports only those before it:
 
     weights -> sharded_io -> format (what is in a checkpoint's folder) -> folder (a folder of checkpoints)
+        -> export
     state_adapters (one for each kind of thing) -> checkpoint -> manager
 
 ``sharded_state`` is for models that workers hold parts of, and imported only with one.
@@ -12,7 +13,8 @@ again. Begin reading at ``checkpoint``. The modules, each of which imports only 
 from __future__ import annotations
 
 from lockstep.checkpoint.checkpoint import Checkpoint
-from lockstep.checkpoint.folder import export_weights, latest_checkpoint
+from lockstep.checkpoint.export import export_weights
+from lockstep.checkpoint.folder import latest_checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 
 __all__ = ["Checkpoint", "CheckpointManager", "export_weights", "latest_checkpoint"]

@@ -19,19 +19,13 @@ from lockstep.checkpoint.format import (
     CheckpointRecord,
     Contents,
     Fill,
-    damage_in,
-    damaged,
     new_checkpoint,
     read_checkpoint,
     read_record,
     run_of,
-    weights_of,
 )
-from lockstep.checkpoint.weights import stream_weights
-from lockstep.checks import check_kind, check_path
+from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
-from lockstep.extras import require
-from lockstep.parallel.tensor_files import TensorReader
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -64,51 +58,6 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         CheckpointError: the folder cannot be read.
     """
     return CheckpointFolder(Path(check_path(folder, "latest_checkpoint(folder)"))).newest()
-
-
-def export_weights(
-    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, module: str | None = None
-) -> Path:
-    """Writes the weights of a checkpoint of any layout to one safetensors file, in one process, a tensor at a time.
-
-    transformers' ``from_pretrained`` reads the file if it is called ``model.safetensors`` and the model's
-    ``config.json`` is beside it.
-
-    Args:
-        checkpoint: a checkpoint's folder, or the folder of several: then the newest.
-        path: the file. An existing one is replaced; its folder is made.
-        module: the name of the module in the ``Checkpoint``, if it has several.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, it has no such module, or the file cannot be written.
-
-    Example:
-        >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
-    """
-    folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
-    check_path(path, "export_weights(path)")
-    check_kind("module", module, str, "the name of a module of the checkpoint")
-    source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
-    if source is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
-        )
-    weights = weights_of(source)
-    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
-    if chosen not in weights:
-        known = ", ".join(map(repr, sorted(weights))) or "none"
-        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
-    if damage := damage_in(source, below=weights[chosen]):
-        raise damaged(source, damage)
-    try:
-        reader = TensorReader(source / weights[chosen])
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
-    stream_weights(path, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
-    return source
 
 
 class CheckpointFolder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from lockstep.errors import CheckpointError
 from lockstep.extras import require
 
 _SHOWN = 4
-_ALIGNMENT = 8
+_ALIGNMENT = _LENGTH = 8
+_METADATA = "__metadata__"
 _DTYPES = {  # their names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -49,12 +51,16 @@ def stream_weights(
     ``described`` has all of them, also on the meta device; ``stream`` gives keys and tensors, in any order, each once.
     """
     target = Path(check_path(path, "the path of the weights"))
-    header, offsets = _header(described, target)
+    write_file(target, FileHeader.of(described, target), stream)
+
+
+def write_file(target: Path, header: FileHeader, stream: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes the safetensors file of a header. ``stream`` gives keys and tensors, in any order, each once."""
     try:
         with atomic_file(target) as partial, partial.open("wb") as file:
-            file.write(header)
+            file.write(header.text)
             for key, tensor in stream:
-                file.seek(offsets[key])
+                file.seek(header.begins[key])
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as error:
         raise CheckpointError(
@@ -62,24 +68,60 @@ def stream_weights(
         ) from error
 
 
-def _header(described: Mapping[str, Tensor], target: Path) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and where in the file each tensor begins."""
-    unknown = [f"{key} is {each.dtype}" for key, each in described.items() if each.dtype not in _DTYPES]
-    if unknown:
-        raise CheckpointError(f"cannot write the weights to {target}: {unknown[0]}, which safetensors does not have")
-    keys = sorted(described, key=lambda key: -described[key].element_size())  # so that each is aligned
-    ends = [0]
-    for key in keys:
-        ends.append(ends[-1] + described[key].numel() * described[key].element_size())
-    spans = dict(zip(keys, pairwise(ends), strict=True))
-    entries = {
-        key: {"dtype": _DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": list(spans[key])}
-        for key, each in described.items()
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    begin = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {key: begin + start for key, (start, _) in spans.items()}
+@dataclass(frozen=True)
+class FileHeader:
+    """The beginning of a safetensors file, which says where each tensor is.
+
+    Args:
+        text: the beginning itself, with its length.
+        begins: by key where in the file each tensor begins, in bytes.
+        described: by key a tensor of the same shape and dtype on the meta device.
+    """
+
+    text: bytes
+    begins: Mapping[str, int]
+    described: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, described: Mapping[str, Tensor], target: Path) -> FileHeader:
+        """The header of a new file. Raises CheckpointError for a dtype that safetensors does not have."""
+        unknown = [f"{key} is {each.dtype}" for key, each in described.items() if each.dtype not in _DTYPES]
+        if unknown:
+            reason = f"{unknown[0]}, which safetensors does not have"
+            raise CheckpointError(f"cannot write the weights to {target}: {reason}")
+        keys = sorted(described, key=lambda key: -described[key].element_size())  # so that each is aligned
+        ends = [0]
+        for key in keys:
+            ends.append(ends[-1] + described[key].numel() * described[key].element_size())
+        spans = dict(zip(keys, pairwise(ends), strict=True))
+        entries = {
+            key: {"dtype": _DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": list(spans[key])}
+            for key, each in described.items()
+        }
+        text = json.dumps({_METADATA: {"format": "pt"}, **entries}).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        begin = _LENGTH + len(text)
+        begins = {key: begin + start for key, (start, _) in spans.items()}
+        return cls(len(text).to_bytes(_LENGTH, "little") + text, begins, described)
+
+    @classmethod
+    def read(cls, file: Path) -> FileHeader:
+        """The header of a file. Raises CheckpointError if it cannot be read or has a dtype that torch does not."""
+        try:
+            with file.open("rb") as opened:
+                size = opened.read(_LENGTH)
+                text = opened.read(min(int.from_bytes(size, "little"), file.stat().st_size))
+            entries = json.loads(text)
+            entries.pop(_METADATA, None)
+            dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+            described = {
+                key: torch.empty(each["shape"], dtype=dtypes[each["dtype"]], device="meta")
+                for key, each in entries.items()
+            }
+            begins = {key: _LENGTH + len(text) + each["data_offsets"][0] for key, each in entries.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"cannot read the header of {file}: {error!r}; copy or save it anew") from error
+        return cls(size + text, begins, described)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

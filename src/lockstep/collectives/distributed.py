@@ -154,6 +154,7 @@ class DistributedCommunicator(Communicator):
                 sizes = [tensor.numel() * tensor.element_size() for tensor in chunk]
                 for tensor, part in zip(chunk, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                     tensor.copy_(from_bytes(part, tensor.dtype, tuple(tensor.shape)))
+                del flat, part  # before the next one is made
 
     def new_group(self, name: str, device: torch.device) -> ProcessGroup:
         """A process group for sums that run beside all other collectives. A collective."""

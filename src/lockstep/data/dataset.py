@@ -10,6 +10,7 @@ Both can be iterated many times, and are read ahead where that changes nothing. 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from lockstep.data.resume import (
 )
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
 from lockstep.data.sources import loads_by_index, may_read_ahead
-from lockstep.data.streams import StatefulSource, part_of_worker
+from lockstep.data.streams import StatefulSource, part_of_worker, why_without_state
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_sync import OwnDataSync, SameDataSync, WorkerSync
 from lockstep.errors import CheckpointError, ConfigError, DataError
@@ -99,6 +100,7 @@ class Position:
         passed: how many global batches, or rounds, have been handed out or left out.
         part: this worker's index and the number of workers where each reads data of its own; None where all read the
             same.
+        lists: what the lists in the batches so far held, as ``BatchLayout.known``.
         source: the state of the source itself, None if it has none.
         ended: whether all batches have been handed out.
     """
@@ -106,12 +108,14 @@ class Position:
     random: RandomState
     passed: int
     part: tuple[int, int] | None
+    lists: Mapping[str, str]
     source: dict[str, Any] | None = None
     ended: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position for ``DistributedIterable.resume``, of plain values and tensors."""
-        return {"passed": self.passed, "random": dict(self.random), "source": self.source, "part": self.part}
+        now = {"passed": self.passed, "source": self.source, "part": self.part, "lists": dict(self.lists)}
+        return {**now, "random": dict(self.random)}
 
 
 class DataIteration:
@@ -159,6 +163,7 @@ class DistributedIterable:
         self._stateful = StatefulSource.of(reader.dataset)
         self._position: Position | None = None  # of the loop begun last
         self._loaded: Mapping[str, Any] | None = None
+        self._begun = False
 
     def __iter__(self) -> DataIteration:
         loaded, self._loaded = self._loaded, None
@@ -189,6 +194,7 @@ class DistributedIterable:
             self._stateful.rewind()
         begun = self.random_state()
         self._sync.begin()
+        self._begun = True
         # Begun in the caller's thread: what this draws from torch's generator comes in program order.
         batches, states = self._noting(self._reader.begin(skip, transfer))
         if random is not None and DEFAULT in random:
@@ -196,7 +202,7 @@ class DistributedIterable:
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._reader.left_out)
-        return DataIteration(handed_out, states, Position(begun, skip, self._sync.part))
+        return DataIteration(handed_out, states, self._at(begun, skip))
 
     def resume(self, position: Mapping[str, Any]) -> DataIteration:
         """Begins an iteration that continues at the position that ``Position.state_dict`` returned.
@@ -211,18 +217,38 @@ class DistributedIterable:
                 f"the saved position is that of {_described(part)}, but this is {_described(self._sync.part)}; resume "
                 'on as many workers as it was saved on, with the same shard=, or read all data on each (shard="batch")'
             )
+        self._reader.layout.known.update(position.get("lists", {}))
         state = position.get("source")
         if state is None or self._stateful is None:
+            if position["passed"] and self._reader.length is None:
+                self._tell_of_reading_again(position["passed"])
             return self.iterate(skip=position["passed"], random=position["random"])
         transfer, callers = Transfer(self._devices), default_state()
         self._stateful.load(state)
         self._sync.begin()
+        self._begun = True
         batches, states = self._noting(self._reader.begin(0, transfer))
         self._stateful.restore_generators(state)
         set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
-        begun = Position(dict(position["random"]), position["passed"], self._sync.part, dict(state))
-        return DataIteration(handed_out, states, begun)
+        return DataIteration(handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state)))
+
+    def _at(self, random: RandomState, passed: int, source: dict[str, Any] | None = None) -> Position:
+        return Position(random, passed, self._sync.part, self._reader.layout.known, source)
+
+    def _tell_of_reading_again(self, passed: int) -> None:
+        source = self._reader.dataset
+        why = why_without_state(source)
+        if isinstance(source, Iterator) and self._begun:
+            raise CheckpointError(
+                f"a {type(source).__name__} can be read only once, and this one has been read already; make the data "
+                "anew before it goes on at a saved position"
+            )
+        warnings.warn(
+            f"the batches before the saved position ({passed}) are read again and left out, as {why}; "
+            "see the how-to page on data for sources that go on at the very sample",
+            stacklevel=4,
+        )
 
     def _noting(self, batches: Iterator[Any]) -> tuple[Iterator[Any], deque[dict[str, Any]] | None]:
         if self._stateful is None:
@@ -254,8 +280,7 @@ class DistributedIterable:
             return self._position.state_dict()
         if self._loaded is not None:
             return dict(self._loaded)
-        random = without_default(self.random_state())
-        return {"passed": 0, "random": random, "source": None, "part": self._sync.part}
+        return self._at(without_default(self.random_state()), 0).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``for`` loop over this begin at a position that ``state_dict`` returned; see ``resume``."""

@@ -6,7 +6,8 @@
 
 A list holds rows if it is as long as the tensors outside of lists, and columns if all its tensors are as long as those.
 Without tensors outside of lists, lists hold rows if their tensors differ in length, and columns if these agree and the
-items of each list are of several kinds. If a list could hold either, the batch is refused.
+items of each list are of several kinds. If a list could hold either, the batch is refused. A batch that is itself a
+list of two or three tensors of equal length holds columns, [x, y], unless that could be two rows or two images.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ SINGLE_VALUES = (bool, int, float, complex, str, bytes, type(None))
 """Types of values without rows, which every replica gets unchanged."""
 _MOST_ITEMS = 3
 """The length of (x, y, sample_weight)."""
+_ROOT = ""
+"""The name of the batch itself among its lists."""
+_CHANNELS = (1, 3, 4)
+"""The length of an image's dim 0."""
 
 
 class BatchLayout:
@@ -50,6 +55,9 @@ class BatchLayout:
         records_are_rows: a list of anything but tensors that could hold rows or columns holds rows.
         keeps_tuples: a batch that is a list was a list before collation; default_convert turns tuples into lists.
 
+    Attributes:
+        known: what the lists of earlier batches held, "rows" or "columns", by name.
+
     Raises:
         ConfigError: ``lists`` is unknown.
     """
@@ -60,7 +68,7 @@ class BatchLayout:
         check_choice("lists", lists, get_args(Lists))
         self._lists, self._items = lists, items
         self._records_are_rows, self._keeps_tuples = records_are_rows, keeps_tuples
-        self._known: dict[str, _Mode] = {}  # what the lists of earlier batches held, by name
+        self.known: dict[str, _Mode] = {}
 
     @classmethod
     def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False) -> BatchLayout:
@@ -88,8 +96,10 @@ class BatchLayout:
         if self._lists != "auto":
             return isinstance(batch, list) if self._lists == "rows" else _all_text(batch)
         long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
-        if long and len(batch) > 1 and _alike(batch):
-            raise _unclear(f"the batch of {len(batch)} items")
+        if long and len(batch) > 1 and _alike(batch) and _ROOT not in self.known:
+            if not _are_columns(batch):
+                raise _unclear(f"the batch of {len(batch)} items")
+            self.known[_ROOT] = "columns"
         return False
 
     def _num_rows(self, below: list[tuple[str, Any]]) -> int | None:
@@ -97,7 +107,7 @@ class BatchLayout:
         lengths = {rows for _, child in below for leaf in _leaves(child) if (rows := _leaf_rows(leaf)) is not None}
         if not lengths:
             lists = {name: child for name, child in below if is_sequence(child)}
-            told = self._lists == "rows" or "rows" in map(self._known.get, lists)
+            told = self._lists == "rows" or "rows" in map(self.known.get, lists)
             inside = (leaf for child in lists.values() for leaf in _leaves(child, lists=True))
             lengths = {rows for leaf in inside if (rows := _leaf_rows(leaf)) is not None}
             if told or len(lengths) > 1:
@@ -111,9 +121,9 @@ class BatchLayout:
         if below is None:
             return node
         if is_sequence(node):
-            mode = self._known.get(name) or self._mode(node, name, rows)
+            mode = self.known.get(name) or self._mode(node, name, rows)
             if mode == "rows" or len(node) != 1:  # a list of one item in a batch of one row can be either
-                self._known[name] = mode
+                self.known[name] = mode
             if mode == "rows" and len(node) != rows:
                 raise DataError(
                     f"{name} had one item a row in the batches before, and has {len(node)} items in one of {rows} rows;"
@@ -153,6 +163,14 @@ def _unclear(name: str) -> DataError:
         "(torch.stack, or padded to one length), columns in a dict, or say which it is: "
         'strategy.distribute_dataset(data, lists="rows") or lists="columns"'
     )
+
+
+def _are_columns(batch: Any) -> bool:
+    """Whether the items of a batch are two or three tensors with all rows each, and not as many rows or images."""
+    lengths = {_leaf_rows(each) for each in batch}
+    if len(batch) > _MOST_ITEMS or len(lengths) > 1 or lengths <= {None, len(batch)}:
+        return False
+    return batch[0].ndim != 3 or lengths.isdisjoint(_CHANNELS)
 
 
 def _has_lists(node: Any) -> bool:

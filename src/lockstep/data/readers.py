@@ -44,7 +44,7 @@ class Reader(ABC):
 
     def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
         self.dataset = dataset
-        self._layout = layout
+        self.layout = layout
         self.left_out: Any = None  # the last batch that the iteration begun last left out
 
     @property
@@ -100,7 +100,7 @@ class BatchReader(Reader):
         return (self._shards(batch, to_devices) for batch in batches)
 
     def _shards(self, batch: Any, to_devices: ToDevices) -> Any:
-        shards = to_devices(local_shards(batch, self._rows, self._layout, any_layout=self._any_layout))
+        shards = to_devices(local_shards(batch, self._rows, self.layout, any_layout=self._any_layout))
         return CheckedBatch(shards, batch_digest(batch)) if self._with_digest else shards
 
 
@@ -125,7 +125,7 @@ class PerReplicaReader(Reader):
         return (to_devices(self._joined(each)) for each in rounds)
 
     def _joined(self, batches: Sequence[Any]) -> Any:
-        return join_batches(batches, self._replicas, self._layout, any_layout=self._any_layout)
+        return join_batches(batches, self._replicas, self.layout, any_layout=self._any_layout)
 
 
 def _leave_out(batches: Iterator[Any], number: int) -> Any:

@@ -43,13 +43,8 @@ class StatefulSource:
     @classmethod
     def of(cls, source: Any) -> StatefulSource | None:
         """Returns None for a source without a state, or with one that does not bring back exactly what comes next."""
-        stateful = source
-        if isinstance(source, DataLoader) and not _has_state(source):
-            of_torch = type(source).__iter__ is DataLoader.__iter__
-            if source.num_workers or not of_torch or not isinstance(source.dataset, IterableDataset):
-                return None
-            stateful = source.dataset
-        return cls(source, stateful) if _has_state(stateful) and _is_exact(stateful) else None
+        stateful = _stateful_of(source)
+        return None if isinstance(stateful, str) else cls(source, stateful)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Makes the iteration that begins next go on after ``state``.
@@ -91,6 +86,11 @@ class StatefulSource:
     def _state(self) -> dict[str, Any]:
         generators: list[Tensor] = [generator.get_state() for generator in all_generators(self._source)]
         return {"own": self._stateful.state_dict(), "shards": _shards(self._stateful), "generators": generators}
+
+
+def why_without_state(source: Any) -> str:
+    """Says why a source does not go on at the very sample, for one of which ``StatefulSource.of`` is None."""
+    return str(_stateful_of(source))
 
 
 def part_of_worker(source: Any, workers: Communicator) -> Any:
@@ -154,16 +154,28 @@ def _counted(shards: int | None) -> str:
     return "no shards" if shards is None else f"{shards} shard{'s' * (shards != 1)}"
 
 
-def _is_exact(source: Any) -> bool:
-    dataset = _stream_of(source)
+def _stateful_of(source: Any) -> Any:
+    """What has the state of a source: itself, or the dataset of a DataLoader. A str says why nothing has."""
+    stateful, kind = source, type(source).__name__
+    if isinstance(source, DataLoader) and not _has_state(source):
+        if source.num_workers:
+            return f"the processes of a {kind} do not tell their state (those of a StatefulDataLoader do)"
+        if type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, IterableDataset):
+            stateful, kind = source.dataset, type(source.dataset).__name__
+    if not _has_state(stateful):
+        return f"a {kind} does not tell its state: it has no state_dict and load_state_dict"
+    dataset = _stream_of(stateful)
     if dataset is None:
-        return True
+        return stateful
     if isinstance(source, DataLoader) and source.persistent_workers:
-        return False  # the copies in its processes begin every iteration of the same epoch at the state
-    return not any(
-        type(node).__name__ in _SHUFFLED or getattr(node, _INTERLEAVED, _EXACT_STOPPING) != _EXACT_STOPPING
-        for node in _nodes(dataset._ex_iterable)
-    )
+        # The copies in its processes begin every iteration of the same epoch at the state.
+        return f"the persistent processes of a {kind} do not go back to the beginning"
+    for node in _nodes(dataset._ex_iterable):
+        if type(node).__name__ in _SHUFFLED:
+            return "the state of a shuffled stream is without the rows in its buffer"
+        if getattr(node, _INTERLEAVED, _EXACT_STOPPING) != _EXACT_STOPPING:
+            return "the state of streams that are interleaved until all have ended is not exact"
+    return stateful
 
 
 def _nodes(node: Any) -> Iterator[Any]:

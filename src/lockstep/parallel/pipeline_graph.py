@@ -1,108 +1,37 @@
-"""Any module cut into stages: torch.fx traces the forward passes of the modules around the cuts.
+"""Any module cut into stages: the forwards around the cuts are one graph, of which each stage has a part.
 
     names at which stages begin -> containers: the modules around these names; all modules inside them are leaves
     forward of the containers, traced -> a graph of calls of leaves, and of what is computed between them
     the graph, cut where a call of a named module begins -> one GraphModule for each stage
 
-Leaves run as they are, with their own Python, modes and hooks; only the code of the containers is traced. What a stage
-computes and a later one uses travels through all stages between them, so skip connections need no more.
+Leaves run as they are, with their own Python, modes and hooks. What a stage computes and a later one uses travels
+through all stages between them, so skip connections need no more.
+
+torch's ``pipelining.pipeline`` does not serve here: it exports operators, which fixes dropout and batch norm to one
+mode, needs examples of the inputs, and leaves no ``nn.Linear`` for a tensor plan to divide.
 """
 
 from __future__ import annotations
 
-import operator
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
-from difflib import get_close_matches
-from itertools import accumulate
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from lockstep._torch_compat import num_function_modes, pop_function_mode, push_function_mode
 from lockstep.errors import ConfigError
 from lockstep.parallel.forward_inputs import ForwardArguments
-from lockstep.parallel.pipeline_config import PipelineConfig, check_layers, check_split, split_layers
+from lockstep.parallel.pipeline_config import PipelineConfig
+from lockstep.parallel.pipeline_cuts import stage_starts
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, tied_ends, weights_in
+from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, outline, trace_stages
 from lockstep.parallel.tensor_parallel import ties_of
 
-_ROOT = "root"
 _INPUTS = "inputs"
-_ADVICE = "move that code into a module of its own, which is not traced, or choose other names for pipeline_split"
-_IN_PLACE = tuple(value for name, value in vars(operator).items() if name.startswith("__i") and name != "__index__")
 _RANDOM = ("bernoulli", "multinomial")
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = ("_parameters", "_buffers", "_modules")  # the attributes of a module that say what it consists of
-
-
-class StageTracer(fx.Tracer):
-    """Traces the forward of ``outline(module)`` with given inputs; each node knows its stage, as ``meta["stage"]``.
-
-    Args:
-        starts: the names at which stages begin, from the second stage on.
-        containers: the names of the modules whose code is traced.
-    """
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, starts: Sequence[str], containers: Iterable[str]) -> None:
-        super().__init__()
-        self._numbers = {name: number for number, name in enumerate(starts, 1)}
-        self._containers = frozenset(containers)
-        self._thread = threading.get_ident()
-        self.stage = 0
-        self.begun: list[str] = []
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _plain_name(module_qualified_name) not in self._containers
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if threading.get_ident() != self._thread:  # torch.fx watches the calls of modules in all threads
-            return forward(*args, **kwargs)
-        name = _plain_name(self.path_of_module(m))
-        if name in self._numbers and name not in self.begun:
-            self.begun.append(name)
-            self.stage = max(self.stage, self._numbers[name])
-        return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(*args, **kwargs)
-        node.meta["stage"] = self.stage
-        return node
-
-
-class _Call(nn.Module):
-    """Calls a module with inputs by name."""
-
-    def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
-        super().__init__()
-        self.root, self._names = root, tuple(names)
-
-    def forward(self, inputs: Mapping[str, Any]) -> Any:
-        return self.root(**{name: inputs[name] for name in self._names})
-
-
-def outline(module: nn.Module) -> nn.Module:
-    """A copy of a module's structure, whose weights are on the meta device; what is no module or tensor is aliased."""
-    known: dict[int, Any] = {}
-    for part in module.modules():
-        known |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
-    for tensor in (*module.parameters(), *module.buffers()):
-        blank = torch.empty_like(tensor, device="meta")
-        is_weight = isinstance(tensor, nn.Parameter)
-        known[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_weight else blank
-    return deepcopy(module, known)
 
 
 class ModuleGraph:
@@ -192,48 +121,25 @@ class ModuleGraph:
             for name in self._containers:
                 own, traced = (each.get_submodule(name) for each in (self._module, self._outline))
                 traced.__dict__.update({each: value for each, value in vars(own).items() if type(value) in _PLAIN})
-            self._graphs[key] = self._traced(names)
+            graph = trace_stages(self._outline, self._starts, self._containers, names)
+            self._place(graph)
+            self._graphs[key] = graph
         return self._graphs[key]
 
-    def _traced(self, names: frozenset[str]) -> fx.Graph:
-        tracer, call = StageTracer(self._starts, self._containers), _Call(self._outline, sorted(names))
-        try:
-            with _without_function_modes():
-                graph = tracer.trace(call)
-        except Exception as error:  # code of the user's, run on proxies, fails in any way
-            reason = " ".join(str(error).split())
-            kind, given = type(self._module).__name__, ", ".join(sorted(names))
-            raise ConfigError(
-                f"pipeline_split cannot trace the forward of {kind} with {given}"
-                f" ({type(error).__name__}: {reason}); {_ADVICE}"
-            ) from error
-        if tuple(tracer.begun) != self._starts:
-            missing = [name for name in self._starts if name not in tracer.begun]
-            problem = f"{missing[0]} is never called" if missing else f"they are called as {', '.join(tracer.begun)}"
-            raise ConfigError(
-                f"pipeline_split={list(self._starts)}: {problem}; name modules that the forward calls, in the order of "
-                "their calls"
-            )
-        self._place(graph, call)
-        return graph
-
-    def _place(self, graph: fx.Graph, call: nn.Module) -> None:
+    def _place(self, graph: fx.Graph) -> None:
         """Leaves nodes that each stage can compute from the inputs by itself without a stage; others have one."""
         called: dict[str, int] = {}
         for node in graph.nodes:
             if node.op == "call_module":
-                called.setdefault(_plain_name(str(node.target)), node.meta["stage"])
+                called.setdefault(node.meta["name"], node.meta["stage"])
         for node in graph.nodes:
-            target = str(node.target)
-            if node.op == "get_attr" and not _is_of_model(target):
-                node.meta |= {"constant": getattr(call, target), "stage": None}
-            elif node.op == "get_attr":  # a weight travels from the stage that has it anyway
-                stage = node.meta["stage"]
-                node.meta["stage"] = min(stage, called.get(self._leaf_of(_plain_name(target)), stage))
+            stage = node.meta["stage"]
+            if node.op == "placeholder" or "constant" in node.meta or _is_repeatable(node):
+                node.meta["stage"] = None
             elif node.op == "output":
                 node.meta["stage"] = self.stages - 1
-            elif node.op == "placeholder" or _is_repeatable(node):
-                node.meta["stage"] = None
+            elif node.op == "get_attr":  # a weight travels from the stage that has it anyway
+                node.meta["stage"] = min(stage, called.get(self._leaf_of(node.meta["name"]), stage))
             elif _is_in_place(node) and node.all_input_nodes[0].meta["stage"] is None:
                 raise ConfigError(
                     f"the forward of {type(self._module).__name__} changes an input in place, which one stage would do "
@@ -248,22 +154,28 @@ class ModuleGraph:
 
     def _find_holders(self) -> None:
         """Finds the stages that have each leaf and each tensor of a container, in both modes and with all inputs."""
-        modes = {name: self._module.get_submodule(name).training for name in self._containers}
+        parts = [self._module.get_submodule(name) for name in self._containers]
+        modes, drawn = [part.training for part in parts], (random.getstate(), torch.get_rng_state().tolist())
         failures: list[ConfigError] = []
         for mode in dict.fromkeys((self._module.training, True, False)):
+            for part in parts:
+                part.training = mode
             for names in dict.fromkeys((self._arguments.required, self._arguments.all)):
-                for name in modes:
-                    vars(self._module.get_submodule(name))["training"] = mode
                 try:
-                    graph = self._graph(names)
+                    self._note_holders(self._graph(names))
                 except ConfigError as error:
                     failures.append(error)
-                else:
-                    self._note_holders(graph)
-        for name, mode in modes.items():
-            vars(self._module.get_submodule(name))["training"] = mode
+            if not self._holders:
+                break
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
         if not self._holders:
             raise failures[0]
+        if drawn != (random.getstate(), torch.get_rng_state().tolist()):
+            raise ConfigError(
+                f"the forward of {type(self._module).__name__} draws random numbers that no input has a part in, which "
+                f"only a trace of it would do; {ADVICE}"
+            )
         self._add_uncalled()
 
     def _note_holders(self, graph: fx.Graph) -> None:
@@ -276,8 +188,8 @@ class ModuleGraph:
     def _uses(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
         """The leaves that a graph calls and the tensors of containers that it reads, each with the stage."""
         for node in graph.nodes:
-            if node.op in ("call_module", "get_attr") and node.meta["stage"] is not None:
-                yield self._leaf_of(_plain_name(str(node.target))), node.meta["stage"]
+            if "name" in node.meta:
+                yield self._leaf_of(node.meta["name"]), node.meta["stage"]
 
     def _check_holders(self, graph: fx.Graph) -> None:
         for name, stage in self._uses(graph):
@@ -328,10 +240,8 @@ class ModuleGraph:
         found: dict[str, Any] = {}
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
-                is_constant = "constant" in node.meta
-                value = node.meta["constant"] if is_constant else _found(self._module, _plain_name(str(node.target)))
-                node.target = f"own_{len(found)}"
-                found[node.target] = value
+                meta, node.target = node.meta, f"own_{len(found)}"
+                found[node.target] = meta["constant"] if "constant" in meta else _found(self._module, meta["name"])
         return found
 
 
@@ -365,79 +275,10 @@ def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConf
     ``split`` is "auto" or numbers of blocks, for an ``nn.Sequential`` or a module with one list of blocks; or the names
     of the modules at which the second and each further stage begins.
     """
-    graph = ModuleGraph(module, _starts(module, split, pipelining))
+    graph = ModuleGraph(module, stage_starts(module, split, pipelining))
     workers = [graph.names_in(pipelining.stages_of(worker)) for worker in range(pipelining.workers)]
     tied_ends(ties_of(module), workers)
     return graph
-
-
-def _starts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> list[str]:
-    if not isinstance(split, str) and all(isinstance(each, str) for each in split):
-        return _checked_names(module, [str(each) for each in split], pipelining)
-    blocks = _blocks(module, pipelining.stages)
-    check_layers(pipelining, len(blocks))
-    if isinstance(split, str):
-        if split != "auto":
-            raise ConfigError(
-                f'pipeline_split={split!r} is unknown; give "auto", numbers of blocks, or a list of names of modules'
-            )
-        costs = [_weight(module.get_submodule(name)) for name in blocks]
-        counts = split_layers(costs, pipelining.stages, after=_weight_after(module, blocks))
-    else:
-        counts = check_split([int(each) for each in split], pipelining.stages, len(blocks))
-    return [blocks[end] for end in list(accumulate(counts))[:-1]]
-
-
-def _checked_names(module: nn.Module, names: list[str], pipelining: PipelineConfig) -> list[str]:
-    known = [name for name, _ in module.named_modules() if name]
-    for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, 3) or known[:3]
-            raise ConfigError(
-                f"pipeline_split names {name!r}, and {type(module).__name__} has no such module; give names of its "
-                f"modules, such as {', '.join(near)}"
-            )
-    if len(set(names)) != pipelining.stages - 1:
-        raise ConfigError(
-            f"pipeline_split={names} begins {len(set(names))} stages after the first, and pipeline={pipelining.workers}"
-            f" with {pipelining.stages_per_worker} stages on each worker is {pipelining.stages} stages; give "
-            f"{pipelining.stages - 1} different names"
-        )
-    return names
-
-
-def _blocks(module: nn.Module, stages: int) -> list[str]:
-    """The names of the blocks of an ``nn.Sequential``, or of a module with one list of them."""
-    if isinstance(module, nn.Sequential):
-        return [name for name, _ in module.named_children()]
-    for kind in (nn.ModuleList, nn.Sequential):
-        found = [name for name, part in module.named_modules() if isinstance(part, kind) and len(part) >= stages]
-        outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
-        if len(outermost) == 1:
-            (owner,) = outermost
-            return [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_children()]
-        if outermost:
-            break
-    else:
-        outermost = []
-    lists = f"several lists of blocks, {', '.join(outermost)}" if outermost else f"no list of {stages} blocks or more"
-    raise ConfigError(
-        f"{type(module).__name__} has {lists}; name the {stages - 1} modules at which a new stage begins, as "
-        f'pipeline_split=["..."] of strategy.parallelize, or choose fewer stages'
-    )
-
-
-def _weight_after(module: nn.Module, blocks: Sequence[str]) -> float:
-    """The weights of the modules that are registered after the blocks, which the last stage has."""
-    owner = blocks[0].rpartition(".")[0]
-    names = [name for name, _ in module.named_children()]
-    own = owner.partition(".")[0]
-    after = names[names.index(own) + 1 :] if own else []
-    return sum(_weight(module.get_submodule(name)) for name in after)
-
-
-def _weight(module: nn.Module) -> float:
-    return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
 def _travelling(graph: fx.Graph, stage: int) -> list[fx.Node]:
@@ -463,15 +304,7 @@ def _is_in_place(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__")
-    return node.op == "call_function" and node.target in _IN_PLACE
-
-
-def _is_of_model(target: str) -> bool:
-    return target == _ROOT or target.startswith(f"{_ROOT}.")
-
-
-def _plain_name(target: str) -> str:
-    return target.removeprefix(_ROOT).removeprefix(".")
+    return node.op == "call_function" and node.target in IN_PLACE
 
 
 def _parent(name: str) -> str:
@@ -489,14 +322,3 @@ def _found(module: nn.Module, name: str) -> Any:
     for atom in name.split("."):
         value = getattr(value, atom)
     return value
-
-
-@contextmanager
-def _without_function_modes() -> Iterator[None]:
-    """A block without torch's function modes, which would take proxies for tensors."""
-    modes = [pop_function_mode() for _ in range(num_function_modes())]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            push_function_mode(mode)

@@ -191,6 +191,16 @@ class ModelStage(Stage):
         return given
 
 
+def check_pipeline_split(split: object) -> None:
+    """Raises a ConfigError unless ``split`` is a ``PipelineSplit``, for whatever model."""
+    items = [*split] if isinstance(split, (list, tuple)) else []
+    if split != "auto" and not any(items and all(isinstance(each, kind) for each in items) for kind in (int, str)):
+        raise ConfigError(
+            f'pipeline_split={split!r} is unknown; give "auto", a list of the numbers of layers of all stages, or a '
+            "list of the names of the modules at which stages begin, from the second stage on"
+        )
+
+
 def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineConfig) -> tuple[int, ...]:
     """How many layers of one of transformers' models each stage gets; raises a ConfigError if they cannot be cut."""
     spec = require_layers(module, 'pipeline_split="auto"')

@@ -34,6 +34,7 @@ class PretrainedWeights:
     """The tensors of a folder or file, by their names in ``module``, which is whole and may be on the meta device.
 
     ``names`` are those of the module's parameters and buffers that the files have; a tied weight has all its names.
+    ``keys`` has for each the key in the files.
     Raises CheckpointError if the files cannot be read or do not fit the module.
     """
 
@@ -45,17 +46,17 @@ class PretrainedWeights:
             raise CheckpointError(f"cannot read the weights: {error}; copy or save the file anew") from error
         state: dict[str, Tensor] = module.state_dict()
         keys, unknown = _match(module, self._reader.tensors, state)
-        self._keys = _with_ties(keys, ties_of(module))
-        self.names = frozenset(self._keys)
+        self.keys = _with_ties(keys, ties_of(module))
+        self.names = frozenset(self.keys)
         self._check(module, state, unknown)
 
     def read(self, name: str, region: Region, dtype: torch.dtype) -> Tensor:
         """A worker's part of a tensor, on the CPU. Raises CheckpointError if it cannot be read."""
         own = torch.empty(region.sizes, dtype=dtype, device="cpu")
         try:
-            self._reader.read({self._keys[name]: TensorShard(own, region)})
+            self._reader.read({self.keys[name]: TensorShard(own, region)})
         except (OSError, require("safetensors", "train").SafetensorError) as error:
-            raise CheckpointError(f"cannot read {self._keys[name]!r}: {error}; copy or save the file anew") from error
+            raise CheckpointError(f"cannot read {self.keys[name]!r}: {error}; copy or save the file anew") from error
         return own
 
     def digest(self) -> str:
@@ -83,7 +84,7 @@ class PretrainedWeights:
     def _misfits(self, state: Mapping[str, Tensor]) -> list[str]:
         found = []
         for name in sorted(self.names & state.keys()):
-            key, own = self._keys[name], state[name]
+            key, own = self.keys[name], state[name]
             stored = self._reader.tensors[key]
             if stored.shape != own.shape:
                 shapes = f"{tuple(stored.shape)} instead of {tuple(own.shape)}"

@@ -523,7 +523,12 @@ def check_names(module: nn.Module, plan: TensorPlan) -> None:
     if not isinstance(plan, Mapping):
         raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
     known = [name for name, _ in module.named_modules()]
-    for pattern in plan:
+    for pattern, style in plan.items():
+        if not isinstance(style, tp.ParallelStyle):
+            raise ConfigError(
+                f"tensor_plan gives {pattern!r} {style!r}; give an object of one of torch's styles, such as "
+                "ColwiseParallel()"
+            )
         if not any(_matches(name, pattern) for name in known):
             near = get_close_matches(pattern, known, 3) or known[1:4]
             raise ConfigError(

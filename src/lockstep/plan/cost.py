@@ -69,7 +69,8 @@ class _Rates:
 
     def __init__(self, device: DeviceKind, software: Software) -> None:
         constants, precision = software.constants, software.precision
-        self.flops = device.peak(precision.format) * constants.matmul
+        self.flops = device.peak(precision.format) * device.matmul
+        self.attention = device.peak(precision.format) * device.attention
         self.bandwidth = device.bandwidth * constants.memory
         self.value = precision.activation
 
@@ -145,7 +146,7 @@ def _attention(
     if software.fused_attention:
         # Scores stay on the chip; the backward pass recomputes them (FlashAttention, arXiv 2205.14135).
         operations = sequences * s * _computed_keys(shape) * shape.pair_flops / tensor
-        forward = operations / rates.flops + count * 4 * s * width * rates.value / rates.bandwidth
+        forward = operations / rates.attention + count * 4 * s * width * rates.value / rates.bandwidth
         return forward, 2.5 * forward
     products = rates.product(s, s, width, count) + rates.product(s, width, s, count)
     between = count * s * s * (4 * rates.value + 1) / rates.bandwidth
@@ -185,13 +186,15 @@ def accumulate_seconds(parameters: float, layout: Layout, device: DeviceKind, so
     """Adding a microbatch's gradients to the earlier ones: two reads and one write; 0 for a single microbatch."""
     if layout.microbatches == 1:
         return 0.0
+    parameters /= layout.data if layout.shard_parameters else 1
     return parameters * 3 * software.precision.gradient / (device.bandwidth * software.constants.memory)
 
 
 def _update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
     """An update: gradients are read for their norm and scaled; state and weights are read and written."""
     precision = software.precision
-    shards = layout.data if layout.shard_optimizer or layout.shard_parameters else 1
+    parameters /= layout.data if layout.shard_parameters else 1
+    shards = layout.data if layout.shard_optimizer else 1
     moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / shards
     return parameters * moved / (device.bandwidth * software.constants.memory)
 
@@ -325,7 +328,7 @@ class _StepCost:
         """The exchange between copies, less what overlaps with the last microbatch's backward pass.
 
         With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
-        gathered twice per microbatch.
+        gathered twice per microbatch and copied out of what was gathered; gradients are copied in to be scattered.
         """
         layout, precision = self.layout, self.software.precision
         scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
@@ -334,6 +337,10 @@ class _StepCost:
         during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
         if layout.shard_parameters:
             during = layout.microbatches * (scatter + 2 * gather)
+            copied = (
+                layout.microbatches * parameters * (2 * 2 * precision.weight + precision.weight + precision.gradient)
+            )
+            after = copied / (self.device.bandwidth * self.software.constants.memory)
             overlapped = layout.microbatches * compute
         if not self.software.overlap_data:
             return during + after

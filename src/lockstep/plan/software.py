@@ -49,9 +49,6 @@ class Constants:
     They are measured on such devices, not fitted to the results that predictions are compared with.
     """
 
-    # of the peak rate, in large half-precision products: 250 of 312 TFLOP/s on an A100. Moving the operands is counted
-    # separately, so small and narrow products come out slower.
-    matmul: float = 0.80
     memory: float = 0.80  # of the memory bandwidth
     link: float = 0.78  # of a link, in collectives: 232 of 300 GB/s on eight A100 (NVIDIA/nccl-tests, issue 175)
     launch_us: float = 6.0  # time of an operation that is too small to keep the device busy, in microseconds

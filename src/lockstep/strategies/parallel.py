@@ -40,7 +40,14 @@ from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import HasConfig, require_layers
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
+from lockstep.parallel.pipeline_stage import (
+    PipelineSplit,
+    Stage,
+    check_pipeline_split,
+    cut_to_stages,
+    layer_counts,
+    tied_ends,
+)
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule
 from lockstep.parallel.tensor_parallel import (
@@ -352,6 +359,7 @@ class ModelParts(PartitionPolicy):
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
         check_names(module, plan)
+        check_pipeline_split(split)
         check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
         cut = self._cut_of(module, split)
         first = self._first_weights(module)
@@ -393,8 +401,7 @@ class ModelParts(PartitionPolicy):
         pipelining, worker = self._pipelining, self._place.stage
         if pipelining.workers == 1:
             return tuple
-        by_names = not isinstance(split, str) and any(isinstance(each, str) for each in split)
-        if isinstance(module, HasConfig) and not by_names:
+        if isinstance(module, HasConfig) and (split == "auto" or isinstance(split[0], int)):
             counts = layer_counts(module, split, pipelining)
             return partial(cut_to_stages, module, counts, pipelining, worker)
         from lockstep.parallel.pipeline_graph import plan_graph  # torch.fx, which few need

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lockstep as ls
 from lockstep.collectives.communicator import all_gather_object
@@ -123,8 +124,6 @@ SPLITS: Mapping[str, Any] = {"unet": ["middle"], "two inputs": ["blocks.1"]}
 
 def plans(name: str) -> dict[str, Any]:
     """What ``parallelize`` is given; a layout takes of it what it needs."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
     plans = {
         "mlp": {"0": ColwiseParallel(), "2": RowwiseParallel()},
         "vit": {"blocks.*.linear1": ColwiseParallel(), "blocks.*.linear2": RowwiseParallel()},
@@ -194,7 +193,7 @@ def run_job(name: str, grid: dict[str, Any]) -> dict[str, Any]:
         for leaf in torch.utils._pytree.tree_leaves([results["weights"], results["predict"]]):
             digest.update(leaf.contiguous().numpy().tobytes())
         results["digest"] = digest.hexdigest()
-        alike = strategy.workers.all_gather_numbers("alike", [int(results["digest"][:12], 16)])
+        alike = strategy.workers.processes.all_gather_numbers("alike", [int(results["digest"][:12], 16)])
         results["all alike"] = len(set(alike)) == 1
     strategy.close()
     gc.collect()
@@ -244,7 +243,10 @@ BAD: Mapping[str, tuple[Build, dict[str, Any]]] = {
     "two lists": (lambda: nn.Transformer(4, 2, 4, 4, 8), {}),
     "branch": (lambda: Branch("branch"), {"pipeline_split": ["blocks.1", "more.0", "more.1"]}),
     "hooks": (hooked, {}),
-    "unknown in the plan": (mlp, {"tensor_plan": {"first": None}}),
+    "unknown in the plan": (mlp, {"tensor_plan": {"first": RowwiseParallel()}}),
+    "no style": (mlp, {"tensor_plan": {"0": RowwiseParallel}}),
+    "no list": (Vit, {"pipeline_split": "blocks.1"}),
+    "names and numbers": (Vit, {"pipeline_split": ["blocks.1", 2, 1]}),
 }
 
 
@@ -253,7 +255,7 @@ def refusals() -> dict[str, list[Any]]:
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {}
     strategy = ls.ParallelStrategy(seed=7, pipeline=2, schedule="interleaved", microbatches=2)
-    workers = strategy.workers
+    workers = strategy.workers.processes
 
     def note(name: str, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], error: str) -> None:
         kept = all(torch.equal(weights[each], before[each]) for each in weights)

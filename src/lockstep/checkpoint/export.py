@@ -1,0 +1,179 @@
+"""Weights of a checkpoint as safetensors files that other programs read: one file, or those of a model on the hub.
+
+tensors of the checkpoint, one at a time -> path
+... with like=: the files of that folder  -> path/<the same files>: their headers as they are, and the new tensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.format import RECORD, damage_in, damaged, weights_of
+from lockstep.checkpoint.weights import FileHeader, stream_weights, write_file
+from lockstep.checks import check_kind, check_path
+from lockstep.errors import CheckpointError
+from lockstep.extras import require
+from lockstep.parallel.tensor_files import TensorReader
+
+_CONFIG = "config.json"
+_BESIDE = (".json", ".txt", ".model", ".jinja")
+"""Endings of the files beside the weights, of configurations and tokenizers."""
+
+
+def export_weights(
+    checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    module: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes the weights of a checkpoint of any layout to safetensors files, in one process, a tensor at a time.
+
+    Without ``like`` it is one file. transformers' ``from_pretrained`` reads it if it is called ``model.safetensors``
+    and the model's ``config.json`` is beside it.
+
+    Args:
+        checkpoint: a checkpoint's folder, or the folder of several: then the newest.
+        path: the file, or with ``like`` the folder. Existing files are replaced; folders are made.
+        module: the name of the module in the ``Checkpoint``, if it has several.
+        like: a folder that transformers' ``save_pretrained`` has written, such as the one given to
+            ``parallelize(weights=)``. The same files are written: with the same names, the same tensors in each, under
+            the same keys and in the same dtypes. The index and the files of configurations and tokenizers are copied.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, it has no such module, the weights are not those of the
+            files of ``like``, or the files cannot be written.
+
+    Example:
+        >>> ls.export_weights("checkpoints", "exported/model.safetensors")  # doctest: +SKIP
+    """
+    folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
+    target = Path(check_path(path, "export_weights(path)"))
+    check_kind("module", module, str, "the name of a module of the checkpoint")
+    source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
+    if source is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
+        )
+    weights = weights_of(source)
+    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
+    if chosen not in weights:
+        known = ", ".join(map(repr, sorted(weights))) or "none"
+        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
+    if damage := damage_in(source, below=weights[chosen]):
+        raise damaged(source, damage)
+    try:
+        reader = TensorReader(source / weights[chosen])
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
+    if like is None:
+        stream_weights(target, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
+    else:
+        _write_like(reader, Path(check_path(like, "export_weights(like)")), target)
+    return source
+
+
+def _write_like(reader: TensorReader, like: Path, target: Path) -> None:
+    """Writes the files of ``like`` to the folder ``target``, with the tensors of a checkpoint."""
+    from lockstep.parallel.pretrained import INDEX, weight_files  # late: torch's part of it takes over a second
+
+    files = weight_files(like)
+    folder = files[0].parent
+    if target.exists() and target.samefile(folder):
+        raise CheckpointError(
+            f"the weights in {like} would be replaced by those exported like them; give another folder"
+        )
+    headers = {file: FileHeader.read(file) for file in files}
+    described = {key: each for header in headers.values() for key, each in header.described.items()}
+    names = _names(reader, described, like)
+    _check_shapes(reader, described, names, like)
+    _check_left_out(reader, names, like)
+    for file, header in headers.items():
+        write_file(target / file.name, header, _converted(reader, header.described, names))
+    beside = [each for each in folder.iterdir() if each.is_file() and each.suffix in _BESIDE]
+    try:
+        for each in sorted(beside, key=lambda each: each.name == INDEX):  # the index last, which names all others
+            shutil.copyfile(each, target / each.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot copy the files beside the weights to {target}: {error}; choose a folder that can be written to"
+        ) from error
+
+
+def _converted(
+    reader: TensorReader, keys: Mapping[str, Tensor], names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    for key, described in keys.items():
+        yield key, reader.read_whole(names[key]).to(described.dtype)
+
+
+def _names(reader: TensorReader, described: Mapping[str, Tensor], like: Path) -> dict[str, str]:
+    """By the keys in the files the names in the checkpoint: the same, or those that transformers makes of them."""
+    if described.keys() <= reader.tensors.keys():
+        return {key: key for key in described}
+    from lockstep.parallel.pretrained import PretrainedWeights
+
+    module = _module_of(like)
+    renamed: dict[str, str] = {}
+    if module is not None:
+        for name, key in PretrainedWeights(like, module).keys.items():
+            if name in reader.tensors:
+                renamed.setdefault(key, name)
+    names = {key: renamed.get(key, key) for key in described}
+    if missing := sorted(key for key, name in names.items() if name not in reader.tensors):
+        raise CheckpointError(
+            f"the checkpoint lacks {missing[0]!r}, which {like} has, as {len(missing) - 1} more; give like= the folder "
+            "of the model that was trained, with its config.json"
+        )
+    return names
+
+
+def _module_of(like: Path) -> nn.Module | None:
+    """The model of a folder on the meta device, as its config.json says; None if it has none that is known."""
+    config = (like if like.is_dir() else like.parent) / _CONFIG
+    try:
+        names = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [""]
+    except (OSError, ValueError, AttributeError):
+        return None
+    transformers: Any = require("transformers", "transformers")
+    kind = getattr(transformers, str(names[0]), None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        made: nn.Module = kind(kind.config_class.from_pretrained(config.parent))
+    return made
+
+
+def _check_shapes(reader: TensorReader, described: Mapping[str, Tensor], names: Mapping[str, str], like: Path) -> None:
+    for key, each in described.items():
+        own = reader.tensors[names[key]]
+        if own.shape != each.shape or own.is_floating_point() != each.is_floating_point():
+            raise CheckpointError(
+                f"{names[key]} is {tuple(own.shape)}, {own.dtype} in the checkpoint, and {tuple(each.shape)}, "
+                f"{each.dtype} in {like}; give like= the folder of the model that was trained"
+            )
+
+
+def _check_left_out(reader: TensorReader, names: Mapping[str, str], like: Path) -> None:
+    """Raises CheckpointError for a tensor that the files do not have, unless it is a tied one that they have."""
+    used = set(names.values())
+    for left in sorted(reader.tensors.keys() - used):
+        shape, own = reader.tensors[left].shape, reader.read_whole(left)
+        alike = [name for name in used if reader.tensors[name].shape == shape]
+        if not any(torch.equal(own, reader.read_whole(name)) for name in alike):
+            raise CheckpointError(
+                f"the checkpoint has {left!r}, which {like} does not have; give like= the folder of the model that was "
+                "trained, or leave it out and export one file"
+            )
