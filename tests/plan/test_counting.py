@@ -147,6 +147,18 @@ def test_windows_of_some_layers_are_read():
     assert shape.attended == pytest.approx((5 * 4096 + 8192) / 6)
 
 
+def test_of_a_model_of_text_and_images_the_layers_of_text_are_planned():
+    shape = shape_of("type=paddleocr_vl")
+
+    assert (shape.layers, shape.hidden, shape.kv_heads) == (18, 1024, 2)  # of its images: 27 layers
+
+
+def test_sizes_that_differ_between_layers_are_read():
+    shape = shape_of("type=gemma4_text, num_hidden_layers=6", sequence=1024)
+
+    assert shape.parameters == count_model({"model_type": "gemma4_text", "num_hidden_layers": 6}).parameters
+
+
 def test_types_without_plans_are_planned_on_copies_alone():
     shape = shape_of("type=gpt_bigcode")
 
@@ -163,10 +175,21 @@ def test_types_without_plans_are_planned_on_copies_alone():
         ("type=llama, num_hidden_layers", r"' num_hidden_layers' is no setting of a config, expected NAME=VALUE"),
         ("type=llama, num_attention_heads=5", r"'llama' is not the config of a llama: .*; give values that fit"),
         ("type=llama, hidden_size=many", r"'llama' is not the config of a llama: .*; give values that fit"),
-        ("type=vit", r"'vit' is a vit \(which takes pixel_values\), expected a model of text"),
+        (
+            "type=vit",
+            r"'vit' is a vit, which takes pixel_values without one embedding of tokens, expected a model of text",
+        ),
+        (
+            "type=clip",
+            r"'clip' is a clip, which takes input_ids without one embedding of tokens, expected a model of text",
+        ),
+        (
+            "type=funnel",
+            r"'funnel' is a funnel, which has many parameters outside one list of layers, expected a model",
+        ),
         ("type=mamba2", r"num_attention_heads=None, expected a number above 0; give the sizes instead"),
         ("type=t5", r"the config of 't5' says no longest sequence; give the tokens per sequence, as --sequence 2048"),
-        ("type=clip_text_model, num_hidden_layers=0", r"has no layers|without a list of layers"),
+        ("type=clip_text_model, num_hidden_layers=0", r"has no list of layers|without one embedding"),
     ],
 )
 def test_what_is_no_config_of_a_language_model_is_refused_in_one_line(model: str, message: str):

@@ -25,6 +25,8 @@ from lockstep.extras import require
 from lockstep.parallel.model_specs import MODEL_SPECS
 from lockstep.plan.shapes import BERT_SAVED, GPT2_SAVED, LLAMA_SAVED, Counted, ModelShape, SavedActivations
 
+# Parameters outside layers and embeddings, relative to those of the layers, above which a model is more than layers.
+_LARGEST_OUTSIDE = 0.25
 # Lengths of the two sequences that are counted. State space models work through chunks of 256 tokens.
 _SHORT, _LONG = 256, 512
 
@@ -84,25 +86,28 @@ def count_model(settings: Mapping[str, Any]) -> ModelCounts:
     name = str(settings.get("_name_or_path") or settings.get("model_type"))
     config = _transformers_config(settings, name)
     model = _meta_model(config, name)
-    stacks, embedding = _stacks(model), _embedding(model)
-    if not stacks or embedding is None or model.main_input_name != "input_ids":
-        takes = ", ".join((model.main_input_name, *([] if stacks else ["without a list of layers"])))
-        raise ConfigError(
-            f"{name!r} is a {config.model_type} (which takes {takes}), expected a model of text, which takes input_ids;"
-            " give the sizes of a transformer as layers=24,hidden=2048,..."
-        )
+    candidates, embedding = _stacks(model), _embedding(model)
+    if embedding is None or model.main_input_name != "input_ids":
+        raise _not_of_text(config, name, f"takes {model.main_input_name} without one embedding of tokens")
+    if not candidates:
+        raise _not_of_text(config, name, "has no list of layers")
     text, output = config.get_text_config(), model.get_output_embeddings()
     for size in ("hidden_size", "num_attention_heads", "vocab_size"):
         _size(text, name, size)
+    flops = _forward_flops(model)
+    stacks = _used(candidates, flops, bool(getattr(config, "is_encoder_decoder", False)))
+    if flops is not None and not any(flops.get(f"{stack}.0", (0.0, 0.0))[0] for stack in stacks):
+        flops = None  # the layers of the list are not modules that are called
+    if text is config and _outside_layers(model, stacks) > _LARGEST_OUTSIDE:
+        raise _not_of_text(config, name, "has many parameters outside one list of layers")
     lengths = [len(model.get_submodule(stack)) for stack in stacks]
     expert_parameters = _expert_parameters(model, stacks, _number_of_experts(text))
-    flops = _forward_flops(model)
     return ModelCounts(
         name=name,
         config=config,
         stacks=tuple(stacks),
         # Some types, such as ALBERT, apply the same layer again and again.
-        layers=sum(lengths) if len(stacks) > 1 else max(sum(lengths), getattr(text, "num_hidden_layers", 0)),
+        layers=sum(lengths) if len(stacks) > 1 else max(sum(lengths), _number(text, "num_hidden_layers")),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         experts=_number_of_experts(text) if expert_parameters else 0,
         active_experts=_active_experts(text) if expert_parameters else 0,
@@ -113,6 +118,28 @@ def count_model(settings: Mapping[str, Any]) -> ModelCounts:
         modules=tuple(_by_name(model, flops or _weight_flops(model, expert_parameters, text))),
         forward=flops is not None,
     )
+
+
+def _not_of_text(config: Any, name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} is a {config.model_type}, which {why}, expected a model of text with one list of layers; give the"
+        " sizes of a transformer as layers=24,hidden=2048,..."
+    )
+
+
+def _outside_layers(model: Any, stacks: list[str]) -> float:
+    """Parameters that are neither in the layers nor in embeddings and the output layer, relative to the layers'."""
+    parts = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    known = {
+        id(each) for part in (*parts, model.get_output_embeddings()) if part is not None for each in part.parameters()
+    }
+    inside, outside = 0, 0
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(f"{stack}." for stack in stacks)):
+            inside += parameter.numel()
+        elif id(parameter) not in known:
+            outside += parameter.numel()
+    return outside / max(1, inside)
 
 
 def _position_rows(model: nn.Module, embedding: nn.Embedding) -> int:
@@ -145,13 +172,13 @@ def _transformers_config(settings: Mapping[str, Any], name: str) -> Any:
 def _number_of_experts(config: Any) -> int:
     """The experts of a layer; 0 without."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    return next((value for name in names if (value := _number(config, name))), 0)
 
 
 def _active_experts(config: Any) -> int:
     """The experts that a token passes through in a layer."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 1)
+    return next((value for name in names if (value := _number(config, name))), 1)
 
 
 def _meta_model(config: Any, name: str) -> Any:
@@ -176,7 +203,9 @@ def _model_class(transformers: Any, config: Any) -> Any:
     for architecture in getattr(config, "architectures", None) or ():
         if isinstance(found := getattr(transformers, architecture, None), type):
             return found
-    for head in ("MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"):
+    heads = ["MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"]
+    # A model of text and images has a configuration of its text, which some mappings know by the whole's name.
+    for head in heads if config.get_text_config() is config else reversed(heads):
         if type(config) in (mapping := getattr(transformers, f"MODEL_FOR_{head}_MAPPING")):
             return mapping[type(config)]
     if type(config) in transformers.MODEL_MAPPING:
@@ -193,20 +222,24 @@ def _embedding(model: Any) -> nn.Embedding | None:
     return found if isinstance(found, nn.Embedding) else None
 
 
-def _stacks(model: nn.Module) -> list[str]:
-    """The lists of layers with most parameters: one, or an encoder's and a decoder's."""
+def _stacks(model: nn.Module) -> dict[str, int]:
+    """The lists of layers that are not in another list, with their parameters."""
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in sizes)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             sizes[name] = sum(parameter.numel() for parameter in module.parameters())
-    if not sizes:
-        return []
-    if getattr(model.config, "is_encoder_decoder", False):
-        return [name for name in sizes if re.search(r"(^|\.)(encoder|decoder)\.", name)] or [
-            max(sizes, key=sizes.__getitem__)
-        ]
-    return [max(sizes, key=sizes.__getitem__)]
+    return sizes
+
+
+def _used(sizes: Mapping[str, int], flops: Flops | None, encoder_decoder: bool) -> list[str]:
+    """The lists that text passes through: the one that computes most, or an encoder's and a decoder's."""
+    if encoder_decoder:
+        pair = [name for name in sizes if re.search(r"(^|\.)(encoder|decoder)\.", name)]
+        if pair:
+            return pair
+    computed = {name: (flops or {}).get(f"{name}.0", (0.0, 0.0))[0] > 0 for name in sizes}
+    return [max(sizes, key=lambda name: (computed[name], sizes[name]))]
 
 
 def _expert_parameters(model: nn.Module, stacks: list[str], experts: int) -> dict[str, int]:
@@ -325,8 +358,8 @@ def counted_shape(counts: ModelCounts, sequence: int | None = None) -> ModelShap
     hidden, heads, vocabulary = (
         _size(text, counts.name, size) for size in ("hidden_size", "num_attention_heads", "vocab_size")
     )
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_size = getattr(text, "head_dim", None) or max(1, hidden // heads)
+    kv_heads = _number(text, "num_key_value_heads") or heads
+    head_size = _number(text, "head_dim") or max(1, hidden // heads)
     matrices = inside.token_flops / 2 / layers
     # What a token meets in feed-forward matrices of a layer, in rows of a hidden vector.
     forward = matrices / hidden - 2 * head_size * (heads + kv_heads) - experts
@@ -371,8 +404,8 @@ def counted_shape(counts: ModelCounts, sequence: int | None = None) -> ModelShap
 
 
 def _longest_sequence(config: Any, counts: ModelCounts) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
+    longest = _number(config, "max_position_embeddings")
+    if not longest:
         raise ConfigError(
             f"the config of {counts.name!r} says no longest sequence; give the tokens per sequence, as --sequence 2048"
         )
@@ -381,12 +414,21 @@ def _longest_sequence(config: Any, counts: ModelCounts) -> int:
 
 
 def _size(config: Any, name: str, size: str) -> int:
-    value = getattr(config, size, None)
-    if not isinstance(value, int) or value < 1:
+    if not (value := _number(config, size)):
+        found = getattr(config, size, None)
         raise ConfigError(
-            f"the config of {name!r} has {size}={value!r}, expected a number above 0; give the sizes instead"
+            f"the config of {name!r} has {size}={found!r}, expected a number above 0; give the sizes instead"
         )
     return value
+
+
+def _number(config: Any, name: str) -> int:
+    """A size in a configuration; 0 if there is none."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # it differs between layers: that of the first
+        value = getattr(config.per_layer_config[0], name, None)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _inner_size(config: Any, hidden: int, experts: int) -> int:
@@ -394,15 +436,13 @@ def _inner_size(config: Any, hidden: int, experts: int) -> int:
     names = ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "d_ff", "hidden_dim"]
     if experts:
         names = ["moe_intermediate_size", "expert_ffn_hidden_size", *names]
-    return next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int) and value), 4 * hidden
-    )
+    return next((value for name in names if (value := _number(config, name))), 4 * hidden)
 
 
 def _window(config: Any) -> tuple[int, float]:
     """Tokens of the sliding window, and the fraction of the layers that have it."""
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window < 1:
+    window = _number(config, "sliding_window")
+    if not window:
         return 0, 1.0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     share = sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
