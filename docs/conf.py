@@ -51,6 +51,12 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
+# Kernels read no settings of whoever builds, and do not warn that they listen on this host's loopback.
+PROFILE = HERE / "_build" / "ipython" / "profile_default"
+PROFILE.mkdir(parents=True, exist_ok=True)
+(PROFILE / "ipython_kernel_config.py").write_text('get_config().IPKernelApp.log_level = "ERROR"\n')
+os.environ["IPYTHONDIR"] = str(PROFILE.parent)
+
 # Lists of names are in this repository, so that a build needs no network and is the same everywhere.
 intersphinx_mapping = {
     name: (

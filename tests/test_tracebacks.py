@@ -1,9 +1,10 @@
-"""Which frames of an error IPython is told to leave out."""
+"""Which frames of an error IPython is told to leave out, and which a Ctrl-C leaves out anywhere."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 from types import SimpleNamespace, TracebackType
 
 import pytest
@@ -75,6 +76,24 @@ def test_after_ctrl_c_only_the_callers_frames_are_shown():
     strategy.close()
 
     assert shown_frames(caught.value) == ["test_after_ctrl_c_only_the_callers_frames_are_shown"]
+
+
+def test_without_ipython_a_ctrl_c_shows_the_callers_frames_and_those_of_what_is_called():
+    class Rows:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise KeyboardInterrupt
+
+    strategy = ls.MirroredStrategy(replicas=2)
+    with strategy.scope():
+        model = ls.Model(nn.Linear(2, 1))
+        model.compile("sgd", "mse")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        model.fit(Rows(), verbose=0)
+    strategy.close()
+
+    test, *others = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert test.startswith("test_without_ipython")
+    assert others == ["__iter__"]
 
 
 @pytest.mark.parametrize(("skip_hidden", "functions"), [(True, ["asked"]), (False, ["asked", "__init__"])])

@@ -54,7 +54,9 @@ def check_number(
     raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 
 
-def check_kind(name: str, value: object, kind: type, expected: str, *, optional: bool = True) -> None:
+def check_kind(
+    name: str, value: object, kind: type | tuple[type, ...], expected: str, *, optional: bool = True
+) -> None:
     """Checks that a setting is of a class. ``optional`` is None where it was not given."""
     if not (value is None and optional) and not isinstance(value, kind):
         raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
@@ -72,7 +74,9 @@ def check_path(path: Any, argument: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{argument} is {text!r}, which is no name of a file: {error.reason}") from error
     if longest > _LONGEST_NAME:
-        raise ConfigError(f"{argument} has a name of {longest} bytes; file systems take {_LONGEST_NAME}")
+        raise ConfigError(
+            f"{argument} is {shown(text)}, with a name of {longest} bytes; file systems take {_LONGEST_NAME}"
+        )
     return text
 
 

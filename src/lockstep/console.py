@@ -12,6 +12,9 @@ from typing import Literal
 GAP = "  "  # between the columns of a table
 _NO_BREAK = "\xa0"  # textwrap breaks lines at spaces, and not here
 
+COLUMNS_VARIABLE = "LOCKSTEP_COLUMNS"
+"""The environment variable with the columns of the terminal on which a launcher shows what a worker prints."""
+
 Output = Literal["terminal", "notebook", "file"]
 
 
@@ -26,8 +29,14 @@ def output() -> Output:
 
 
 def width() -> int | None:
-    """Columns of the terminal; None if standard output is none, so that lines in files and notebooks stay whole."""
-    return shutil.get_terminal_size().columns if output() == "terminal" else None
+    """Columns of the terminal; None if standard output is none, so that lines in files and notebooks stay whole.
+
+    The output of a worker of ``lockstep run`` is a pipe, and its launcher says how wide the terminal behind it is.
+    """
+    if output() == "terminal":
+        return shutil.get_terminal_size().columns
+    behind = os.environ.get(COLUMNS_VARIABLE, "") if sys.stdout is sys.__stdout__ else ""
+    return int(behind) if behind.isdecimal() else None
 
 
 def bold(text: str) -> str:

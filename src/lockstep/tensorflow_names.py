@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec
+
+from lockstep.errors import ConfigError
 
 _IN_LOCKSTEP = "the names of tf.{0} are in lockstep itself, such as ls.MirroredStrategy"
 
@@ -41,6 +46,27 @@ STRATEGY: Mapping[str, str] = {
     "cluster_resolver": "use strategy.workers, which has index, size and is_chief",
     "extended": "use the strategy's own methods: run, reduce, gather, local_results and variable",
 }
+
+ARGUMENTS: Mapping[str, str] = {
+    "communication_options": "it is communication=ls.CommunicationOptions(...) of MultiWorkerMirroredStrategy",
+    "communication": "give it to MultiWorkerMirroredStrategy: MirroredStrategy has one worker",
+    "cluster_resolver": "it is cluster=ls.ClusterSpec(...) of MultiWorkerMirroredStrategy",
+    "cross_device_ops": "leave it out: replicas are always summed in one order, which gives the same bits",
+}
+
+P = ParamSpec("P")
+
+
+def told(init: Callable[P, None]) -> Callable[P, None]:
+    """The constructor of a strategy, which tells who calls it with an argument of tf.distribute what it is here."""
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in ARGUMENTS.keys() & kwargs.keys() - signature(init).parameters.keys():
+            raise ConfigError(f"{name} was given, which is unknown here; {ARGUMENTS[name]}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def missing(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:

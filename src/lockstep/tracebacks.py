@@ -1,8 +1,9 @@
-"""Shorter tracebacks in IPython and notebooks: the frames of this package are hidden, and the user's stay.
+"""Shorter tracebacks in IPython and notebooks, and after Ctrl-C: the frames of this package are left out.
 
 IPython leaves out a frame whose locals hold ``__tracebackhide__``, unless it is the last, and says how many it left
 out. The traceback of an error that this package raises on purpose ends with the user's call.
-``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere tracebacks stay as they are.
+``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere the tracebacks of errors stay as they
+are; that of a KeyboardInterrupt keeps the user's frames alone, since where this package was waiting says nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading")
 
 
 class OwnFramesHidden:
-    """A block of a function that users call: an exception that leaves it is marked by ``hide_own_frames``."""
+    """A block of a function that users call: frames of an exception that leaves it are marked, or left out."""
 
     def __enter__(self) -> None: ...
 
@@ -24,6 +25,8 @@ class OwnFramesHidden:
         ipython = sys.modules.get("IPython")
         if error is not None and ipython is not None and ipython.get_ipython() is not None:
             hide_own_frames(error)
+        elif isinstance(error, KeyboardInterrupt):
+            error.__traceback__ = _without_own_frames(error.__traceback__)
 
 
 def rendered_by_ipython(error: BaseException) -> list[str]:
@@ -37,15 +40,31 @@ def rendered_by_ipython(error: BaseException) -> list[str]:
 
 def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None:
     """A copy of the traceback up to the last frame that is not hidden."""
+    entries = _entries(traceback)
+    while entries and _is_hidden(entries[-1].tb_frame):
+        entries.pop()
+    return _chained(entries)
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """A copy of the traceback without the frames that are hidden."""
+    return _chained([entry for entry in _entries(traceback) if not _is_hidden(entry.tb_frame)])
+
+
+def _entries(traceback: TracebackType | None) -> list[TracebackType]:
     entries = []
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
-    shown = None
+    return entries
+
+
+def _chained(entries: list[TracebackType]) -> TracebackType | None:
+    """A traceback of copies of these entries."""
+    first = None
     for entry in reversed(entries):
-        if shown is not None or not _is_hidden(entry.tb_frame):
-            shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return shown
+        first = TracebackType(first, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return first
 
 
 def hide_own_frames(error: BaseException) -> None:

@@ -85,6 +85,30 @@ def test_no_checkpoint_is_told(tmp_path: Path):
         ls.export_weights(tmp_path, tmp_path / "f")
 
 
+def test_damaged_weights_are_named_and_those_of_the_older_checkpoint_are_exported(tmp_path: Path):
+    older = written(tmp_path, 1, model=WEIGHTS)
+    newest = written(tmp_path, 2, model={"weight": torch.zeros(2)})
+    flip_the_last_bit(newest / "weights.safetensors")
+
+    with pytest.warns(UserWarning, match=r"step-00000002 is damaged \(weights.safetensors: the checksum of 'weight'"):
+        assert ls.export_weights(tmp_path, tmp_path / "f") == older
+    assert load_file(tmp_path / "f").keys() == WEIGHTS.keys()
+
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged \(weights.safetensors: the checksum of"):
+        ls.export_weights(newest, tmp_path / "f")
+    flip_the_last_bit(older / "weights.safetensors")
+    with (
+        pytest.warns(UserWarning, match="step-00000002 is damaged"),
+        pytest.raises(CheckpointError, match="step-00000001 is damaged"),
+    ):
+        ls.export_weights(tmp_path, tmp_path / "f")
+
+
+def flip_the_last_bit(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def tiny(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}

@@ -114,7 +114,7 @@ def test_an_old_one_that_a_killed_writer_was_replacing_is_still_found(tmp_path: 
     folder = filled(tmp_path, 1, 2)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.0123456789ab.replaced")
 
-    found = folder.read_newest()
+    found = folder.read_newest(read_checkpoint)
     folder.write(contents(3))
 
     assert found is not None
@@ -206,7 +206,7 @@ def test_a_damaged_newest_one_warns_and_the_one_before_is_taken(tmp_path: Path, 
     DAMAGES[name][0](tmp_path / "step-00000002")
 
     with pytest.warns(UserWarning, match=r"step-00000002.*\. Going back to an older checkpoint"):
-        found = folder.read_newest()
+        found = folder.read_newest(read_checkpoint)
 
     assert found is not None
     assert found[0].name == "step-00000001"
@@ -217,7 +217,7 @@ def test_where_all_are_damaged_it_is_an_error(tmp_path: Path):
     DAMAGES["half a record"][0](tmp_path / "step-00000001")
 
     with pytest.raises(CheckpointError, match=r"step-00000001 is damaged"):
-        folder.read_newest()
+        folder.read_newest(read_checkpoint)
 
 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path):
@@ -282,7 +282,7 @@ from pathlib import Path
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import CheckpointError
 os.setuid(65534)
-for act in (lambda f: f.read_newest(), lambda f: f.remove_all()):
+for act in (lambda f: f.newest(), lambda f: f.remove_all()):
     try:
         act(CheckpointFolder(Path(sys.argv[1])))
     except CheckpointError as error:

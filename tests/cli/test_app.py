@@ -103,6 +103,48 @@ def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture
     assert printed.splitlines()[-1].startswith("lockstep: error: the text folder")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *((["train", name, "--data", "nowhere"], "'nowhere' does not exist") for name in ("images", "mlm", "reviews")),
+        *((["train", name, "--data", ""], "'--data': the path is ''") for name in ("images", "mlm", "reviews")),
+        (["train", "images", "--data", "n" * 300], "a name of 300 bytes"),
+        (["train", "images", "--data", "\udcff"], r"'\udcff' does not exist"),
+        (["train", "images", "--output", " "], "'--output': the path is ' '"),
+        (["train", "reviews", "--encoding", "zlib"], "encoding='zlib' is no encoding of text"),
+        (["train", "reviews", "--encoding", "utf-99"], "encoding='utf-99' is no encoding of text"),
+        (["train", "images", "--epochs", "9" * 99, "--batch-size", "0"], "batch_size=0 was given"),
+        (["run", ""], "the script '' does not exist"),
+        (["run", "\udcff.py"], r"the script '\udcff.py' does not exist"),
+        (["run", "--log-dir", "", "program.py"], "'--log-dir': the path is ''"),
+        (["run", "--workers", "9" * 30, "program.py"], "expected at least 1 and at most 4096"),
+        (["run", "--stop-s", "nan", "program.py"], "stop_s=nan was given"),
+        (["run", "--timeout-s", "inf", "--hosts", "a:1,b:1", "--index", "0", "program.py"], "timeout_s=inf was given"),
+        (["run", "--hosts", "255.255.255.255:1,b:1", "--index", "0", "program.py"], "means many hosts at once"),
+        (["run", "--hosts", "224.0.0.1:1,b:1", "--index", "0", "program.py"], "means many hosts at once"),
+        (["verify", "--timeout-s", "nan", "program.py"], "timeout_s=nan was given"),
+        (["verify", ""], "''"),
+        (["devices", "--devices", ""], "''"),
+        (["devices", "--devices", "cpu:" + "9" * 30], "cpu:999"),
+        (["devices", "--devices", "\udcff"], r"\udcff"),
+        (["data", "digits", ""], "the path is ''"),
+    ],
+)
+def test_hostile_words_are_one_line_and_nothing_else(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text("print('began')")
+
+    assert main(words) in (1, 2)
+
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("lockstep: error: ")
+    assert said in err
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
 

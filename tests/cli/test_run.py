@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +44,23 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
     assert told.startswith("lockstep: 3 workers on this host, 1 thread each; logs in lockstep-logs/")
     assert warned == "warned"
     assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
+
+
+def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_path: Path):
+    words = "Each word of this line stays whole, though the terminal is narrower than the line."
+    program = write(f"from lockstep import console; console.write_line(console.fill({words!r}))")
+    terminal, shown = pty.openpty()
+    termios.tcsetwinsize(shown, (24, 40))
+
+    command = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", "--quiet", program]
+    subprocess.run(command, stdout=shown, cwd=tmp_path, timeout=LIMIT_S, check=True)
+    lines = os.read(terminal, 1000).decode().splitlines()
+    os.close(shown)
+    os.close(terminal)
+
+    assert len(lines) == 3
+    assert all(len(line) <= 40 for line in lines)
+    assert " ".join(line.strip() for line in lines) == words
 
 
 def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):

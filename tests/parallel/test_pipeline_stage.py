@@ -32,6 +32,12 @@ def build(name: str, layers: int = 5) -> nn.Module:
             max_position_embeddings=8,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config).eval()
+    if name == "granite":  # multiplies the embeddings
+        config = transformers.GraniteConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=8, num_key_value_heads=2, embedding_multiplier=3.0, pad_token_id=0,
+        )  # fmt: skip
+        return transformers.GraniteForCausalLM(config).eval()
     config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=layers, n_head=2, n_positions=8)
     return transformers.GPT2LMHeadModel(config).eval()
 
@@ -44,7 +50,7 @@ def stages_of(module: nn.Module, schedule: ScheduleName, split: PipelineSplit = 
     return sorted(found, key=lambda stage: stage.number)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "granite"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble_v"])
 def test_one_after_another_they_are_the_model(name: str, schedule: ScheduleName):
     module = build(name)

@@ -14,12 +14,14 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     XLNetConfig,
     XLNetLMHeadModel,
 )
 
 from lockstep.errors import ConfigError
-from lockstep.parallel.model_specs import require_layers, require_model_spec
+from lockstep.parallel.model_specs import require_layers, require_model_spec, sizes_of
 from lockstep.parallel.tensor_parallel import DividedModel, check_plan
 
 SIZES: dict[str, Any] = {
@@ -50,6 +52,13 @@ def test_what_the_degree_does_not_divide_is_refused_with_its_name():
     assert "num_key_value_heads=3" in refused(llama(), 2)
     assert "layers.0.mlp" in refused(llama(intermediate_size=37), 3)
     check_plan(llama(), "auto", 3, sequences=True)
+
+
+def test_layers_that_differ_in_heads_are_each_looked_at():
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, per_layer_config={1: {"num_key_value_heads": 2}})
+    assert sizes_of(config, "num_key_value_heads") == [2, 3]
+    assert sizes_of(config, "num_attention_heads") == [6]
+    assert sizes_of(config, "num_wheels") == []
 
 
 def test_experts_whose_units_the_degree_does_not_divide_are_refused():
@@ -104,6 +113,20 @@ def test_a_model_without_plans_of_its_own_has_ours():
     module = on_meta(BertForMaskedLM, BertConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64))
     check_plan(module, "auto", 4, sequences=True)
     assert "num_attention_heads=4" in refused(module, 8)
+
+
+def test_a_pipeline_whose_plan_leaves_out_parts_is_refused():
+    module: Any = llama()
+    module._pp_plan = {name: plan for name, plan in module._pp_plan.items() if name != "model.norm"}
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM does not have norm; choose pipeline=1"):
+        require_layers(module, 'pipeline_split="auto"')
+
+
+def test_norms_of_own_heads_that_a_plan_leaves_out_get_the_sum_of_all_gradients():
+    module: Any = on_meta(Qwen3ForCausalLM, Qwen3Config(**SIZES))
+    module._tp_plan = {name: style for name, style in module._tp_plan.items() if "_norm" not in name}
+    found = DividedModel(module, require_model_spec(module, "a test")).modules
+    assert found["model.layers.0.self_attn.k_norm"] == "replicated_with_grad_allreduce"
 
 
 def test_packed_experts_are_reordered_so_that_each_rank_has_a_share_of_each_output():

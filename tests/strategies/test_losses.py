@@ -94,9 +94,9 @@ def test_a_number_is_a_regularization_loss_too(number: float, make_strategy: Mak
     ("call", "message"),
     [
         (lambda: compute_average_loss(torch.tensor(1.0)), 'the loss is a scalar, .*use reduction="none"'),
-        (lambda: compute_average_loss(LOSSES, global_batch_size=0), "global_batch_size=0; expected"),
-        (lambda: compute_average_loss(LOSSES, global_batch_size=True), "global_batch_size=True; expected"),
-        (lambda: compute_average_loss(LOSSES, global_batch_size=2.5), "global_batch_size=2.5; expected"),  # type: ignore[arg-type]
+        (lambda: compute_average_loss(LOSSES, global_batch_size=0), "global_batch_size=0 was given, expected"),
+        (lambda: compute_average_loss(LOSSES, global_batch_size=True), "global_batch_size=True was given, expected"),
+        (lambda: compute_average_loss(LOSSES, global_batch_size=2.5), "global_batch_size=2.5 was given, expected"),  # type: ignore[arg-type]
         (
             lambda: compute_average_loss(LOSSES, sample_weight=torch.ones(3)),
             r"shape \(3,\), but the losses have \(5,\)",

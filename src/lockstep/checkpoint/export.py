@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def export_weights(
     and the model's ``config.json`` is beside it.
 
     Args:
-        checkpoint: a checkpoint's folder, or the folder of several: then the newest.
+        checkpoint: a checkpoint's folder, or the folder of several: then the newest whose weights are not damaged.
         path: the file, or with ``like`` the folder. Existing files are replaced; folders are made.
         module: the name of the module in the ``Checkpoint``, if it has several.
         like: a folder that transformers' ``save_pretrained`` has written, such as the one given to
@@ -62,27 +63,36 @@ def export_weights(
     folder = Path(check_path(checkpoint, "export_weights(checkpoint)"))
     target = Path(check_path(path, "export_weights(path)"))
     check_kind("module", module, str, "the name of a module of the checkpoint")
-    source = folder if (folder / RECORD).exists() else CheckpointFolder(folder).newest()
-    if source is None:
+    read = partial(_read_weights, module=module)
+    is_one = (folder / RECORD).exists()
+    found = (folder, read(folder)) if is_one else CheckpointFolder(folder).read_newest(read)
+    if found is None:
         raise CheckpointError(
             f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
         )
-    weights = weights_of(source)
-    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
-    if chosen not in weights:
-        known = ", ".join(map(repr, sorted(weights))) or "none"
-        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {known}")
-    if damage := damage_in(source, below=weights[chosen]):
-        raise damaged(source, damage)
-    try:
-        reader = TensorReader(source / weights[chosen])
-    except (OSError, require("safetensors", "train").SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {source} is damaged ({error}); use another one") from error
+    source, (known, reader) = found
+    if reader is None:
+        listed = ", ".join(map(repr, sorted(known))) or "none"
+        raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {listed}")
     if like is None:
         stream_weights(target, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
     else:
         _write_like(reader, Path(check_path(like, "export_weights(like)")), target)
     return source
+
+
+def _read_weights(path: Path, *, module: str | None) -> tuple[Iterable[str], TensorReader | None]:
+    """The modules of a checkpoint, and the weights of one; None if there is no such. Raises CheckpointError."""
+    weights = weights_of(path)
+    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
+    if chosen not in weights:
+        return weights, None
+    if damage := damage_in(path, below=weights[chosen]):
+        raise damaged(path, damage)
+    try:
+        return weights, TensorReader(path / weights[chosen])
+    except (OSError, require("safetensors", "train").SafetensorError) as error:
+        raise damaged(path, str(error)) from error
 
 
 def _write_like(reader: TensorReader, like: Path, target: Path) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.atomic_files import original_name, remove_folder, remove_leftovers, replaced_folders
 from lockstep.checkpoint.format import (
@@ -20,13 +21,13 @@ from lockstep.checkpoint.format import (
     Contents,
     Fill,
     new_checkpoint,
-    read_checkpoint,
     read_record,
     run_of,
 )
 from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
 
+R = TypeVar("R")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -52,7 +53,9 @@ def check_can_make(folder: Path, setting: str) -> None:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest undamaged checkpoint in ``folder`` that this machine sees; None if there is none.
+    """Returns the newest checkpoint in ``folder`` that this machine sees and whose files are whole; None if none is.
+
+    The checksums of its tensors are compared only when it is loaded.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -83,7 +86,7 @@ class CheckpointFolder:
         readable = self.records()
         return readable[-1][0] if readable else None
 
-    def read_newest(self, read: Callable[[Path], Contents] = read_checkpoint) -> tuple[Path, Contents] | None:
+    def read_newest(self, read: Callable[[Path], R]) -> tuple[Path, R] | None:
         """Reads the newest undamaged checkpoint, with a warning for each damaged one; None if there is none.
 
         Raises CheckpointError if all are damaged.

@@ -20,6 +20,7 @@ from unicodedata import east_asian_width
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lockstep.checks import check_path
 from lockstep.errors import ConfigError
 
 Job = TypeVar("Job")
@@ -165,6 +166,8 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
 
 def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: str | None) -> None:
     """Fills in what follows from the field: help, choices, and whether the default is shown."""
+    if Path in (kind, *get_args(kind)):
+        option.parser, option.metavar = _path, option.metavar or "PATH"
     option.help = option.help or f"{documented[:1].upper()}{documented[1:]}"
     option.rich_help_panel = group
     option.show_default = each.default is not None and each.default is not False
@@ -173,6 +176,14 @@ def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: 
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if len("|".join(choices)) > _MAX_CHOICES_WIDTH:
         option.help, option.metavar = f"{option.help} One of {', '.join(choices)}.", "NAME"
+
+
+def _path(text: str | Path) -> Path:
+    """The path that was given to a flag; typer names the flag in the error."""
+    try:
+        return Path(check_path(text, "the path"))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def flag_name(field_name: str) -> str:

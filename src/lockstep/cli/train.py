@@ -44,13 +44,16 @@ from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.parallel.pipeline_config import check_layers
+from lockstep.recipes.images import dataset as images_data
 from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.reviews import dataset as reviews_data
 from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_reviews
+from lockstep.recipes.text import corpus
 from lockstep.recipes.training import Result
 from lockstep.report import epochs_table, metrics_line, write_curves
 from lockstep.strategies.base import Strategy
@@ -123,7 +126,7 @@ class Trained:
 class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
-    ``recipe`` is the module that trains, and ``title`` says what is trained.
+    ``recipe`` is the module that trains, ``data`` the one that reads the data, and ``title`` says what is trained.
 
     Args:
         devices: how to divide the devices.
@@ -143,6 +146,7 @@ class TrainingCommand(ABC):
     mesh: MeshFlags = NO_MESH
     backup: BackupPlan = NO_BACKUP
     recipe: ClassVar[Any]
+    data: ClassVar[Any]
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -205,7 +209,10 @@ class TrainingCommand(ABC):
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
         output = self.check_output()
-        if is_chief():  # importing them takes two seconds, and other workers do not need them
+        if is_chief():
+            if self.config.data is not None:
+                self.data.check_data(self.config.data.expanduser())
+            # Importing them takes two seconds, and other workers do not need them.
             require("matplotlib", "plots")
             require("tensorboard", "train")
         folders = _new_folders(output)
@@ -287,6 +294,7 @@ class TrainMlm(TrainingCommand):
     output: FolderFlag = Path("runs/mlm")
     config: MlmConfig
     recipe: ClassVar[Any] = mlm_recipe
+    data: ClassVar[Any] = corpus
     title: ClassVar[str] = "masked language model"
 
     @property
@@ -317,6 +325,7 @@ class TrainImages(TrainingCommand):
     output: FolderFlag = Path("runs/images")
     config: ImagesConfig
     recipe: ClassVar[Any] = images_recipe
+    data: ClassVar[Any] = images_data
     title: ClassVar[str] = "MobileNetV2"
 
     @property
@@ -347,6 +356,7 @@ class TrainReviews(TrainingCommand):
     resume: Annotated[Path | None, typer.Option(metavar="DIR")] = None
     config: ReviewsConfig
     recipe: ClassVar[Any] = reviews_recipe
+    data: ClassVar[Any] = reviews_data
     title: ClassVar[str] = "review classes"
 
     @property

@@ -118,7 +118,7 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         workers: object = self.workers
-        if isinstance(workers, str) or not isinstance(workers, Iterable):
+        if isinstance(workers, str | bytes) or not isinstance(workers, Iterable):
             raise ClusterError(f"workers={shown(workers)} is not a list of addresses; give one per worker, {_EXAMPLE}")
         object.__setattr__(self, "workers", tuple(workers))
         self._check()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.checks import shown
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import read_tensors
 from lockstep.collectives.tree import sums_within, tree_sum
@@ -127,7 +128,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 def _length(tensor: torch.Tensor, axis: int) -> int:
     if type(axis) is not int:
-        raise ConfigError(f"axis={axis!r} was given, expected a whole number: the dimension"[:200])
+        raise ConfigError(f"axis={shown(axis)} was given, expected a whole number: the dimension")
     if not -tensor.ndim <= axis < tensor.ndim:
         choice = f"choose 0 to {tensor.ndim - 1}" if tensor.ndim else "give values of at least one dimension"
         raise ConfigError(f"axis {axis} does not exist in a value of shape {tuple(tensor.shape)}; {choice}")

@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 
+from lockstep import console
 from lockstep.checks import check_seconds
 from lockstep.errors import ClusterError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
@@ -93,6 +94,8 @@ class WorkerSetup(LogsSpecs):
             pipes = self._forwarder.open(worker, attempt)
             outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
             variables.update(self._resources[self.places[local]])
+            if (columns := console.width()) is not None:
+                variables[console.COLUMNS_VARIABLE] = str(columns)
             if not self._opened_by_agent:
                 variables[OWN_VARIABLE] = " ".join(variables)
                 variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lockstep.checks import check_path
+from lockstep.checks import check_path, shown
 from lockstep.errors import ConfigError
 
 R = TypeVar("R")
@@ -54,7 +54,7 @@ def launch(
     if not callable(fn):
         raise ConfigError(f"fn is a {type(fn).__name__}, expected the function that every worker runs")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping | None):
-        given = f"args={args!r}, kwargs={kwargs!r}"[:100]
+        given = f"args={shown(args)}, kwargs={shown(kwargs)}"
         raise ConfigError(f"{given} was given, expected a tuple of fn's arguments and a dict of its keyword arguments")
     from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
     from lockstep.launch.jobs import FunctionJob

@@ -148,8 +148,15 @@ def require_layers(module: nn.Module, asked: str) -> ModelSpec:
     if spec.layers not in body or not spec.layers:
         raise ConfigError(
             f"{asked} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
-            "names them; give the names of modules as pipeline_split, or leave out sequence_parallel"
+            f"names them; {'give the names of modules' if asked.startswith('pipeline') else 'leave it out'}"
         )
+    known = {*spec.first_stage, *spec.last_stage, spec.layers.partition(".")[0]}
+    for name, part in module.get_submodule(base_name(module)).named_children():
+        if name not in known and any(True for _ in part.parameters()):
+            raise ConfigError(
+                f"{asked} needs to know the parts of the model, and the pipeline plan of {type(module).__name__} does "
+                f"not have {name}; {'choose pipeline=1' if asked.startswith('pipeline') else 'leave it out'}"
+            )
     return spec
 
 
@@ -184,6 +191,13 @@ def _input_embedding(body: nn.Module) -> str:
         return ""
     found = [name for name, part in body.named_modules() if part is embedding and isinstance(part, nn.Embedding)]
     return found[0] if found else ""
+
+
+def sizes_of(config: Any, name: str) -> list[int]:
+    """The sizes of one name in a configuration of a model of text: one, or those of layers that differ, or none."""
+    text = config.get_text_config()
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return sorted({size for each in layers if isinstance(size := getattr(each, name, None), int)})
 
 
 def with_wildcards(name: str) -> str:

@@ -27,10 +27,11 @@ _TOKENS, _EMBEDDED = "input_ids", "inputs_embeds"
 
 
 class ActiveStage:
-    """The number of the stage that computes now; -1 before the first."""
+    """The number of the stage that computes now, -1 before the first; and the hidden states that it has received."""
 
     def __init__(self) -> None:
         self.stage = -1
+        self.received: Tensor | None = None
 
     def restrict(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
         """Has a part of the model compute for one stage only, and ``otherwise`` in its place for the others."""
@@ -58,6 +59,17 @@ class StandIn(nn.Module):
             return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
+
+
+class _FirstLayer(nn.Module):
+    """In place of the model's first layer: gives what the stage has received, whatever was done to it as embeddings."""
+
+    def __init__(self, active: ActiveStage) -> None:
+        super().__init__()
+        self._active = active
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._active.received
 
 
 class Stage(nn.Module, ABC):
@@ -160,12 +172,13 @@ class ModelStage(Stage):
         if not self.first:
             given.pop(self._input, None)
             given.pop("token_type_ids", None)  # they were added on the first stage
-            (given[_EMBEDDED if _EMBEDDED in self._accepted else self._input],) = values
+            (hidden,) = values
+            given[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
         if "use_cache" in self._accepted:
             given["use_cache"] = False
         if self.last:
             return self.model(**given)
-        hidden: Tensor = self._base[0](**given).last_hidden_state
+        hidden = self._base[0](**given).last_hidden_state
         return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
 
     def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -226,7 +239,8 @@ def cut_to_stages(
             active.restrict(part, stage, otherwise)
 
     for number, (name, _) in enumerate(list(layers.named_children())):
-        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), StandIn())
+        otherwise = StandIn() if number else _FirstLayer(active)
+        keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
     last = pipelining.stages - 1
     for name, kind in spec.first_stage.items():
         keep(base, name, 0, StandIn(kind, next(module.parameters()).dtype))

@@ -66,6 +66,11 @@ class PretrainedWeights:
 
     def _check(self, module: nn.Module, state: Mapping[str, Tensor], unknown: list[str]) -> None:
         missing = _without(state.keys() - self.names, getattr(module, "_keys_to_ignore_on_load_missing", None))
+        if missing and unknown and (name := _renaming(module, state, converted=True)(unknown[0])) in missing:
+            raise CheckpointError(
+                f"{self.path} has {name} as other tensors, such as {unknown[0]}; transformers computes it from "
+                "them, and weights= does not: make the model with from_pretrained, and divide it without weights="
+            )
         faults = {
             "lacks": missing,
             "has, unknown to the model,": [f"{key} in {self._file_of(key)}" for key in unknown],
@@ -153,17 +158,21 @@ def _match(
     return found, _without(left, _ignored(module))
 
 
-def _renaming(module: nn.Module, state: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """What transformers calls the keys of files that its model reads; other modules have the keys themselves."""
+def _renaming(module: nn.Module, state: Mapping[str, Tensor], *, converted: bool = False) -> Callable[[str], str]:
+    """What transformers calls the keys of files that its model reads; other modules have the keys themselves.
+
+    ``converted``: those whose tensors it computes from others too, such as experts that it merges.
+    """
     if not isinstance(module, HasConfig):
         return lambda key: key
     loading = require("transformers.core_model_loading", "transformers")
     mapping = require("transformers.conversion_mapping", "transformers").get_model_conversion_mapping(module)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if converted and isinstance(each, loading.WeightConverter)]
     prefix = module.base_model_prefix
 
     def rename(key: str) -> str:
-        name = loading.rename_source_key(key, renamings, [], prefix, state)[0]
+        name = loading.rename_source_key(key, renamings, converters, prefix, state)[0]
         if name not in state and key in state:
             return key
         return str(name)

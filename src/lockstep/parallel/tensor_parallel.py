@@ -33,6 +33,7 @@ from lockstep.parallel.model_specs import (
     ModelSpec,
     base_name,
     require_model_spec,
+    sizes_of,
     with_wildcards,
 )
 from lockstep.parallel.pipeline_stage import StandIn
@@ -220,6 +221,7 @@ _ON_EXPERTS = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwi
 """By the style of a parameter with several dims: the dim that is divided. Features are before the last one."""
 _LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input", "rowwise_rep", *GATHERED_STYLES)
 _LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
+_ON_OWN_UNITS = ("q_norm", "k_norm", "act_fn")  # whole weights beside them, which some plans leave out
 _PACKED = ("packed_colwise", "packed_rowwise")
 _OWN_PARAMETERS = ("moe_tp_experts", "local_params", "replicated_with_grad_allreduce")
 _IN_SEQUENCES = ("colwise", "packed_colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
@@ -241,6 +243,10 @@ class DividedModel:
             if any(True for _ in self._modules[name].parameters()) and style != "replicate"
         }
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
+        inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
+        for name in inside:
+            if name not in found and name in self._modules and any(True for _ in self._modules[name].parameters()):
+                self.modules[name] = "replicated_with_grad_allreduce"
 
     def _style(self, name: str) -> str | None:
         if self._in_body(name):
@@ -289,12 +295,9 @@ class DividedModel:
         """Raises a ConfigError for a style that cannot be applied, or sizes that ``degree`` does not divide."""
         for name, style in [*self.modules.items(), *self.parameters.items()]:
             self._check_style(name, style)
-        config: Any = self._module.config
-        text = config.get_text_config()
         heads = ("num_attention_heads", "num_key_value_heads") if self.own_rng() else ()
-        check_divides(
-            "tensor", degree, *((name, size) for name in heads if isinstance(size := getattr(text, name, None), int))
-        )
+        config: Any = self._module.config
+        check_divides("tensor", degree, *((name, size) for name in heads for size in sizes_of(config, name)))
         for name, size in self._sizes():
             check_divides("tensor", degree, (f"the size of {name}", size))
 

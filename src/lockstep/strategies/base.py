@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep import tensorflow_names
 from lockstep._torch_compat import tree_leaves, tree_map
-from lockstep.checks import MOST_AT_ONCE, check_number
+from lockstep.checks import MOST_AT_ONCE, check_number, shown
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import (
     PerReplica,
@@ -225,7 +225,7 @@ class Strategy(ABC):
             kind = type(args).__name__
             raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
         if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-            raise TypeError(f"kwargs must be a dict of fn's keyword arguments, got {kwargs!r}"[:200])
+            raise TypeError(f"kwargs must be a dict of fn's keyword arguments, got {shown(kwargs)}")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
@@ -447,7 +447,7 @@ def chosen_devices(
     given: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
 ) -> tuple[LogicalDevice, ...]:
     """The device of each replica: those given, all if None, or those that an observer wants in their place."""
-    if isinstance(given, str):
+    if isinstance(given, str | bytes):
         raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
     devices, observer = resolve_devices(given), current_observer()
     if replicas is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from numbers import Real
 
 import torch
 
@@ -73,6 +74,7 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
 
     Raises UsageError in cross-replica context.
     """
+    check_kind("loss", loss, (torch.Tensor, Real), "a tensor or a number", optional=False)
     loss = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.get_default_dtype())
     context = get_replica_context()
     if context is not None:

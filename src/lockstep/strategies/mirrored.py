@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.checks import check_seconds
+from lockstep import tensorflow_names
+from lockstep.checks import check_number, check_seconds
 from lockstep.cluster.environment import declared_job
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
@@ -36,6 +37,7 @@ class MirroredStrategy(ThreadedStrategy):
         ClusterError: the environment declares a job in a form that cannot be followed.
     """
 
+    @tensorflow_names.told
     def __init__(
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,
@@ -47,6 +49,7 @@ class MirroredStrategy(ThreadedStrategy):
     ) -> None:
         threads = check_replicas(replicas, threads_per_replica)
         check_seconds("timeout_s", timeout_s)
+        check_number("seed", seed, whole=True)
         job = declared_job()
         if job is not None:
             raise UsageError(

@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from lockstep.checks import check_kind, check_seconds
+from lockstep import tensorflow_names
+from lockstep.checks import check_kind, check_number, check_seconds
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.local import core_info, divide_cores, own_local_rank
 from lockstep.cluster.spec import ClusterSpec
@@ -291,6 +292,16 @@ def _gpu_id(device: torch.device) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
 
 
+def check_job_settings(
+    cluster: ClusterSpec | None, seed: int | None, timeout_s: float, communication: CommunicationOptions | None
+) -> None:
+    """Checks what the strategies of several workers are given alike. Raises ConfigError."""
+    check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
+    check_number("seed", seed, whole=True)
+    check_seconds("timeout_s", timeout_s)
+    check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
+
+
 class MultiWorkerMirroredStrategy(ThreadedStrategy):
     """Trains one model on the devices of many workers as if on one.
 
@@ -317,6 +328,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
     """
 
+    @tensorflow_names.told
     def __init__(
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,
@@ -328,15 +340,13 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         communication: CommunicationOptions | None = None,
         threads_per_replica: int | None = None,
     ) -> None:
-        check_seconds("timeout_s", timeout_s)
+        check_job_settings(cluster, seed, timeout_s, communication)
         threads = check_replicas(replicas, threads_per_replica)
         if replicas is not None and communication is not None and communication.compression is not None:
             raise ConfigError(
                 f"replicas={replicas} and compression={communication.compression!r} were given, but what is rounded on "
                 "its way between workers depends on their number; leave one of them out"
             )
-        check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
-        check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         chosen = chosen_devices(own_devices(self.cluster) if devices is None else devices)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checks import check_kind, check_seconds
+from lockstep import tensorflow_names
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.collectives.communicator import (
@@ -64,7 +64,7 @@ from lockstep.parallel.tensor_parallel import (
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, chosen_devices
-from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, own_devices
+from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_job_settings, own_devices
 
 
 class MeshGroups:
@@ -134,6 +134,7 @@ class ParallelStrategy(ThreadedStrategy):
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
     """
 
+    @tensorflow_names.told
     def __init__(
         self,
         *,
@@ -152,9 +153,7 @@ class ParallelStrategy(ThreadedStrategy):
         timeout_s: float = START_TIMEOUT_S,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        check_seconds("timeout_s", timeout_s)
-        check_kind("cluster", cluster, ClusterSpec, "a ls.ClusterSpec")
-        check_kind("communication", communication, CommunicationOptions, "ls.CommunicationOptions")
+        check_job_settings(cluster, seed, timeout_s, communication)
         self.communication = communication or CommunicationOptions()
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster

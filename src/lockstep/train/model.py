@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.fingerprint import fingerprint_of
+from lockstep.checks import check_number
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -179,6 +180,7 @@ class Model:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        check_number("learning_rate", value, least=0, optional=False)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if not groups or any(group["lr"] != groups[0]["lr"] for group in groups):
             what = "several learning rates" if groups else "no optimizer"

@@ -92,5 +92,5 @@ def test_a_wrong_encoding_is_refused_with_the_flag_that_helps(encoding: str, pat
 
 def test_a_missing_file_and_a_folder_are_refused(path: Path):
     for missing in (path, path.parent):
-        with pytest.raises(DataError, match="cannot be read after line 0"):
+        with pytest.raises(DataError, match="does not exist or is a folder"):
             read_csv(missing)

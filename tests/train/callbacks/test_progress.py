@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import threading
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,3 +257,14 @@ def test_the_bar_of_a_notebook_says_where_an_error_stopped_it(model: Model, batc
         model.fit(batches, callbacks=[LambdaCallback(on_train_batch_begin=fail)], verbose=1)
 
     assert repr(notebook[-1]) == "epoch 1/1: stopped after step 1/3"
+
+
+def test_a_reader_that_has_left_is_no_fault_of_a_callback(model: Model, batches: Batches):
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    pipe = open(writing, "w", buffering=1)  # noqa: PTH123, SIM115
+    with redirect_stdout(pipe), pytest.raises(BrokenPipeError):
+        model.fit(batches, verbose=2)
+    with suppress(BrokenPipeError):
+        pipe.close()  # flushes once more

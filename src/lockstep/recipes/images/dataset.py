@@ -113,6 +113,15 @@ def _report_broken(broken: Mapping[Path, str], images: int) -> None:
     warnings.warn(f"{message}; they are skipped", stacklevel=3)
 
 
+def check_data(folder: Path) -> None:
+    """Raises DataError if there is no such folder."""
+    if not folder.is_dir():
+        raise DataError(
+            f"the image folder {str(folder)!r} does not exist or is not a folder; expected one folder of images for"
+            " each class; correct --data, or leave it out for the embedded digits"
+        )
+
+
 def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
     """Returns the sorted classes, and the images of each split; only "train" if the tree is not split.
 
@@ -120,11 +129,7 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
         DataError: the folder is missing, has fewer than two class folders or an empty one, or a split has a class that
             the training split does not have.
     """
-    if not folder.is_dir():
-        raise DataError(
-            f"the image folder {str(folder)!r} does not exist or is not a folder; expected one folder of images for"
-            " each class; correct --data, or leave it out for the embedded digits"
-        )
+    check_data(folder)
     found = {split: (path, _images_by_class(path)) for split, path in _split_folders(folder).items()}
     classes = tuple(sorted(found["train"][1]))
     for path, by_class in found.values():

@@ -7,8 +7,8 @@ measurements.
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Literal
 
@@ -115,10 +115,11 @@ class ReviewsConfig:
         if self.load_in in ("8bit", "4bit") and self.pretrained is None:
             raise ConfigError(f"load_in={self.load_in!r} needs pretrained weights; set pretrained too")
         try:
-            codecs.lookup(self.encoding)
-        except LookupError:
+            TextIOWrapper(BytesIO(), self.encoding)
+        except (LookupError, ValueError):
             raise ConfigError(
-                f"encoding={self.encoding!r} is unknown to Python; try utf-8, gb18030 (for GBK and GB2312 too), big5"
+                f"encoding={self.encoding!r} is no encoding of text that Python knows; try utf-8, gb18030 "
+                "(for GBK and GB2312 too), big5"
             ) from None
         # These check the other values; they are made here so that a bad value is an error now, not when it is used.
         _ = self.tokenizer, self.memory

@@ -49,12 +49,22 @@ def read_table(config: ReviewsConfig) -> ReviewTable:
     return read_embedded() if config.data is None else read_csv(config.data.expanduser(), encoding=config.encoding)
 
 
+def check_data(path: Path) -> None:
+    """Raises DataError if there is no such file."""
+    if not path.exists() or path.is_dir():
+        raise DataError(
+            f"the review file {str(path)!r} does not exist or is a folder; expected a CSV file with the columns "
+            f"{LABEL} and {REVIEW}; correct --data, or leave it out for the embedded reviews"
+        )
+
+
 def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
     """Reads the columns label and review of a CSV file, whose first row names the columns; others are ignored.
 
     Raises:
         DataError: the file does not exist or cannot be used; the message names the line if there is one.
     """
+    check_data(path)
     name, line, empty, reviews = repr(str(path)), 0, 0, []
     try:
         # Spreadsheets write a byte order mark; utf-8-sig also reads files without one.

@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
+_SPLITS = ("train", "valid", "test")
 MINIMUM_CHARACTERS = 100
 """Lines must be longer than this: a language model learns little from headings and stray lines."""
 
@@ -50,25 +51,35 @@ def read_wikitext(folder: Path) -> TextSplits:
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
-    train, valid, test = (_read_split(folder, split) for split in ("train", "valid", "test"))
+    train, valid, test = (_read_split(_split_file(folder, split)) for split in _SPLITS)
     return TextSplits(train=train, valid=valid, test=test, source=str(folder))
 
 
-def _read_split(folder: Path, split: str) -> tuple[str, ...]:
+def check_data(folder: Path) -> None:
+    """Raises DataError if the file of a split is missing or duplicated."""
+    for split in _SPLITS:
+        _split_file(folder, split)
+
+
+def _split_file(folder: Path, split: str) -> Path:
     found = sorted(folder.glob(f"*.{split}.tokens"))
     if len(found) != 1:
         raise DataError(
             f"the text folder {str(folder)!r} does not exist or has {len(found)} files *.{split}.tokens, expected one"
             " each of train, valid and test; correct --data, or leave it out for the embedded text"
         )
+    return found[0]
+
+
+def _read_split(file: Path) -> tuple[str, ...]:
     try:
-        text = found[0].read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise DataError(f"the text file {str(found[0])!r} cannot be read as UTF-8: {error}") from error
+        raise DataError(f"the text file {str(file)!r} cannot be read as UTF-8: {error}") from error
     lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > MINIMUM_CHARACTERS)
     if not lines:
         raise DataError(
-            f"the text file {str(found[0])!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
+            f"the text file {str(file)!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
             " of each paragraph"
         )
     return lines

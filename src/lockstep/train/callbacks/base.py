@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep import console
-from lockstep.checks import check_number
+from lockstep.checks import check_number, shown
 from lockstep.errors import (
     CallbackError,
     CheckpointError,
@@ -241,7 +241,7 @@ class Monitor:
     def __init__(self, name: str, *, mode: Mode, owner: str, min_delta: float = 0.0) -> None:
         if not isinstance(name, str):
             raise ConfigError(
-                f"{owner}(monitor={name!r}); give the name of a number in the logs, such as 'val_loss'"[:200]
+                f"{owner}(monitor={shown(name)}); give the name of a number in the logs, such as 'val_loss'"
             )
         check_number(f"{owner}(min_delta)", min_delta, optional=False)
         if mode not in ("auto", "min", "max"):

@@ -81,7 +81,7 @@ class ModelCheckpoint(_SavingCallback):
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> None:
-        super().__init__(save_freq or 0, "'epoch' or a number of batches")
+        super().__init__(0 if save_freq is False else save_freq, "'epoch' or a number of batches")
         if save_weights_only and (keep is not None or asynchronous):
             raise ConfigError(
                 f"ModelCheckpoint(keep={keep!r}, asynchronous={asynchronous!r}) is for whole checkpoints; give "

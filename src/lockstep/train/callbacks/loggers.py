@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, final
 
-from lockstep.checks import check_path
+from lockstep.checks import check_path, shown
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.replicas.device.memory import DeviceMemory
@@ -43,6 +43,8 @@ class CSVLogger(Callback):
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
         self.filename = Path(check_path(filename, "CSVLogger(filename)"))
+        if not isinstance(separator, str) or len(separator) != 1:
+            raise ConfigError(f"CSVLogger(separator={shown(separator)}) was given, expected one character")
         self.separator = separator
         self.append = append
         self._file: TextIO | None = None

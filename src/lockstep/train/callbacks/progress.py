@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from lockstep import console
+from lockstep.checks import check_number
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.extras import require
@@ -187,6 +188,7 @@ class ProgressBar(Callback):
 
     def __init__(self, verbose: Literal[1, 2] = 1) -> None:
         super().__init__()
+        check_number("ProgressBar(verbose)", verbose, least=1, most=2, whole=True, optional=False)
         self.verbose = verbose
         self._display: _Display | None = None
         self._due = 0.0  # when the display wants to show something
