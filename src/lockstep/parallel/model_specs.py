@@ -44,9 +44,8 @@ class ModelSpec:
     # returns the hidden states in place of the embeddings, "zero" adds nothing to them, "identity" passes them on.
     first_stage: Mapping[str, str]
     last_stage: Names  # modules of the body that only the last stage has
-    packed: Mapping[str, int] | None = (
-        None  # of modules with packed styles that do not make two outputs in one, how many
-    )
+    # Modules with packed styles, and how many outputs each makes in one, unless it is two.
+    packed: Mapping[str, int] | None = None
     scaled: Mapping[str, str] | None = None  # modules of the body, and an attribute of each that the degree divides
 
     @property
