@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.pipeline_config import choose_pipeline_config
 from lockstep.parallel.pipeline_graph import GraphStage, plan_graph
 from lockstep.parallel.pipeline_stage import PipelineSplit
@@ -183,6 +183,49 @@ def test_in_a_block_of_its_own_all_of_that_is_possible():
     hidden = torch.randn(3, 6)
 
     assert torch.equal(run(stages_of(module), input=hidden), module(hidden))
+
+
+class Penalised(nn.Module):
+    """A block that keeps a penalty, as mixtures of experts do, and a width that stays."""
+
+    def __init__(self, kept: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(6, 6), kept
+        self.width, self.penalty = 6, None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.penalty = self.kept(hidden)
+        return self.linear(hidden)
+
+
+class Summed(nn.Module):
+    def __init__(self, kept: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Penalised(kept) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, list[Any]]:
+        for block in self.blocks:
+            hidden = block(hidden) / block.width
+        return hidden, [block.penalty for block in self.blocks]
+
+
+@pytest.mark.parametrize("kept", [lambda hidden: hidden.square().mean(), len, lambda _: [1]])
+def test_attributes_that_modules_change_as_they_run_are_refused_where_the_forward_reads_them(
+    kept: Callable[[Tensor], Any],
+):
+    stages = stages_of(Summed(kept))
+    with pytest.raises(UsageError, match=r"'penalty' of blocks\.0") as caught:
+        run(stages, hidden=torch.randn(3, 6))
+    assert "\n" not in str(caught.value)
+
+
+def test_attributes_that_stay_are_read():
+    module, hidden = Summed(lambda _: None), torch.randn(3, 6)
+    expected, _ = module(hidden)
+    found, penalties = run(stages_of(module), hidden=hidden)
+
+    assert torch.equal(found, expected)
+    assert penalties == [None] * 4
 
 
 def test_hooks_that_no_stage_would_call_are_refused_where_modules_are_cut_and_called_elsewhere():

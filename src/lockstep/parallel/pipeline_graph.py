@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
 from lockstep.parallel.pipeline_config import PipelineConfig
 from lockstep.parallel.pipeline_cuts import stage_starts
 from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, tied_ends, weights_in
-from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, outline, trace_stages
+from lockstep.parallel.stage_tracer import ADVICE, IN_PLACE, PLAIN, AttributeRead, outline, trace_stages
 from lockstep.parallel.tensor_parallel import ties_of
 
 _INPUTS = "inputs"
 _RANDOM = ("bernoulli", "multinomial")
-_PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -51,6 +50,7 @@ class ModuleGraph:
         self._outline = outline(module)
         self._arguments = ForwardArguments(module.forward)
         self._graphs: dict[Any, fx.Graph] = {}
+        self._read: dict[Any, list[AttributeRead]] = {}
         self._stages: dict[Any, fx.GraphModule] = {}
         self._holders: dict[str, set[int]] = {}
         self._check_hooks()
@@ -92,7 +92,7 @@ class ModuleGraph:
         settings = []
         for name in sorted(self._containers):
             own = vars(self._module.get_submodule(name))
-            settings.append((name, *((each, value) for each, value in own.items() if type(value) in _PLAIN)))
+            settings.append((name, *((each, value) for each, value in own.items() if type(value) in PLAIN)))
         return (tuple(sorted(names)), *settings)
 
     def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
@@ -105,6 +105,17 @@ class ModuleGraph:
             self._check_holders(graph)
             self._stages[key] = self._build(graph, stage)
         return self._stages[key]
+
+    def check_attributes(self, stage: int, names: Iterable[str]) -> None:
+        """Raises a UsageError if an attribute that the graph has the value of is another since the stage has run."""
+        for each in self._read[self.key(names)]:
+            is_own = each.module in self._containers or stage in self._holders.get(self._leaf_of(each.module), ())
+            if is_own and not each.is_still(self._module.get_submodule(each.module)):
+                raise UsageError(
+                    f"the forward of {type(self._module).__name__} reads {each.attribute!r} of "
+                    f"{each.module or 'itself'}, which has changed since it was traced; have the module return "
+                    "it, or give it to the model as an input"
+                )
 
     def _check_hooks(self) -> None:
         for name in self._containers:
@@ -120,8 +131,8 @@ class ModuleGraph:
         if key not in self._graphs:
             for name in self._containers:
                 own, traced = (each.get_submodule(name) for each in (self._module, self._outline))
-                traced.__dict__.update({each: value for each, value in vars(own).items() if type(value) in _PLAIN})
-            graph = trace_stages(self._outline, self._starts, self._containers, names)
+                traced.__dict__.update({each: value for each, value in vars(own).items() if type(value) in PLAIN})
+            graph, self._read[key] = trace_stages(self._outline, self._starts, self._containers, names)
             self._place(graph)
             self._graphs[key] = graph
         return self._graphs[key]
@@ -263,7 +274,9 @@ class GraphStage(Stage):
         return self._graph.key(inputs)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
-        return self._graph.part(self.number, inputs)(inputs, *values)
+        values = self._graph.part(self.number, inputs)(inputs, *values)
+        self._graph.check_attributes(self.number, inputs)
+        return values
 
     def _held(self) -> list[Any]:
         return [_found(self.model, name) for name in self._graph.held_by(self.number)]

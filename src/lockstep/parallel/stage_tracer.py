@@ -14,8 +14,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, new_class
 from typing import Any
 
 import torch
@@ -31,8 +32,25 @@ IN_PLACE = tuple(
 )
 """The functions of operators such as ``+=``."""
 _ROOT = "root"
+PLAIN = (bool, int, float, str, type(None))
+"""The classes of attributes that a trace depends on."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")  # the attributes of a module that say what it consists of
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _MISSING = object()
+
+
+@dataclass(frozen=True)
+class AttributeRead:
+    """An attribute, of the module of this name, that traced code has read. The graph has its value."""
+
+    module: str
+    attribute: str
+    value: Any
+
+    def is_still(self, part: nn.Module) -> bool:
+        """Whether the module has this value now."""
+        now = vars(part).get(self.attribute, _MISSING)
+        return now is self.value or (type(now) is type(self.value) and type(now) in PLAIN and now == self.value)
 
 
 def outline(module: nn.Module) -> nn.Module:
@@ -49,8 +67,8 @@ def outline(module: nn.Module) -> nn.Module:
 
 def trace_stages(
     module: nn.Module, starts: Sequence[str], containers: Collection[str], inputs: Iterable[str]
-) -> fx.Graph:
-    """The graph of a module's forward. It takes the inputs in a dict.
+) -> tuple[fx.Graph, list[AttributeRead]]:
+    """The graph of a module's forward, which takes the inputs in a dict, and the attributes that it has the values of.
 
     Each node has in ``meta`` its "stage", and the "name" of the module or tensor that it uses, or the "constant".
 
@@ -65,8 +83,9 @@ def trace_stages(
     """
     tracer, call = _StageTracer(starts, containers), _Call(module, sorted(inputs))
     parts = [module.get_submodule(name) for name in containers]
+    read: list[AttributeRead] = []
     try:
-        with _without_function_modes(), _keeping(parts):
+        with _without_function_modes(), _keeping(parts), _noting_reads(module, read):
             graph = tracer.trace(call)
     except Exception as error:  # code of the user's, run on proxies, fails in any way
         reason = " ".join(str(error).split())
@@ -85,7 +104,7 @@ def trace_stages(
             target = str(node.target)
             is_constant = target != _ROOT and not target.startswith(f"{_ROOT}.")
             node.meta |= {"constant": getattr(call, target)} if is_constant else {"name": _plain_name(target)}
-    return graph
+    return graph, read
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -170,6 +189,32 @@ def _keeping(parts: Iterable[nn.Module]) -> Iterator[None]:
         part._buffers = buffers
         if changed:
             raise UsageError(f"{type(part).__name__} sets its attribute {changed[0]!r}, which a trace does not keep")
+
+
+@contextmanager
+def _noting_reads(module: nn.Module, read: list[AttributeRead]) -> Iterator[None]:
+    """A block in which what is read of the attributes of modules is noted, apart from those that all modules have."""
+    names = {part: name for name, part in module.named_modules()}
+
+    def noting(part: nn.Module, attribute: str) -> Any:
+        value = object.__getattribute__(part, attribute)
+        if attribute not in _OF_ALL_MODULES and attribute in object.__getattribute__(part, "__dict__"):
+            read.append(AttributeRead(names[part], attribute, value))
+        return value
+
+    def noted(kind: type[nn.Module]) -> type[nn.Module]:
+        own = {"__getattribute__": noting, "__module__": kind.__module__}
+        return new_class(kind.__name__, (kind,), exec_body=lambda members: members.update(own))
+
+    kinds = {part: type(part) for part in names if not isinstance(part, torch.jit.ScriptModule)}
+    classes = {kind: noted(kind) for kind in set(kinds.values())}
+    for part, kind in kinds.items():
+        part.__class__ = classes[kind]
+    try:
+        yield
+    finally:
+        for part, kind in kinds.items():
+            part.__class__ = kind
 
 
 def _is_changed_in_place(value: Any) -> bool:
