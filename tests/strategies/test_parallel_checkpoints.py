@@ -84,7 +84,8 @@ def optimizer_state(contents: Contents) -> dict[str, Any]:
     return {names[number]: values for number, values in shared["state"]["state"].items()}
 
 
-def test_resumed_on_the_same_layout_is_bit_equal_to_undisturbed(eight: Any):
+def test_resumed_on_the_same_layout_from_before_a_damaged_shard_is_bit_equal_to_undisturbed(eight: Any):
+    assert "step-00000008 is damaged (weights/shard-00003" in eight["told"]["of the damage"][0]
     assert differing(eight["again"]["weights"], eight["undisturbed"]["weights"]) == []
     assert eight["again"]["history"] == eight["undisturbed"]["history"]
 

@@ -127,6 +127,12 @@ def pick(strategy: ls.Strategy, folder: str, kept_in: str, into: str, step: int 
     strategy.workers.all_gather_numbers("picked")
 
 
+def damage(shard: Path) -> None:
+    """Changes one bit."""
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def resaved(name: str, source: Path | str, into: str) -> None:
     """Loads a checkpoint into a new model, and saves that."""
     model = compiled(name)
@@ -139,9 +145,14 @@ def eight(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with on(data=2, pipeline=2, tensor=2) as strategy:
         results["undisturbed"] = trained("gpt2", folder, kept_in="kept", data=shuffled(), dropout=0.1)
+        pick(strategy, folder, "kept", "again", 2 * EVERY)
+        if strategy.workers.is_chief:
+            damage(next(Path(f"{folder}/again").glob("step-*/weights/shard-00003*")))
         pick(strategy, folder, "kept", "again")
-    with on(data=2, pipeline=2, tensor=2):
+    with on(data=2, pipeline=2, tensor=2), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         results["again"] = trained("gpt2", folder, resumed_from="again", data=shuffled(), dropout=0.1)
+        results["told"] = {"of the damage": [str(each.message) for each in said if "damaged" in str(each.message)]}
         resaved("gpt2", f"{folder}/one", f"{folder}/one on eight")
         results["from one"] = trained("gpt2", folder, resumed_from="one", kept_in="eight")
         model = results["from one"]["model"]
@@ -270,8 +281,7 @@ def in_trouble(folder: str) -> None:
             shutil.copytree(folder, f"{folder} damaged")
             shutil.copytree(f"{folder}/step-00000001", f"{folder} damaged/step-00000003")
             shard = next(Path(f"{folder} damaged/step-00000003/weights").glob("shard-00002*"))
-            content = shard.read_bytes()
-            shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            damage(shard)
         strategy.workers.all_gather_numbers("damaged")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
