@@ -159,7 +159,7 @@ def test_more_devices_than_replicas_leave_the_last_ones_idle(make: Callable[...,
 
 @pytest.mark.parametrize("replicas", [0, -1, True, 2.0, "8"])
 def test_a_number_that_cannot_be_is_refused(make: Callable[..., ls.MirroredStrategy], replicas: Any):
-    with pytest.raises(ConfigError, match=r"replicas=.*from 1"), closing(make(1, replicas=replicas)):
+    with pytest.raises(ConfigError, match=r"replicas=.*at least 1"), closing(make(1, replicas=replicas)):
         pass
 
 
