@@ -117,6 +117,7 @@ def tiny(name: str) -> Any:
     kind, config = {
         "bert": (transformers.BertForMaskedLM, transformers.BertConfig),
         "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+        "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig),  # files have experts one by one
     }[name]
     return kind(config(**sizes, intermediate_size=32))
 
@@ -147,7 +148,8 @@ OLDER = {
 
 
 @pytest.mark.parametrize(
-    ("name", "older"), [("gpt2", False), ("bert", False), ("llama", False), ("gpt2", True), ("bert", True)]
+    ("name", "older"),
+    [*((name, False) for name in ("gpt2", "bert", "llama", "mixtral")), ("gpt2", True), ("bert", True)],
 )
 def test_files_like_others_are_the_same_and_have_the_new_weights(tmp_path: Path, name: str, older: bool):
     model = tiny(name)

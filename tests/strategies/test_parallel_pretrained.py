@@ -24,14 +24,19 @@ LIMIT_S = 250
 MODELS = Path(__file__).parent / "programs" / "small_models.py"
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensor": ({"data": 1, "tensor": 4}, ("gpt2",)),
-    "data and tensor": ({"data": 2, "tensor": 2}, ("bert", "llama")),
-    "pipeline": ({"data": 2, "pipeline": 2}, ("gpt2", "llama")),
+    "data and tensor": ({"data": 2, "tensor": 2}, ("bert", "llama", "mixtral")),
+    "pipeline": ({"data": 2, "pipeline": 2}, ("gpt2", "llama", "mixtral")),
     "pipeline and tensor": ({"pipeline": 2, "tensor": 2}, ("bert", "gpt2")),
     "sharded weights": ({"data": 2, "tensor": 2, "shard_parameters": True}, ("gpt2",)),
 }
 EXPERIMENTS = [(name, layout) for layout, (_, names) in LAYOUTS.items() for name in names]
 INDEX = "model.safetensors.index.json"
-KEPT = [("gpt2", "pipeline"), ("bert", "pipeline and tensor"), ("gpt2", "sharded weights")]
+KEPT = [
+    ("gpt2", "pipeline"),
+    ("mixtral", "data and tensor"),
+    ("bert", "pipeline and tensor"),
+    ("gpt2", "sharded weights"),
+]
 LARGE = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048, "vocab_size": 2048}
 LARGE_LAYOUTS = {
     "tensor": {"tensor": 4},
@@ -186,7 +191,7 @@ def refusal(strategy: ls.ParallelStrategy, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def originals() -> dict[str, nn.Module]:
     made, random = {}, torch.Generator().manual_seed(0)
-    for name in ("bert", "gpt2", "llama"):
+    for name in ("bert", "gpt2", "llama", "mixtral"):
         made[name] = models().build(name)
         with torch.no_grad():  # biases and norms are alike as they are made
             for parameter in made[name].parameters():

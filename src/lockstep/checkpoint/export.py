@@ -23,8 +23,11 @@ from lockstep.checkpoint.weights import FileHeader, stream_weights, write_file
 from lockstep.checks import check_kind, check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
-from lockstep.parallel.tensor_files import TensorReader
+from lockstep.parallel.regions import Region
+from lockstep.parallel.tensor_files import TensorReader, TensorShard
 
+Place = tuple[str, tuple[int, ...]]
+"""The name of a tensor, and the index in it of the first element."""
 _CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 """Endings of the files beside the weights, of configurations and tokenizers."""
@@ -107,11 +110,11 @@ def _write_like(reader: TensorReader, like: Path, target: Path) -> None:
         )
     headers = {file: FileHeader.read(file) for file in files}
     described = {key: each for header in headers.values() for key, each in header.described.items()}
-    names = _names(reader, described, like)
-    _check_shapes(reader, described, names, like)
-    _check_left_out(reader, names, like)
+    places = _places(reader, described, like)
+    _check_shapes(reader, described, places, like)
+    _check_left_out(reader, {name for name, _ in places.values()}, like)
     for file, header in headers.items():
-        write_file(target / file.name, header, _converted(reader, header.described, names))
+        write_file(target / file.name, header, _converted(reader, header.described, places))
     beside = [each for each in folder.iterdir() if each.is_file() and each.suffix in _BESIDE]
     try:
         for each in sorted(beside, key=lambda each: each.name == INDEX):  # the index last, which names all others
@@ -123,31 +126,39 @@ def _write_like(reader: TensorReader, like: Path, target: Path) -> None:
 
 
 def _converted(
-    reader: TensorReader, keys: Mapping[str, Tensor], names: Mapping[str, str]
+    reader: TensorReader, keys: Mapping[str, Tensor], places: Mapping[str, Place]
 ) -> Iterator[tuple[str, Tensor]]:
     for key, described in keys.items():
-        yield key, reader.read_whole(names[key]).to(described.dtype)
+        name, offsets = places[key]
+        whole = reader.tensors[name]
+        sizes = (1,) * (len(offsets) - described.ndim) + tuple(described.shape)
+        own = torch.empty(sizes, dtype=whole.dtype, device="cpu")
+        reader.read({name: TensorShard(own, Region(whole=tuple(whole.shape), sizes=sizes, offsets=offsets))})
+        yield key, own.view(described.shape).to(described.dtype)
 
 
-def _names(reader: TensorReader, described: Mapping[str, Tensor], like: Path) -> dict[str, str]:
-    """By the keys in the files the names in the checkpoint: the same, or those that transformers makes of them."""
+def _places(reader: TensorReader, described: Mapping[str, Tensor], like: Path) -> dict[str, Place]:
+    """By the keys in the files the places in the checkpoint: the same names, or what transformers makes of them."""
+    same = {key: (key, (0,) * each.ndim) for key, each in described.items()}
     if described.keys() <= reader.tensors.keys():
-        return {key: key for key in described}
+        return same
     from lockstep.parallel.pretrained import PretrainedWeights
 
     module = _module_of(like)
-    renamed: dict[str, str] = {}
+    places = dict(same)
     if module is not None:
-        for name, key in PretrainedWeights(like, module).keys.items():
-            if name in reader.tensors:
-                renamed.setdefault(key, name)
-    names = {key: renamed.get(key, key) for key in described}
-    if missing := sorted(key for key, name in names.items() if name not in reader.tensors):
+        stored = PretrainedWeights(like, module)
+        names: dict[str, list[str]] = {}
+        for name, key in stored.keys.items():
+            names.setdefault(key, []).append(name)
+        for key, (name, offsets) in stored.places.items():
+            places[key] = next((each for each in names.get(key, ()) if each in reader.tensors), name), offsets
+    if missing := sorted(key for key in described if places[key][0] not in reader.tensors):
         raise CheckpointError(
             f"the checkpoint lacks {missing[0]!r}, which {like} has, as {len(missing) - 1} more; give like= the folder "
             "of the model that was trained, with its config.json"
         )
-    return names
+    return places
 
 
 def _module_of(like: Path) -> nn.Module | None:
@@ -166,19 +177,27 @@ def _module_of(like: Path) -> nn.Module | None:
     return made
 
 
-def _check_shapes(reader: TensorReader, described: Mapping[str, Tensor], names: Mapping[str, str], like: Path) -> None:
+def _check_shapes(
+    reader: TensorReader, described: Mapping[str, Tensor], places: Mapping[str, Place], like: Path
+) -> None:
+    in_parts = {name for name, offsets in places.values() if any(offsets)}
     for key, each in described.items():
-        own = reader.tensors[names[key]]
-        if own.shape != each.shape or own.is_floating_point() != each.is_floating_point():
+        name, offsets = places[key]
+        own = reader.tensors[name]
+        sizes = (1,) * (len(offsets) - each.ndim) + tuple(each.shape)
+        fits = len(sizes) == own.ndim and all(
+            begin + size <= length if name in in_parts else size == length
+            for begin, size, length in zip(offsets, sizes, own.shape, strict=True)
+        )
+        if not fits or own.is_floating_point() != each.is_floating_point():
             raise CheckpointError(
-                f"{names[key]} is {tuple(own.shape)}, {own.dtype} in the checkpoint, and {tuple(each.shape)}, "
+                f"{name} is {tuple(own.shape)}, {own.dtype} in the checkpoint, and {tuple(each.shape)}, "
                 f"{each.dtype} in {like}; give like= the folder of the model that was trained"
             )
 
 
-def _check_left_out(reader: TensorReader, names: Mapping[str, str], like: Path) -> None:
+def _check_left_out(reader: TensorReader, used: set[str], like: Path) -> None:
     """Raises CheckpointError for a tensor that the files do not have, unless it is a tied one that they have."""
-    used = set(names.values())
     for left in sorted(reader.tensors.keys() - used):
         shape, own = reader.tensors[left].shape, reader.read_whole(left)
         alike = [name for name in used if reader.tensors[name].shape == shape]

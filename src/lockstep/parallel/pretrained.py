@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ class PretrainedWeights:
     """The tensors of a folder or file, by their names in ``module``, which is whole and may be on the meta device.
 
     ``names`` are those of the module's parameters and buffers that the files have; a tied weight has all its names.
-    ``keys`` has for each the key in the files.
+    ``places`` has, by key in the files, such a name and the index there of the first element: files have some tensors
+    in parts, such as the experts of a layer.
     Raises CheckpointError if the files cannot be read or do not fit the module.
     """
 
@@ -45,8 +47,14 @@ class PretrainedWeights:
         except (OSError, require("safetensors", "train").SafetensorError) as error:
             raise CheckpointError(f"cannot read the weights: {error}; copy or save the file anew") from error
         state: dict[str, Tensor] = module.state_dict()
+        merges = _merges(module, self._reader.tensors, state)
+        for name, parts in merges.items():
+            self._reader.merge(name, parts)
         keys, unknown = _match(module, self._reader.tensors, state)
         self.keys = _with_ties(keys, ties_of(module))
+        self.places = {key: (name, (0,) * state[name].ndim) for name, key in self.keys.items() if name in state}
+        for name, parts in merges.items():
+            self.places |= {key: (name, offsets) for key, offsets in parts.items()}
         self.names = frozenset(self.keys)
         self._check(module, state, unknown)
 
@@ -66,7 +74,7 @@ class PretrainedWeights:
 
     def _check(self, module: nn.Module, state: Mapping[str, Tensor], unknown: list[str]) -> None:
         missing = _without(state.keys() - self.names, getattr(module, "_keys_to_ignore_on_load_missing", None))
-        if missing and unknown and (name := _renaming(module, state, converted=True)(unknown[0])) in missing:
+        if missing and unknown and (name := _renaming(module, state, computed=True)(unknown[0])) in missing:
             raise CheckpointError(
                 f"{self.path} has {name} as other tensors, such as {unknown[0]}; transformers computes it from "
                 "them, and weights= does not: make the model with from_pretrained, and divide it without weights="
@@ -158,17 +166,78 @@ def _match(
     return found, _without(left, _ignored(module))
 
 
-def _renaming(module: nn.Module, state: Mapping[str, Tensor], *, converted: bool = False) -> Callable[[str], str]:
-    """What transformers calls the keys of files that its model reads; other modules have the keys themselves.
-
-    ``converted``: those whose tensors it computes from others too, such as experts that it merges.
-    """
+def _merges(
+    module: nn.Module, stored: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """By the names of tensors that transformers makes of several: their keys, and where each begins in the tensor."""
     if not isinstance(module, HasConfig):
-        return lambda key: key
+        return {}
+    loading, renamings, converters = _transforms(module)
+    known = {pattern: each for each in converters if _is_merge(each) for pattern in each.source_patterns}
+    parts: dict[str, dict[str, list[str]]] = {}  # by name and pattern: the keys
+    for key in sorted(stored, key=_natural):
+        name, pattern = loading.rename_source_key(key, renamings, converters, module.base_model_prefix, state)
+        if pattern in known and name in state:
+            parts.setdefault(name, {}).setdefault(pattern, []).append(key)
+    found = {}
+    for name, keys in parts.items():
+        converter = known[next(iter(keys))]
+        columns = [keys.get(pattern, []) for pattern in converter.source_patterns]
+        own = [key for column in columns for key in column]
+        if (
+            len({len(column) for column in columns}) == 1
+            and sum(stored[key].numel() for key in own) == state[name].numel()
+        ):
+            found[name] = _placed(converter, columns, stored, state[name].ndim)
+    return found
+
+
+def _is_merge(converter: Any) -> bool:
+    """Whether tensors are only put beside one another: stacked in front, such as experts, then along another dim."""
+    kinds = [type(each).__name__ for each in converter.operations]
+    stacked = kinds[:1] == ["MergeModulelist"]
+    return kinds[stacked:] in ([], ["Concatenate"]) and not (stacked and converter.operations[0].dim)
+
+
+def _placed(
+    converter: Any, columns: list[list[str]], stored: Mapping[str, Tensor], ndim: int
+) -> dict[str, tuple[int, ...]]:
+    """Where each part begins. ``columns`` are put along the dim of the last operation; each is one part, or a stack."""
+    dim = converter.operations[-1].dim % ndim
+    found, begins = {}, [0] * len(columns[0])
+    for column in columns:
+        for number, key in enumerate(column):
+            offsets, is_stacked = [0] * ndim, stored[key].ndim < ndim
+            offsets[0] = number if is_stacked else 0
+            if len(columns) > 1:
+                offsets[dim] = begins[number]
+                begins[number] += stored[key].shape[dim - is_stacked]
+            found[key] = tuple(offsets)
+    return found
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """Sorts 10 after 9."""
+    return [(each.isdigit(), int(each) if each.isdigit() else 0, each) for each in re.split(r"(\d+)", key)]
+
+
+def _transforms(module: nn.Module) -> tuple[Any, list[Any], list[Any]]:
+    """What renames keys in transformers, and its renamings and conversions for a model."""
     loading = require("transformers.core_model_loading", "transformers")
     mapping = require("transformers.conversion_mapping", "transformers").get_model_conversion_mapping(module)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in mapping if converted and isinstance(each, loading.WeightConverter)]
+    return loading, renamings, [each for each in mapping if isinstance(each, loading.WeightConverter)]
+
+
+def _renaming(module: nn.Module, state: Mapping[str, Tensor], *, computed: bool = False) -> Callable[[str], str]:
+    """What transformers calls the keys of files that its model reads; other modules have the keys themselves.
+
+    ``computed``: those too whose tensors it computes from others, and does not only merge.
+    """
+    if not isinstance(module, HasConfig):
+        return lambda key: key
+    loading, renamings, converters = _transforms(module)
+    converters = [each for each in converters if computed and not _is_merge(each)]
     prefix = module.base_model_prefix
 
     def rename(key: str) -> str:

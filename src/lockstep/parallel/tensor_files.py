@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,16 @@ class TensorShard:
             self._tensor.copy_(self._flat.view(self._tensor.shape))
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor, which a file has under a key."""
+
+    name: str  # of the tensor
+    key: str
+    offsets: Sizes  # the index of its first element in the tensor
+    sizes: Sizes
+
+
 class TensorReader:
     """Reads the tensors of a safetensors file, or of a folder of such files, each of them whole or in boxes.
 
@@ -74,20 +85,20 @@ class TensorReader:
     """
 
     def __init__(self, path: Path, files: Sequence[Path] | None = None) -> None:
-        self._chunks: dict[Path, dict[str, tuple[Sizes, Sizes]]] = {}  # by file and key: offsets and sizes
+        self._chunks: dict[Path, list[_Chunk]] = {}  # by file
         self.tensors: dict[str, Tensor] = {}
         stored: dict[str, int] = {}
         if files is None:
             files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
         for file in files:
-            chunks = self._chunks.setdefault(file, {})
+            chunks = self._chunks.setdefault(file, [])
             with _opened(file) as opened:
                 places = json.loads((opened.metadata() or {}).get(PLACES, "{}"))
                 for key in opened.keys():  # noqa: SIM118  it is not a dict
                     own = opened.get_slice(key)
                     sizes = tuple(own.get_shape())
                     offsets = tuple(places[key][OFFSETS]) if key in places else (0,) * len(sizes)
-                    chunks[key] = offsets, sizes
+                    chunks.append(_Chunk(key, key, offsets, sizes))
                     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                     ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
                     dtype = own[tuple(slice(0, 0) for _ in sizes)].dtype
@@ -98,16 +109,38 @@ class TensorReader:
             if stored[key] < tensor.numel():
                 raise CheckpointError(f"{path} lacks a part of {key!r}")
 
+    def merge(self, name: str, parts: Mapping[str, Sizes]) -> None:
+        """Makes one tensor of several, which it has in place of them.
+
+        ``parts`` has, by key, the index in it of each one's first element. They fill it; one that has fewer dims has
+        the last ones.
+        """
+        ends = [0] * len(next(iter(parts.values())))
+        for file, chunks in self._chunks.items():
+            for number, chunk in enumerate(chunks):
+                if (first := parts.get(chunk.name)) is None:
+                    continue
+                more = len(first) - len(chunk.sizes)
+                offsets = [begin + own for begin, own in zip(first, (0,) * more + chunk.offsets, strict=True)]
+                sizes = (1,) * more + chunk.sizes
+                ends = [max(end, own + size) for end, own, size in zip(ends, offsets, sizes, strict=True)]
+                self._chunks[file][number] = replace(chunk, name=name, offsets=tuple(offsets), sizes=sizes)
+        merged = [self.tensors.pop(key) for key in parts]
+        self.tensors[name] = torch.empty(ends, dtype=merged[0].dtype, device="meta")
+
     def read(self, wanted: Mapping[str, TensorShard]) -> None:
         """Reads into the boxes of ``wanted``, by key, and converts to their dtypes. Raises as the constructor does."""
         for file, chunks in self._chunks.items():
-            if not (keys := [key for key in wanted if key in chunks]):
+            if not (found := [chunk for chunk in chunks if chunk.name in wanted]):
                 continue
             with _opened(file) as opened:
-                for key in keys:
-                    stored = opened.get_tensor(key)  # maps the file: what is not copied is not read
-                    for box in wanted[key].boxes:
-                        _copy_overlap(stored, *chunks[key], box, wanted[key].view(box))
+                for chunk in found:
+                    stored = opened.get_tensor(chunk.key).view(
+                        chunk.sizes
+                    )  # maps the file: what is not copied is not read
+                    shard = wanted[chunk.name]
+                    for box in shard.boxes:
+                        _copy_overlap(stored, chunk.offsets, chunk.sizes, box, shard.view(box))
         for shard in wanted.values():
             shard.finish_read()
 
@@ -119,7 +152,7 @@ class TensorReader:
         return found
 
     def files_of(self, key: str) -> list[Path]:
-        return [file for file, chunks in self._chunks.items() if key in chunks]
+        return [file for file, chunks in self._chunks.items() if any(chunk.name == key for chunk in chunks)]
 
     def read_whole(self, key: str) -> Tensor:
         tensor = torch.empty_like(self.tensors[key], device="cpu")

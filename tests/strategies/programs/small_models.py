@@ -38,6 +38,12 @@ def build(name: str, *, layers: int = 2, dropout: float = 0.0) -> nn.Module:
             intermediate_size=32, max_position_embeddings=16, use_cache=False,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config).double()
+    if name == "mixtral":
+        config = transformers.MixtralConfig(
+            vocab_size=WORDS, hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=32, max_position_embeddings=16, num_local_experts=4, use_cache=False,
+        )  # fmt: skip
+        return transformers.MixtralForCausalLM(config).double()
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_embd=16, n_layer=layers, n_head=4, n_positions=16, use_cache=False,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
