@@ -53,7 +53,8 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
     termios.tcsetwinsize(shown, (24, 40))
 
     command = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", "--quiet", program]
-    subprocess.run(command, stdout=shown, cwd=tmp_path, timeout=LIMIT_S, check=True)
+    # readline, which pytest imports, sets COLUMNS past os.environ; a command without `env` would inherit it.
+    subprocess.run(command, stdout=shown, cwd=tmp_path, env=dict(os.environ), timeout=LIMIT_S, check=True)
     lines = os.read(terminal, 1000).decode().splitlines()
     os.close(shown)
     os.close(terminal)

@@ -96,7 +96,7 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--data", "nowhere.csv"], "the review file 'nowhere.csv' cannot be read"),
+        (["--data", "nowhere.csv"], "the review file 'nowhere.csv'"),
         (["--pretrained", "."], "pretrained='.' could not be loaded"),
         (["--resume", "."], "resume='.'"),
         (["--names", "bad"], "names='bad' was given for 2 classes"),
