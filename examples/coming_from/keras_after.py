@@ -1,7 +1,11 @@
 """Digits with Keras and Lockstep, on two replicas.
 
-KERAS_BACKEND=torch python examples/coming_from/keras_after.py
+python examples/coming_from/keras_after.py
 """
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 from sklearn.datasets import load_digits

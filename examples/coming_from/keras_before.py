@@ -1,7 +1,11 @@
 """Digits with Keras on torch, on one device.
 
-KERAS_BACKEND=torch python examples/coming_from/keras_before.py
+python examples/coming_from/keras_before.py
 """
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 from sklearn.datasets import load_digits

@@ -1,7 +1,11 @@
 """Digits with Keras and Lockstep in a loop of its own, on two replicas.
 
-KERAS_BACKEND=torch python examples/coming_from/keras_loop_after.py
+python examples/coming_from/keras_loop_after.py
 """
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import torch

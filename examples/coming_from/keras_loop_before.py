@@ -1,7 +1,11 @@
 """Digits with Keras on torch in a loop of its own, on one device.
 
-KERAS_BACKEND=torch python examples/coming_from/keras_loop_before.py
+python examples/coming_from/keras_loop_before.py
 """
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import torch

@@ -1,6 +1,6 @@
 """Trains MobileNetV2 on handwritten digits in a loop of its own, on one device.
 
-    KERAS_BACKEND=torch python examples/keras/digits_loop_one_device.py
+    python examples/keras/digits_loop_one_device.py
 
 By default these are scikit-learn's digits. The published run has MNIST as folders of pictures, mnist/train/0 ... 9 and
 mnist/test/0 ... 9:
@@ -9,7 +9,10 @@ mnist/test/0 ... 9:
 """
 
 import argparse
+import os
 from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import torch

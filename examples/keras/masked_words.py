@@ -1,6 +1,6 @@
 """Trains BERT-tiny to fill in masked words of Python's own documentation, on all devices.
 
-    KERAS_BACKEND=torch python examples/keras/masked_words.py --devices cpu:2
+    python examples/keras/masked_words.py --devices cpu:2
 
 It takes some minutes on two cores. The published settings, for WikiText-2, are:
 
@@ -9,7 +9,10 @@ It takes some minutes on two cores. The published settings, for WikiText-2, are:
 
 import argparse
 import math
+import os
 from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import numpy as np

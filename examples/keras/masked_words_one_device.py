@@ -1,6 +1,6 @@
 """Trains BERT-tiny to fill in masked words of Python's own documentation, on one device.
 
-    KERAS_BACKEND=torch python examples/keras/masked_words_one_device.py
+    python examples/keras/masked_words_one_device.py
 
 It takes some minutes on two cores. The published settings, for WikiText-2, are:
 
@@ -9,7 +9,10 @@ It takes some minutes on two cores. The published settings, for WikiText-2, are:
 
 import argparse
 import math
+import os
 from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import numpy as np

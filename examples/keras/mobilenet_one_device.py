@@ -1,6 +1,6 @@
 """Trains MobileNetV2 on pictures by fit, on one device.
 
-    KERAS_BACKEND=torch python examples/keras/mobilenet_one_device.py
+    python examples/keras/mobilenet_one_device.py
 
 By default these are scikit-learn's handwritten digits. The published runs have folders of cats and dogs or of flowers,
 one for each class:
@@ -9,7 +9,10 @@ one for each class:
 """
 
 import argparse
+import os
 from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"  # before keras is imported
 
 import keras
 import numpy as np
