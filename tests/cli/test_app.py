@@ -119,6 +119,7 @@ def test_traceback_shows_where_an_error_was_raised(capsys: pytest.CaptureFixture
         (["run", "--log-dir", "", "program.py"], "'--log-dir': the path is ''"),
         (["run", "--workers", "9" * 30, "program.py"], "expected at least 1 and at most 4096"),
         (["run", "--stop-s", "nan", "program.py"], "stop_s=nan was given"),
+        (["run", "--timeout-s", "nan", "program.py"], "timeout_s=nan was given"),
         (["run", "--timeout-s", "inf", "--hosts", "a:1,b:1", "--index", "0", "program.py"], "timeout_s=inf was given"),
         (["run", "--hosts", "255.255.255.255:1,b:1", "--index", "0", "program.py"], "means many hosts at once"),
         (["run", "--hosts", "224.0.0.1:1,b:1", "--index", "0", "program.py"], "means many hosts at once"),

@@ -123,7 +123,7 @@ class Run:
         from lockstep.launch.rendezvous import Hosts
 
         if self.hosts is None and self.index is None and self.nodes is None:
-            return Hosts()
+            return Hosts(timeout_s=self.timeout_s)
         if self.hosts is None or self.index is None:
             raise ConfigError("--hosts and --index go together, and one was given; --hosts a:29500,b:29500 --index 0")
         named = [host.strip() for host in self.hosts.split(",")]

@@ -16,6 +16,7 @@ from functools import partial
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep._torch_compat import PrefixStore, Store
+from lockstep.checks import check_seconds
 from lockstep.cluster.spec import ClusterSpec, parse_address
 from lockstep.errors import ConfigError
 from lockstep.membership.membership import Membership, join
@@ -35,6 +36,7 @@ class Hosts:
     timeout_s: float = 600.0  # how many seconds to wait for the others
 
     def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
         named = [host for host in self.hosts if host]
         if len(set(named)) != len(named):
             raise ConfigError(f"hosts={','.join(named)} names one twice; name each once, with a port of its own")
