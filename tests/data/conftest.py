@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,11 +85,19 @@ RunWorkers = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def run_workers() -> RunWorkers:
+def run_workers(monkeypatch: pytest.MonkeyPatch) -> RunWorkers:
     """A function that runs ``fn(workers, *args)`` for each worker in a thread of its own, and gives their results.
 
     The first worker's error is raised, as a note of the others'.
     """
+    fork, forking = os.fork, threading.Lock()
+
+    def fork_alone() -> int:
+        """Forks when no other worker does: filelock, which transformers imports, refuses two forks at once."""
+        with forking:
+            return fork()
+
+    monkeypatch.setattr(os, "fork", fork_alone)
 
     def run(replicas: Sequence[int], fn: Callable[..., Any], *args: Any) -> list[Any]:
         group = Group(replicas)

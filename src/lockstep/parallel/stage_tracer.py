@@ -238,7 +238,8 @@ def _settings() -> tuple[Any, ...]:
 def _is_asserted(frame: FrameType) -> bool:
     """Whether the truth of a value is about to be asserted."""
     coming = (each.opname for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
-    names = [name for name in coming if name != "TO_BOOL"][:2]
+    # From Python 3.13 on a comparison may take the truth of what it found itself.
+    names = [name for name in coming if name not in ("COMPARE_OP", "TO_BOOL", "EXTENDED_ARG")][:2]
     return names[0].endswith("IF_TRUE") and names[1] == "LOAD_ASSERTION_ERROR"
 
 
