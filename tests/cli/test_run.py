@@ -245,6 +245,21 @@ while True: signal.pause()
     assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
 
 
+@pytest.mark.parametrize("workers", ["2", "2:2"])
+def test_a_worker_that_failed_and_waits_for_its_own_thread_ends_the_job(workers: str, run_lockstep: Run, write):
+    program = """
+import os, signal, threading
+if os.environ["RANK"] == "1":
+    threading.Thread(target=signal.pause).start()
+    raise ValueError("worker 1 is done for")
+signal.pause()
+"""
+    done = run_lockstep("run", "--workers", workers, "--stop-s", "0.5", "--quiet", write(program))
+
+    assert done.returncode == 1
+    assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
+
+
 def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, signal, sys
