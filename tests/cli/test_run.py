@@ -260,6 +260,21 @@ signal.pause()
     assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
 
 
+def test_nohup_keeps_the_job_when_the_terminal_closes(start_lockstep: Start, write):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = start_lockstep("run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    (handle,) = started_workers(process, 1)
+
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+
+    assert all_end([handle])
+    assert process.wait(LIMIT_S) == 143  # of SIGTERM
+
+
 def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, signal, sys

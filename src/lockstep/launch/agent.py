@@ -177,13 +177,14 @@ class Agent(LocalElasticAgent):
         self._was_late = False
         self._ended_ns: dict[int, int] = {}
         self._attempt = -1  # not started yet
+        self._ignored_signals: list[signal.Signals] = []
 
     def run_to_end(self, rendezvous: Rendezvous | Rounds) -> None:
         """Starts the workers and waits until all have ended; none outlives the call.
 
         Raises ClusterError if they took longer than the limits allow, or those of another host have failed for good.
         """
-        with silence_torch_launcher(), restore_signal_handlers():
+        with silence_torch_launcher(), restore_signal_handlers() as self._ignored_signals:
             try:
                 result = self.run()
                 if result is not None and result.state == WorkerState.SUCCEEDED:
@@ -268,7 +269,7 @@ class Agent(LocalElasticAgent):
         self._attempt = self._restarts()
         with hide_main():
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        handle_sigterm_once()
+        handle_sigterm_once(self._ignored_signals)
         self._exits = ExitMonitor(ids, self._on_worker_end)
         if self._deadline is not None:
             # While the processes of functions end, torch waits for them and looks at nothing else.
