@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.device.host_syncs import BesideCompiledCode, _waits
+from lockstep.replicas.device.host_syncs import BesideCompiledCode, host_waits
 
 _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 
@@ -52,7 +52,8 @@ class StandInGraph:
     def recording(self) -> Iterator[None]:
         drawn = [generator.get_state() for generator in self._generators]
         try:
-            yield
+            with _Recorder(self):  # which replicas run under too
+                yield
         finally:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state)
@@ -61,11 +62,6 @@ class StandInGraph:
             for storage in self._made.values():
                 storage.fill_(255)  # NaN, and -1
             self._before.clear()
-
-    @contextmanager
-    def in_replica(self) -> Iterator[None]:
-        with _Recorder(self):
-            yield
 
     def replay(self) -> None:
         self.replays += 1
@@ -89,7 +85,7 @@ class StandInGraph:
 
     def _generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
         """Whose numbers an operator draws from the default generator; None where it draws none."""
-        if _waits(func, args, kwargs):
+        if host_waits(func, args, kwargs):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
         named = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
@@ -143,7 +139,7 @@ class HeldGraph:
     def __init__(self, graph: StandInGraph, pool: GraphPool) -> None:
         self.graph = graph
         self._pool = pool
-        self.in_replica, self.replay = graph.in_replica, graph.replay
+        self.replay = graph.replay
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,59 +1,63 @@
-"""Chooses how each training step of a fit runs: as usual, observed, captured, or replayed.
+"""Runs each training step of a fit: as usual, observed, or captured as a CUDA graph and replayed.
 
     first of its kind        runs as usual: optimizer state, buffers and workspaces of libraries are created
     second, third            observed, until two in a row were alike
     next                     captured and replayed
-    all others               replayed
+    all others               replayed:
+
+    batch            -> copied to fixed addresses --.
+    learning rates   -> tensors on the device ------+-- replay --> outputs, copied for the caller
 
 The first step of each epoch is observed once more, as callbacks may have changed what Python computes with. Steps are
-of one kind if their batches have the same signature. The choice depends on the steps alone and never on time, so that
-a program makes the same choices each time it runs.
+of one kind if one captured step serves their batches. The choice depends on the steps alone and never on time, so that
+a program makes the same choices each time it runs. Metrics count in Python, so they are updated after the step.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lockstep.collectives.per_replica import PerReplica
+from lockstep._torch_compat import foreach_copy_, tree_flatten, tree_map, tree_unflatten
+from lockstep.collectives.per_replica import PerReplica, select
+from lockstep.data.structure import is_plain
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
-from lockstep.replicas.device.driver import DeviceDriver, DeviceGraph
-from lockstep.replicas.device.host_syncs import HostSyncs
+from lockstep.replicas.device.driver import DeviceDriver, driver_of
 from lockstep.replicas.hooks import current_observer
 from lockstep.strategies.base import Strategy
 from lockstep.train.compile import TrainSetup
-from lockstep.train.cuda_graphs.capture import (
-    CapturedStep,
-    DeviceLearningRates,
-    StepInputs,
-    capture_step,
-    deferring_metrics,
-    step_within,
-)
-from lockstep.train.cuda_graphs.guards import NotCapturableError, StepGuards, driver_for
-from lockstep.train.cuda_graphs.trace import StepTrace
-from lockstep.train.step import MetricInputs, ReplicaState, StepOutput, update_deferred_metrics
+from lockstep.train.cuda_graphs.checks import NotCapturableError, StepRecord, check_setup
+from lockstep.train.step import ReplicaState, StepOutput, train_step, update_metrics
 
 _LOG = logging.getLogger("lockstep")
 
-MAX_KINDS = 32
-"""With more kinds of batches in one fit, shapes change all the time and few captured steps would be replayed."""
-MAX_CHANGES = 4
-"""With more changes of what captured steps assume in one fit, most of its time would go into captures."""
+MAX_BEGINNINGS = 32
+"""How often steps are observed anew in one fit: with more kinds of batches or changes, few would be replayed."""
+
+
+class LaterMetrics(list[tuple[Any, Any]]):
+    """Takes the place of a replica's metrics, and keeps the (outputs, targets) that they are to be updated with."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.append((outputs, targets))
+
+
+_Results = tuple[tuple[StepOutput, ...], list[LaterMetrics]]
 
 
 @dataclass
 class _Kind:
     """What is known of one kind of step."""
 
-    seen: bool = False
-    trace: StepTrace | None = None
-    alike: bool = False
-    captured: CapturedStep | None = None
+    record: StepRecord | None = None  # of the last one that was observed
+    alike: bool = False  # to the one before it
+    replay: Callable[[list[Any]], _Results] | None = None
 
 
 class GraphedSteps:
@@ -63,113 +67,156 @@ class GraphedSteps:
     """
 
     def __init__(
-        self, setup: TrainSetup, states: PerReplica[ReplicaState], driver: DeviceDriver, optimizer: MirroredOptimizer
+        self, setup: TrainSetup, optimizer: MirroredOptimizer, states: PerReplica[ReplicaState], driver: DeviceDriver
     ) -> None:
-        self._strategy, self._setup, self._states, self._driver = setup.strategy, setup, states, driver
-        self._device = setup.strategy.devices[0].torch_device
-        self._rates = DeviceLearningRates(optimizer, self._device)
+        self._setup, self._optimizer, self._states, self._driver = setup, optimizer, states, driver
+        self._strategy, self._device = setup.strategy, setup.strategy.devices[0].torch_device
         self._pool = driver.graph_pool(self._device)
-        self._gave_up = False
         self._kinds: dict[Hashable, _Kind] = {}
-        self._changes = 0
+        self._beginnings, self._gave_up = 0, False
         self._alike_in = -1  # the last epoch in which a step was like the one before it of its kind
 
     @classmethod
     def create(cls, setup: TrainSetup, states: PerReplica[ReplicaState]) -> GraphedSteps | None:
-        """The steps of a fit; None where none can be captured: on a CPU, or for a reason that is logged."""
-        try:
-            driver = driver_for(setup) if setup.config.graphs else None
-        except NotCapturableError as reason:
-            _log(reason)
+        """The steps of a fit; None on a CPU and with ``graphs=False``."""
+        driver, optimizer = driver_of(setup.strategy.devices[0]), setup.optimizer
+        if driver is None or optimizer is None or not setup.config.graphs:
             return None
-        return None if driver is None or setup.optimizer is None else cls(setup, states, driver, setup.optimizer)
+        return cls(setup, optimizer, states, driver)
 
     def run(self, batch: Any, *, epoch: int) -> tuple[StepOutput, ...] | None:
         """One step of every replica on a sharded batch; None if it is to run as usual. Epochs count from 0."""
         if self._gave_up or current_observer() is not None:
             return None
         try:
-            inputs = StepInputs.of(batch, len(self._strategy.devices))
-            kind = self._kind(inputs)
+            leaves, structure = _flat(batch, self._strategy)
+            key = (structure, *map(_form, leaves))
+            if key not in self._kinds:
+                self._begin(f"batches came in more than {len(self._kinds)} shapes; pad them to one length, or a few")
+                self._kinds[key] = _Kind()
+                return None
+            kind = self._kinds[key]
+            self._setup.module.propagation.follow()  # as a run would: what was set on the user's module, to all copies
+            record = StepRecord(self._setup, self._optimizer, _tensors(leaves))
+            if kind.record is not None and (change := kind.record.change(record)) is not None:
+                self._forget(change)
             if kind.alike and self._alike_in == epoch:
-                if kind.captured is None:
-                    kind.captured = capture_step(self._setup, self._states, inputs, self._rates, self._new_graph)
-                outputs, metrics = kind.captured.replay(inputs)
+                kind.replay = kind.replay or self._capture(leaves, structure)
+                outputs, metrics = kind.replay(leaves)
                 self._setup.module.propagation.note_replay()
-                return self._complete(outputs, metrics)
+            else:
+                outputs, metrics = self._observe(kind, record, batch, epoch)
         except NotCapturableError as reason:
             self._give_up(reason)
             return None
-        if not kind.seen:
-            kind.seen = True
-            return None
-        return self._observe(kind, inputs, epoch)
+        if any(metrics):
+            self._strategy.run(update_metrics, (self._states, PerReplica(metrics)))
+        return outputs
 
-    def _kind(self, inputs: StepInputs) -> _Kind:
-        key = inputs.signature()
-        if key not in self._kinds and len(self._kinds) == MAX_KINDS:
-            raise NotCapturableError(
-                f"batches came in more than {MAX_KINDS} shapes; pad them to one length, or a few (buckets)"
-            )
-        kind = self._kinds.setdefault(key, _Kind())
-        if kind.captured is not None and (change := kind.captured.guards.change()) is not None:
-            self._forget(f"{change} changed between them")
-        return kind
+    def _begin(self, reason: str) -> None:
+        """Before steps are observed anew, for ``reason``."""
+        check_setup(self._setup, self._optimizer)
+        self._beginnings += 1
+        if self._beginnings > MAX_BEGINNINGS:
+            raise NotCapturableError(reason)
 
     def _forget(self, change: str) -> None:
         """Drops all captured steps: what has changed for one kind may have changed for all."""
-        self._changes += 1
-        if self._changes == MAX_CHANGES:
-            raise NotCapturableError(f"steps differ from each other: {change}")
+        self._begin(f"{change} changed between steps, again and again")
         for kind in self._kinds.values():
-            kind.trace, kind.alike, kind.captured = None, False, None
+            kind.record, kind.alike, kind.replay = None, False, None
         self._pool = self._driver.graph_pool(self._device)  # torch captures no graph into the pool of the last one
 
-    def _observe(self, kind: _Kind, inputs: StepInputs, epoch: int) -> tuple[StepOutput, ...]:
-        """Runs a step as usual, and compares it with the one before of its kind."""
-        setup, strategy = self._setup, self._strategy
-        trace = StepTrace(len(strategy.devices), inputs.tensors)
-        setup.module.align()  # as the run would: what was set on the user's module is no change by the step
-        guards, drawn = StepGuards(setup), _host_generators(strategy)
-        with deferring_metrics(self._states.values) as metrics, HostSyncs() as reads:
-            outputs = strategy.run(step_within, (trace.in_replica, setup, self._states, inputs.shards))
-        try:
-            if reads.syncs:
-                operator, line = reads.syncs[0]
-                raise NotCapturableError(f"the step reads from the device at {line} ({operator})")
-            if not all(map(torch.equal, drawn, _host_generators(strategy))):
-                raise NotCapturableError("the step draws random numbers on the host, which a replay would repeat")
-            if (change := guards.change()) is not None:
-                raise NotCapturableError(f"the step changes what a captured step assumes: {change}")
-            difference = None if kind.trace is None else kind.trace.difference(trace)
-            if difference is not None:
-                self._forget(difference)
-            elif kind.trace is not None:
-                kind.alike, self._alike_in = True, epoch
-            kind.trace = trace
-        except NotCapturableError as reason:
-            self._give_up(reason)
-        return self._complete(strategy.local_results(outputs), metrics)
-
-    def _new_graph(self) -> DeviceGraph:
-        return self._driver.graph(self._device, self._strategy.generators.on_gpu(), self._pool)
-
-    def _complete(self, outputs: tuple[StepOutput, ...], metrics: list[MetricInputs]) -> tuple[StepOutput, ...]:
-        if any(metrics):
-            self._strategy.run(update_deferred_metrics, (self._states, PerReplica(metrics)))
-        return outputs
-
-    def _give_up(self, reason: NotCapturableError) -> None:
-        _log(reason)
+    def _give_up(self, reason: object) -> None:
+        _LOG.info("no CUDA graphs of whole steps: %s", reason)
         self._kinds.clear()  # frees the captured steps and their memory
         self._gave_up = True
 
+    def _observe(self, kind: _Kind, record: StepRecord, batch: Any, epoch: int) -> _Results:
+        """Runs a step as usual, and compares it with the one before of its kind."""
+        states, metrics = self._without_metrics()
+        with record:
+            outputs = self._strategy.run(train_step, (self._setup, states, batch, True))
+        difference = None if kind.record is None else kind.record.difference(record)
+        if record.wait is not None:
+            self._give_up(f"the step reads from the device: {record.wait}")
+        elif difference is not None:
+            self._give_up(f"steps differ from each other: {difference}")
+        elif kind.record is not None:
+            kind.alike, self._alike_in = True, epoch
+        kind.record = record
+        return self._strategy.local_results(outputs), metrics
 
-def _host_generators(strategy: Strategy) -> list[torch.Tensor]:
-    """The states of the replicas' host generators, if the device draws from others."""
-    on_host = strategy.devices[0].torch_device.type == "cpu"
-    return [] if on_host else [state["cpu"] for state in strategy.generators.states()]
+    def _capture(self, leaves: list[Any], structure: Any) -> Callable[[list[Any]], _Results]:
+        """Captures the step for batches like this one. Nothing is computed; the result runs the step on another one.
+
+        A schedule writes its rates as numbers into the optimizer's groups. A captured step would keep those of its
+        capture, so fused kernels read them from float32 tensors instead. If the device refuses, a NotCapturableError is
+        raised, and everything is as it was before.
+        """
+        setup, strategy, storages = self._setup, self._strategy, self._optimizer.storages
+        try:
+            own = [_cloned(leaf) for leaf in leaves]  # there may be no memory for it
+            inputs, shards = _tensors(own), PerReplica(tree_unflatten(own, structure))
+            rates = [torch.zeros((), dtype=torch.float32, device=self._device) for _ in self._optimizer.param_groups]
+            states, metrics = self._without_metrics()
+            graph = self._driver.graph(self._device, strategy.generators.on_gpu(), self._pool)
+            storages.rates = rates
+            with graph.recording():
+                results = strategy.run(train_step, (setup, states, shards, True))
+        except Exception as error:  # an error of the user's code is raised again when the step runs as usual
+            line = str(error).strip().split("\n", 1)[0]
+            raise NotCapturableError(f"the step could not be captured: {type(error).__name__}: {line}") from error
+        finally:
+            storages.rates = None
+            for duplicate in setup.module.copies:
+                duplicate.zero_grad()
+        outputs = strategy.local_results(results)
+
+        def replay(leaves: list[Any]) -> _Results:
+            if inputs:
+                foreach_copy_(inputs, _tensors(leaves), non_blocking=True)
+            for rate, group in zip(rates, self._optimizer.param_groups, strict=True):
+                rate.fill_(group["lr"])
+            graph.replay()
+            # The next replay overwrites the numbers in the outputs, whose copy to the host is queued by then. What the
+            # metrics get, and may keep, is copied.
+            return outputs, [LaterMetrics(tree_map(_cloned, list(each))) for each in metrics]
+
+        return replay
+
+    def _without_metrics(self) -> tuple[PerReplica[ReplicaState], list[LaterMetrics]]:
+        """States for a step that updates no metric, and what it leaves for them."""
+        states, metrics = list(map(copy.copy, self._states.values)), [LaterMetrics() for _ in self._states.values]
+        for state, later in zip(states, metrics, strict=True):
+            state.metrics = {"later": later} if state.metrics else {}
+        return PerReplica(states), metrics
 
 
-def _log(reason: NotCapturableError) -> None:
-    _LOG.info("no CUDA graphs of whole steps: %s", reason)
+def _flat(batch: Any, strategy: Strategy) -> tuple[list[Any], Any]:
+    """The leaves of a batch's shards, one per replica, and their structure.
+
+    Raises a NotCapturableError for a leaf that has no fixed address on the device and cannot be compared.
+    """
+    replicas, device = len(strategy.devices), strategy.devices[0].torch_device
+    leaves, structure = tree_flatten([select(batch, replica, replicas) for replica in range(replicas)])
+    for leaf in leaves:
+        if not isinstance(leaf, (int, float, complex, str, type(None))) and not (
+            is_plain(leaf) and leaf.device == device
+        ):
+            kind = f"{leaf.layout} tensor on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise NotCapturableError(f"the batches hold a {kind}; give dense tensors, numbers or strings")
+    return leaves, structure
+
+
+def _form(leaf: Any) -> Hashable:
+    """What a leaf has in common in two batches if one captured step serves both."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
