@@ -254,3 +254,66 @@ def test_replicas_on_several_gpus() -> None:
     setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config, train_step=None)
     with pytest.raises(NotCapturableError, match="several GPUs"):
         check_setup(setup, optimizer)
+
+
+class Scale:
+    """A loss that multiplies by a number from the host, by a tensor that it holds, and by the network's own."""
+
+    def __init__(self) -> None:
+        self.held = torch.ones(())
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return each(outputs, targets) * torch.tensor([0.5, 2.0]).sum() * self.held
+
+
+class Setting(Callback):
+    """Changes things at the beginning of the second epoch."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._change = change
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch == 1:
+            self._change(self.model)
+
+
+def drop_more(model: Any) -> None:
+    model.module.drop.p = 0.75
+
+
+def stop_dropping(model: Any) -> None:
+    model.module.drop.eval()
+
+
+def add_hook(model: Any) -> None:
+    model.module.outer.register_forward_hook(lambda module, given, outputs: outputs * 2.0)
+
+
+def other_tensor(loss: Scale) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        loss.held = torch.full((), 3.0)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "replays", "reason"),
+    [
+        (drop_more, [5, 6], ""),
+        (stop_dropping, [5, 6], ""),
+        (add_hook, [5], "the hooks of a Linear"),
+        (other_tensor, [5], "reads a tensor that is another one"),
+    ],
+)
+def test_what_changes_between_epochs(train: Train, change: Any, replays: list[int], reason: str) -> None:
+    trained = []
+    for graphs in (False, True):
+        loss = Scale()
+        setting = Setting(change(loss) if change is other_tensor else change)
+        torch.manual_seed(0)
+        trained.append(train(Net(0.25), batches(64), shares=None, loss=loss, graphs=graphs, callbacks=[setting]))
+    plain, recorded = trained
+    assert recorded.replays == replays
+    assert reason in "".join(recorded.reasons)
+    assert alike(plain, recorded)
