@@ -16,9 +16,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from tests.stand_in.streams import BesideCompiledCode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.device.host_syncs import BesideCompiledCode, host_waits
+from lockstep.replicas.device.host_syncs import host_waits
 
 _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import RowList
-from lockstep.train.cuda_graphs.checks import NotCapturableError
-from lockstep.train.cuda_graphs.steps import _flat, _form
+from lockstep.train.cuda_graphs import NotCapturableError, _flat, _form
 
 
 class Stacked(nn.Module):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.hooks import Observer, observing
+from lockstep.train import cuda_graphs
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.cuda_graphs import steps
-from lockstep.train.cuda_graphs.checks import NotCapturableError, check_setup
+from lockstep.train.cuda_graphs import NotCapturableError, check_setup
 
 
 def each(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_steps_that_cannot_be_recorded(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steps, "MAX_BEGINNINGS", 4)
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 4)
     trained = []
     for graphs in (False, True):
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_steps_that_cannot_be_recorded(
 
 
 def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_BEGINNINGS", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 3)
     data = [tuple(column[: 4 + step] for column in batches(16, 16)[0]) for step in range(6)]
     refused = train(net, data)
     assert len(refused.reasons) == 1
@@ -172,7 +172,7 @@ def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
     def full(batch: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(steps, "_cloned", full)
+    monkeypatch.setattr(cuda_graphs, "_cloned", full)
     refused = train(net, batches())
     assert refused.reasons == ["the step could not be captured: OutOfMemoryError: CUDA out of memory."]
     assert alike(train(net, batches(), graphs=False), refused)

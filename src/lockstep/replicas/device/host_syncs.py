@@ -10,7 +10,7 @@ It watches operators, not the device, so a program on a CPU shows what would wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,37 +23,27 @@ _COPYING = ("aten._to_copy", "aten.copy_")
 _INDEXING = ("aten.index", "aten.index_put", "aten.index_put_")
 
 
-class HostSync(NamedTuple):
-    """One wait: the operator, and the nearest line of the program, such as "train.py:30 in step"."""
-
-    operator: str
-    line: str
-
-
-class BesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode under which compiled code runs, which it does under no other mode. It is off while torch compiles."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
-class HostSyncs(BesideCompiledCode):
+class HostSyncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what makes the host wait, or would on a GPU, in the block and in the replicas that it runs.
 
-    ``syncs`` are the waits, in the order of the calls in each thread.
+    ``syncs`` are the waits in the order of the calls in each thread: the operator, and the nearest line of the program.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.syncs: list[HostSync] = []
+        self.syncs: list[tuple[str, str]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs under this mode, and under no other one that does not say so."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if host_waits(func, args, kwargs):
-            self.syncs.append(HostSync(str(func.overloadpacket), call_site()))
+            self.syncs.append((str(func.overloadpacket), call_site()))
         return func(*args, **kwargs)
 
 
