@@ -84,12 +84,7 @@ class Arrays(Dataset[Any]):
         """
         given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
         columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
-        leaves = (leaf for name, column in columns.items() for leaf in named_leaves(column, name=name))
-        lengths = {name: leaf.shape[0] for name, leaf in leaves}
-        if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
-            raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
-        if not lengths or not max(lengths.values()):
+        if not check_equal_rows(**columns):
             raise DataError(f"x of type {type(x).__name__} has no rows; give at least one")
         if sample_weight is not None and y is None:
             raise DataError("sample_weight came without y; give y, the targets")
@@ -159,6 +154,16 @@ def is_arrays(x: Any, *, with_y: bool) -> bool:
     if _is_array(x) or (isinstance(x, Mapping) and not isinstance(x, DistributedIterable)):
         return True
     return with_y and isinstance(x, (tuple, list)) and bool(x) and all(map(_is_array, x))
+
+
+def check_equal_rows(**columns: Any) -> int:
+    """The number of rows of arrays, given by their names; 0 without arrays. Raises a DataError if it differs."""
+    leaves = [leaf for name, column in columns.items() for leaf in named_leaves(column, name=name)]
+    lengths = {name: leaf.shape[0] for name, leaf in leaves if _is_array(leaf) and leaf.shape}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+        raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
+    return max(lengths.values(), default=0)
 
 
 def training_data(
