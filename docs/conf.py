@@ -90,8 +90,6 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "Lockstep"
-# The theme's own underlines names of modules, as if they were links.
-pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["lockstep.css"]
 
