@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep._torch_compat import tree_map
-from lockstep.checks import check_kind
+from lockstep.checks import check_kind, shown
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import DEFAULT_DEPTH
 from lockstep.data.sharding import as_tensor
@@ -50,12 +50,14 @@ class ArrayOptions:
         for name in ("batch_size", "validation_batch_size"):
             size = getattr(self, name)
             if size is not None and (type(size) is not int or not 1 <= size <= sys.maxsize):
-                raise ConfigError(f"{name}={size!r}; give the number of rows of a global batch")
+                raise ConfigError(f"{name}={shown(size)}; give the number of rows of a global batch")
         split = self.validation_split
         if self.shuffle not in (None, True, False):
             raise ConfigError(f"shuffle={self.shuffle!r}; give True or False")
         if isinstance(split, bool) or not isinstance(split, (int, float)) or not (split == 0 or 0 < split < 1):
-            raise ConfigError(f"validation_split={split!r}; give the part of the rows, between 0 and 1, such as 0.1")
+            raise ConfigError(
+                f"validation_split={shown(split)}; give the part of the rows, between 0 and 1, such as 0.1"
+            )
 
     def refuse_beside_batches(self, x: Any, y: Any) -> None:
         """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
