@@ -129,6 +129,13 @@ def test_norms_of_own_heads_that_a_plan_leaves_out_get_the_sum_of_all_gradients(
     assert found["model.layers.0.self_attn.k_norm"] == "replicated_with_grad_allreduce"
 
 
+def test_an_embedding_with_a_norm_inside_stays_whole():
+    module: Any = llama()
+    assert "model.embed_tokens" in DividedModel(module, require_model_spec(module, "a test")).modules
+    module.model.embed_tokens.norm = nn.LayerNorm(SIZES["hidden_size"])  # as in Muse Glimmer
+    assert "model.embed_tokens" not in DividedModel(module, require_model_spec(module, "a test")).modules
+
+
 def test_packed_experts_are_reordered_so_that_each_rank_has_a_share_of_each_output():
     module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
     model = DividedModel(module, require_model_spec(module, "a test"))

@@ -180,6 +180,16 @@ def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
+class SharedExpertOutput(tp.RowwiseParallel):
+    """A row linear whose output the model may change in place, as Llama 4 adds the experts' outputs to it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        divided = super()._apply(module, device_mesh)
+        # torch gives a view of a DTensor's own memory, which autograd does not let anybody write to.
+        divided.register_forward_hook(lambda _, __, output: output.clone())
+        return divided
+
+
 class Conv1DParallel(tp.ParallelStyle):
     """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
 
@@ -236,11 +246,14 @@ class DividedModel:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         parameters = dict(module.named_parameters(remove_duplicate=False))
         found = {name: style for name in self._modules if (style := self._style(name)) is not None}
-        # A stand-in for another stage's module has no parameters.
+        # A stand-in for another stage's module has no parameters. A module inside an embedding, such as a norm, would be
+        # given a rank's term of the sum.
         self.modules = {
             name: style
             for name, style in found.items()
-            if any(True for _ in self._modules[name].parameters()) and style != "replicate"
+            if any(True for _ in self._modules[name].parameters())
+            and style != "replicate"
+            and not (style.startswith("embedding_") and any(True for _ in self._modules[name].children()))
         }
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
         inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
@@ -388,7 +401,9 @@ class DividedModel:
                     return Conv1DParallel(Shard(0), whole, inputs=takes, outputs=output)
                 return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=whole if gathers else split)
             if style.startswith("rowwise"):
-                return tp.RowwiseParallel(input_layouts=takes, output_layouts=output)
+                beside = f"{name.rsplit('.', 2)[0]}.experts"
+                kind = SharedExpertOutput if beside in self.modules else tp.RowwiseParallel
+                return kind(input_layouts=takes, output_layouts=output)
             return tp.ColwiseParallel(output_layouts=whole if gathers else split)
         if style == "embedding_rowwise":
             return tp.RowwiseParallel(input_layouts=whole)

@@ -53,6 +53,10 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 12, "first_k_dense_replace": 1,
         },
     ),
+    "llama4_text": (  # experts whose outputs are added in place to those of a shared expert
+        "Llama4ForCausalLM",
+        {**_COMMON, **_EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 24, "head_dim": 8},
+    ),
     "bert": ("BertForMaskedLM", _ENCODER),
     "roberta": ("RobertaForMaskedLM", {**_ENCODER, "pad_token_id": 0}),
     "distilbert": (
