@@ -45,6 +45,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**_COMMON, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [0], "head_dim": 8},
     ),
+    "olmoe": ("OlmoeForCausalLM", {**_COMMON, **_EXPERTS, "num_experts": 4}),  # no pipeline plan of its own
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {
