@@ -308,6 +308,18 @@ def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, w
     assert [len(log) for log in logs_of(tmp_path).values()] == [said + 1] * 2
 
 
+def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Path):
+    program = write(
+        "import os; print(*(os.readlink(f'/proc/{os.getppid()}/fd/{n}') for n in range(3)), file=open('on', 'w'))"
+    )
+    words = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", program]
+
+    done = subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words], cwd=tmp_path, timeout=LIMIT_S)
+
+    assert done.returncode == 0
+    assert (tmp_path / "on").read_text().split() == [os.devnull] * 3
+
+
 def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
     python = [sys.executable, "-X", "dev", "-W", "always::ResourceWarning"]
     fails_once = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"

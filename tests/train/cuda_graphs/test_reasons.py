@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.hooks import Observer, observing
+from lockstep.train import cuda_graphs
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.cuda_graphs import capture, steps
-from lockstep.train.cuda_graphs.guards import NotCapturableError, driver_for
+from lockstep.train.cuda_graphs import NotCapturableError, check_setup
 
 
 def each(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -30,11 +30,21 @@ def reading(outputs: Tensor, targets: Tensor) -> Tensor:
     return each(outputs, targets) * max(1.0, outputs.detach().sum().item())
 
 
-def growing() -> Callable[[Tensor, Tensor], Tensor]:
+def growing(number: Callable[[float], Any] = float) -> Callable[[Tensor, Tensor], Tensor]:
     numbers = itertools.count(1)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return each(outputs, targets) * float(next(numbers))
+        return each(outputs, targets) * number(float(next(numbers)))
+
+    return loss
+
+
+def branching() -> Callable[[Tensor, Tensor], Tensor]:
+    numbers = itertools.count()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        values = each(outputs, targets)
+        return values.neg().neg() if next(numbers) % 3 == 2 else values
 
     return loss
 
@@ -78,28 +88,44 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("module", "settings", "reason"),
     [
-        (Net, {"loss": lambda: reading}, r"reads from the device at test_reasons.py:\d+ \(aten._local_scalar_dense\)"),
+        (
+            Net,
+            {"loss": lambda: reading},
+            r"reads from the device: aten._local_scalar_dense.default at test_reasons.py:\d+ in reading",
+        ),
         (
             Net,
             {"loss": growing, "shares": None},
-            r"differ from each other: aten.mul.Tensor at test_reasons.py:\d+ in loss ",
+            r"aten.mul.Tensor\(torch.float32\[8\], 2.0\) at test_reasons.py:\d+ in loss is aten.mul.Tensor",
+        ),
+        (
+            Net,
+            {"loss": lambda: growing(torch.tensor), "shares": None},
+            r"aten.lift_fresh.default\(2.0\) at test_reasons.py:\d+ in loss is aten.lift_fresh.default\(3.0\)",
+        ),
+        (
+            Net,
+            {"loss": branching, "shares": None},
+            r"aten.sum.default\(torch.float32\[8\]\) at test_reasons.py:\d+ in loss is aten.neg",
         ),
         (
             Net,
             {"loss": own_generator, "shares": None},
             "captured: RuntimeError: aten.rand.generator draws from",
         ),
-        (Counting, {}, "changes what a captured step assumes: the attributes of a module"),
+        (Counting, {}, "the attributes of a module changed between steps"),
         (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
         (Hooked, {}, "the hooks of a Linear would run once"),
         (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
         (Net, {"precision": "fp16"}, 'precision="fp16" asks on the host'),
         (Net, {"accumulate": 2}, "accumulate keeps gradients from step to step"),
-        (lambda: Net(norm=True), {"sync_batchnorm": True}, r"reads from the device at batch_norm.py"),
+        (lambda: Net(norm=True), {"sync_batchnorm": True}, "sync_batchnorm=True reads its counts on the host"),
     ],
     ids=[
         "host",
         "numbers",
+        "host tensors",
+        "branches",
         "generator",
         "attributes",
         "tensors",
@@ -111,8 +137,13 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
     ],
 )
 def test_steps_that_cannot_be_recorded(
-    train: Train, module: Callable[[], nn.Module], settings: dict[str, Any], reason: str
+    train: Train,
+    module: Callable[[], nn.Module],
+    settings: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 4)
     trained = []
     for graphs in (False, True):
         torch.manual_seed(0)
@@ -127,7 +158,7 @@ def test_steps_that_cannot_be_recorded(
 
 
 def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_KINDS", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 3)
     data = [tuple(column[: 4 + step] for column in batches(16, 16)[0]) for step in range(6)]
     refused = train(net, data)
     assert len(refused.reasons) == 1
@@ -141,7 +172,7 @@ def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
     def full(batch: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(capture.StepInputs, "cloned", full)
+    monkeypatch.setattr(cuda_graphs, "_cloned", full)
     refused = train(net, batches())
     assert refused.reasons == ["the step could not be captured: OutOfMemoryError: CUDA out of memory."]
     assert alike(train(net, batches(), graphs=False), refused)
@@ -162,7 +193,6 @@ class Meddling(Callback):
 def scale_weights(model: Any) -> None:
     with torch.no_grad():
         model.module.inner.weight.mul_(0.5)
-    model.load_state_dict(model.state_dict())
 
 
 def load_optimizer(model: Any) -> None:
@@ -179,7 +209,7 @@ def freeze(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "replays"), [(scale_weights, [11]), (load_optimizer, [3, 6]), (more_decay, [3, 6]), (freeze, [3, 6])]
+    ("change", "replays"), [(scale_weights, [11]), (load_optimizer, [3, 4]), (more_decay, [3, 4]), (freeze, [3, 4])]
 )
 def test_what_callbacks_change_between_steps(
     train: Train, net: Net, change: Callable[[Any], None], replays: list[int]
@@ -187,7 +217,7 @@ def test_what_callbacks_change_between_steps(
     data = batches(8 * 14)
     plain = train(net, data, epochs=1, graphs=False, callbacks=[Meddling(change)])
     recorded = train(net, data, epochs=1, callbacks=[Meddling(change)])
-    # Steps 6 and 7 are looked at, and step 8 is recorded anew as things are then.
+    # Steps 6 and 7 are looked at, 8 and 9 again, and step 10 is recorded anew.
     assert recorded.replays == replays
     assert alike(plain, recorded)
 
@@ -214,11 +244,76 @@ def test_replicas_on_several_gpus() -> None:
         for gpu in gpus
     )
     strategy = SimpleNamespace(devices=devices, workers=SingleWorkerCommunicator(2))
-    module = SimpleNamespace(module=nn.Linear(1, 1), is_compiled=False, pipeline=None, shards_weights=False)
+    module = SimpleNamespace(
+        module=nn.Linear(1, 1), is_compiled=False, pipeline=None, shards_weights=False, has_sync_batchnorm=False
+    )
     optimizer = SimpleNamespace(
         plain=torch.optim.Adam(module.module.parameters()), storages=SimpleNamespace(not_fused=None)
     )
     config = SimpleNamespace(precision="fp32", accumulate=1)
     setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config, train_step=None)
     with pytest.raises(NotCapturableError, match="several GPUs"):
-        driver_for(setup)
+        check_setup(setup, optimizer)
+
+
+class Scale:
+    """A loss that multiplies by a number from the host, by a tensor that it holds, and by the network's own."""
+
+    def __init__(self) -> None:
+        self.held = torch.ones(())
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return each(outputs, targets) * torch.tensor([0.5, 2.0]).sum() * self.held
+
+
+class Setting(Callback):
+    """Changes things at the beginning of the second epoch."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._change = change
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if epoch == 1:
+            self._change(self.model)
+
+
+def drop_more(model: Any) -> None:
+    model.module.drop.p = 0.75
+
+
+def stop_dropping(model: Any) -> None:
+    model.module.drop.eval()
+
+
+def add_hook(model: Any) -> None:
+    model.module.outer.register_forward_hook(lambda module, given, outputs: outputs * 2.0)
+
+
+def other_tensor(loss: Scale) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        loss.held = torch.full((), 3.0)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "replays", "reason"),
+    [
+        (drop_more, [5, 6], ""),
+        (stop_dropping, [5, 6], ""),
+        (add_hook, [5], "the hooks of a Linear"),
+        (other_tensor, [5], "reads a tensor that is another one"),
+    ],
+)
+def test_what_changes_between_epochs(train: Train, change: Any, replays: list[int], reason: str) -> None:
+    trained = []
+    for graphs in (False, True):
+        loss = Scale()
+        setting = Setting(change(loss) if change is other_tensor else change)
+        torch.manual_seed(0)
+        trained.append(train(Net(0.25), batches(64), shares=None, loss=loss, graphs=graphs, callbacks=[setting]))
+    plain, recorded = trained
+    assert recorded.replays == replays
+    assert reason in "".join(recorded.reasons)
+    assert alike(plain, recorded)
