@@ -162,9 +162,8 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _Call(str(func), [self._argument(func, leaf) for leaf in given], line)
         self._calls[-1 if context is None else context.local_replica].append(call)
         result = func(*args, **kwargs)
-        # A view of a tensor from outside is from outside too, and an operator that writes returns what it was given.
-        if not func.is_view and not func._schema.is_mutable:
-            self._made.update(_storage(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, Tensor))
+        # What an operator returns of a tensor from outside, such as a view, has been compared in this call.
+        self._made.update(_storage(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
     def _argument(self, func: Any, leaf: Any) -> tuple[str, int | None]:

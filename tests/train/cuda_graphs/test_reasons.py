@@ -85,6 +85,10 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, 0.01)
 
 
+def of_some(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(list(parameters)[:2], 2**-5)
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "reason"),
     [
@@ -122,6 +126,7 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
         (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
         (Hooked, {}, "the hooks of a Linear would run once"),
         (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
+        (Net, {"optimizer": of_some}, "gradients are left after the update"),
         (Net, {"precision": "fp16"}, 'precision="fp16" asks on the host'),
         (Net, {"accumulate": 2}, "accumulate keeps gradients from step to step"),
         (lambda: Net(norm=True), {"sync_batchnorm": True}, "sync_batchnorm=True reads its counts on the host"),
@@ -137,6 +142,7 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
         "tensors",
         "hooks",
         "optimizer",
+        "other gradients",
         "fp16",
         "accumulation",
         "sync batch norm",
