@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.harness import run_rounds, trials_of
 from benchmarks.loops import SETTINGS, Variant, layouts_of, run_replicas, suffix_of, train_alone, train_ddp
-from benchmarks.processes import Body, SpawnedBody
+from benchmarks.processes import SpawnedBody
 from benchmarks.report import Report, Section, columns, report_of
 from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, with_role
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Role, Workload, select_contenders
@@ -33,9 +33,9 @@ PACE = Pace(warm_up=5, steps=12, rounds=3)
 LIMIT = 0.95
 """Our compiled step on two replicas over the best compiled loop's and DDP's."""
 SETTINGS_LIMIT = 1.0
-"""Our compiled step with the default settings over the best setting that is tried by hand."""
+"""Our compiled step with the default settings over the best of our others, uncompiled among them."""
 COMPILE_LIMIT_S = 600.0
-_BF16 = " bf16"
+_BF16, _KEEPING = " bf16", " keeping"
 _BY_HAND: Mapping[str, Mapping[str, Any]] = {
     "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
     "dynamic=False": {"dynamic": False},
@@ -55,6 +55,7 @@ def contenders(workload: str, *, bf16: bool) -> tuple[Contender, ...]:
         ),
         *(_alone(layout, compiled) for layout in layouts),
         *(_ddp(layout, compiled) for layout in layouts),
+        _ddp(layouts[0], compiled, keeping=True),
     )
 
 
@@ -81,16 +82,16 @@ def _alone(layout: Layout, variant: Variant) -> Contender:
     )
 
 
-def _ddp(layout: Layout, variant: Variant) -> Contender:
-    body: Body = partial(train_ddp, keeping=True, variant=variant)
+def _ddp(layout: Layout, variant: Variant, *, keeping: bool = False) -> Contender:
+    allocator = ", with the allocator settings that our strategies make" if keeping else ""
     return Contender(
-        name=_named(f"ddp-2 compiled{suffix_of(layout)}", variant),
-        settings=f"2 processes, {SETTINGS}, around the compiled module, compiled loss, {layout}, with the allocator "
-        "settings that our strategies make",
-        launcher=SpawnedBody(body=body),
+        name=_named(f"ddp-2 compiled{suffix_of(layout)}{_KEEPING if keeping else ''}", variant),
+        settings=f"2 processes, {SETTINGS}, around the compiled module, compiled loss, {layout}{allocator}",
+        launcher=SpawnedBody(body=partial(train_ddp, keeping=keeping, variant=variant)),
         replicas=2,
         processes=2,
         layout=layout,
+        role="reference" if keeping else "baseline",
         limit_s=COMPILE_LIMIT_S,
     )
 
@@ -113,29 +114,29 @@ def _bert_of_static_shapes() -> nn.Module:
 
 def comparisons_of(figures: Sequence[Figures]) -> list[Comparison]:
     """In each precision: ours over the best by hand, over settings tried by hand, and how a warm cache starts."""
-    found = []
-    for bf16 in (False, True):
-        rows = [row for row in figures if row.contender.name.endswith(_BF16) == bf16]
-        ours = next(iter(with_role(rows, "ours")), None)
-        if ours is None:
-            continue
-        best = fastest(with_role(rows, "baseline"))
-        found.append(compare_steps(ours, best, LIMIT, text="" if best else f"{ours.contender.name} / the best by hand"))
-        settings = fastest(row for row in with_role(rows, "reference") if " compiled " in row.contender.name)
-        if settings is not None:
-            found.append(compare_steps(ours, settings, SETTINGS_LIMIT))
-        uncompiled = next((row for row in rows if " compiled" not in row.contender.name), None)
-        if uncompiled is not None:
-            found.append(compare_steps(ours, uncompiled))
-        cold, *warm = sorted(ours.samples, key=lambda sample: sample.round)
-        starts = tuple(each.first_step_s / cold.first_step_s for each in warm)
-        found.append(Comparison(text=f"start to first step, {ours.contender.name}, warm / cold cache", values=starts))
-    return found
+    return [
+        comparison
+        for bf16 in (False, True)
+        for comparison in _comparisons_of([row for row in figures if row.contender.name.endswith(_BF16) == bf16])
+    ]
+
+
+def _comparisons_of(rows: Sequence[Figures]) -> Iterator[Comparison]:
+    ours = next(iter(with_role(rows, "ours")), None)
+    if ours is None:
+        return
+    name, others = ours.contender.name, with_role(rows, "reference")
+    yield compare_steps(ours, fastest(with_role(rows, "baseline")), LIMIT)
+    yield compare_steps(ours, fastest(row for row in others if "lockstep-2" in row.contender.name), SETTINGS_LIMIT)
+    yield compare_steps(ours, fastest(row for row in others if _KEEPING in row.contender.name))
+    cold, *warm = sorted(ours.samples, key=lambda sample: sample.round)
+    starts = tuple(each.first_step_s / cold.first_step_s for each in warm)
+    yield Comparison(text=f"start to first step, {name}, warm / cold cache", values=starts)
 
 
 @contextmanager
 def _empty_cache() -> Iterator[None]:
-    """Keeps torch's cache of compiled code in a folder of this run's own; the trials' processes inherit the variable."""
+    """Keeps torch's cache of compiled code in a folder of this run's own, which the trials' processes inherit."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
@@ -170,7 +171,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
         Section(
             workload=name,
             title=workload_of(name).title,
-            columns=columns("step ms", "p10", "p90", "ratio", "CPU ms", "first step s", "peak MB", "loss"),
+            columns=columns("step ms", "p10", "p90", "CPU ms", "first step s", "peak MB", "loss"),
             figures=(figures := figures_of(chosen[name], rounds.samples, name)),
             comparisons=comparisons_of(figures),
             absences=[each for each in rounds.absences if each.workload == name],
@@ -186,5 +187,6 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
 _MEANINGS = {
     "compiled": "the loss is compiled too: by hand as one function with the module, with DDP and ours as a function of "
     "its own. Rows of bf16 run forward and loss under autocast.",
+    "keeping": "with the allocator settings that our strategies make, which DDP's users do not have by default.",
     "warm / cold cache": "the first round begins with an empty cache of compiled code, later rounds with what it left.",
 }
