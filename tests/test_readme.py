@@ -14,7 +14,10 @@ from tests.docs.reader_files import write_files
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("[!_]*/**/*.md")), ROOT / "docs" / "index.md"]
+DOCS = [*sorted((ROOT / "docs").glob("[!_]*/**/*.md")), ROOT / "docs" / "index.md"]
+PAGES = [README, ROOT / "examples" / "README.md", *DOCS]
+# Pages that are read on their own; tests/test_docs.py follows the links of the others.
+ALONE = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("examples/**/*.md")), *sorted(ROOT.glob("benchmarks/**/*.md"))]
 
 # Python runs, all blocks of a page in one process. Bash says whether it runs, in a comment before the block:
 #     <!-- run -->
@@ -144,6 +147,22 @@ def test_every_block_of_code_runs_or_says_why_not():
         assert mark or language != "bash", f"<!-- run --> or <!-- not run: why --> is missing in {where}"
         if language == "python":
             compile(body, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", ALONE, ids=name_of)
+def test_links_and_images_lead_somewhere(page: Path):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+
+    assert [link for link in links if not leads_somewhere(page, link)] == []
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    if not anchor or not target.exists():
+        return target.exists()
+    titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_readme_has_python_and_bash_to_run():

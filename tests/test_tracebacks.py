@@ -32,9 +32,12 @@ def shown_frames(error: BaseException) -> list[str]:
     return [frame.f_code.co_name for frame in frames if not frame.f_locals.get("__tracebackhide__")]
 
 
+SHELL = SimpleNamespace(InteractiveTB=SimpleNamespace(skip_hidden=True))
+
+
 @pytest.fixture
 def ipython(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SHELL))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -63,6 +66,26 @@ def test_ipython_shows_the_users_step_of_a_loop_of_ones_own():
     strategy.close()
 
     assert shown_frames(caught.value)[1:] == ["own_function"]
+
+
+@pytest.mark.usefixtures("ipython")
+@pytest.mark.parametrize(("skip_hidden", "ours"), [(True, False), (False, True)])
+def test_ipython_ends_with_torch_s_call_where_ours_stands_for_torch_s_function(
+    skip_hidden: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(SHELL.InteractiveTB, "skip_hidden", skip_hidden)
+    strategy = ls.MirroredStrategy(replicas=2)
+    with strategy.scope():
+        model = ls.Model(nn.Sequential(nn.Linear(2, 1)))
+        model.compile("sgd", "mse")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model.fit([(torch.ones(4, 3), torch.ones(4, 1))], verbose=0)
+    strategy.close()
+
+    *_, last = traceback.walk_tb(caught.value.__traceback__)
+    assert last[0].f_globals["__name__"].startswith("lockstep.") == ours
+    assert shown_frames(caught.value)[-2:] == ["forward", "forward"]  # of Sequential and of Linear
 
 
 @pytest.mark.usefixtures("ipython")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -62,6 +62,20 @@ def check_kind(
         raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 
 
+def check_call(fn: Any, args: Any, kwargs: Any, example: str) -> None:
+    """Checks a function, the sequence of its arguments and the dict of its keyword arguments. Raises TypeError.
+
+    ``example`` is a right call.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, got {type(fn).__name__}; write {example}")
+    if not isinstance(args, (tuple, list)):
+        kind = type(args).__name__
+        raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise TypeError(f"kwargs must be a dict of fn's keyword arguments, got {shown(kwargs)}")
+
+
 def check_path(path: Any, argument: str) -> str:
     """The path that was given as ``argument``; not an empty one, which means the working directory."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
@@ -81,8 +95,11 @@ def check_path(path: Any, argument: str) -> str:
 
 
 def shown(value: object) -> str:
-    """The value as code, on one line that is not too long."""
-    text = " ".join(repr(value).split())
+    """The value as code, on one line that is not too long; its class where its ``repr`` fails."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - whatever the user's class does; the message is about something else
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -1,7 +1,8 @@
 """Shorter tracebacks in IPython and notebooks, and after Ctrl-C: the frames of this package are left out.
 
 IPython leaves out a frame whose locals hold ``__tracebackhide__``, unless it is the last, and says how many it left
-out. The traceback of an error that this package raises on purpose ends with the user's call.
+out. So a traceback that ends in functions of this package which torch has called in place of its own ends with torch's
+call, and that of an error that this package raises on purpose with the user's.
 ``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere the tracebacks of errors stay as they
 are; that of a KeyboardInterrupt keeps the user's frames alone, since where this package was waiting says nothing.
 """
@@ -23,8 +24,12 @@ class OwnFramesHidden:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         ipython = sys.modules.get("IPython")
-        if error is not None and ipython is not None and ipython.get_ipython() is not None:
+        shell = ipython and ipython.get_ipython()
+        if error is not None and shell is not None:
             hide_own_frames(error)
+            shown = _without_hidden_end(error.__traceback__)
+            if shell.InteractiveTB.skip_hidden and _ends_in_torch(shown):
+                error.__traceback__ = shown
         elif isinstance(error, KeyboardInterrupt):
             error.__traceback__ = _without_own_frames(error.__traceback__)
 
@@ -44,6 +49,11 @@ def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None
     while entries and _is_hidden(entries[-1].tb_frame):
         entries.pop()
     return _chained(entries)
+
+
+def _ends_in_torch(traceback: TracebackType | None) -> bool:
+    entries = _entries(traceback)
+    return bool(entries) and _module(entries[-1].tb_frame).startswith("torch.")
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -90,5 +100,10 @@ def _hide(traceback: TracebackType | None, *, all_frames: bool) -> None:
 
 
 def _is_hidden(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
+    module = _module(frame)
     return any(module == name or module.startswith(f"{name}.") for name in _HIDDEN)
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name

@@ -212,6 +212,16 @@ def test_a_damaged_newest_one_warns_and_the_one_before_is_taken(tmp_path: Path, 
     assert found[0].name == "step-00000001"
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_record_keeps_no_save_waiting(tmp_path: Path):
+    folder = filled(tmp_path, 1, 2, 3)
+    pipe(tmp_path / "step-00000001" / "checkpoint.json")
+
+    folder.prune(1, 3, None, run=read_record(tmp_path / "step-00000003").run)
+
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]  # whose the first is nobody knows
+
+
 def test_where_all_are_damaged_it_is_an_error(tmp_path: Path):
     folder = filled(tmp_path, 1)
     DAMAGES["half a record"][0](tmp_path / "step-00000001")

@@ -245,6 +245,36 @@ while True: signal.pause()
     assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
 
 
+@pytest.mark.parametrize("workers", ["2", "2:2"])
+def test_a_worker_that_failed_and_waits_for_its_own_thread_ends_the_job(workers: str, run_lockstep: Run, write):
+    program = """
+import os, signal, threading
+if os.environ["RANK"] == "1":
+    threading.Thread(target=signal.pause).start()
+    raise ValueError("worker 1 is done for")
+signal.pause()
+"""
+    done = run_lockstep("run", "--workers", workers, "--stop-s", "0.5", "--quiet", write(program))
+
+    assert done.returncode == 1
+    assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
+
+
+def test_nohup_keeps_the_job_when_the_terminal_closes(start_lockstep: Start, write):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = start_lockstep("run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    (handle,) = started_workers(process, 1)
+
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+
+    assert all_end([handle])
+    assert process.wait(LIMIT_S) == 143  # of SIGTERM
+
+
 def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, signal, sys
@@ -306,6 +336,18 @@ def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, w
     assert done.stderr.count("\n") == 2, done.stderr  # the first line is the usual one
     assert "standard output" in done.stderr.splitlines()[1]
     assert [len(log) for log in logs_of(tmp_path).values()] == [said + 1] * 2
+
+
+def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Path):
+    program = write(
+        "import os; print(*(os.readlink(f'/proc/{os.getppid()}/fd/{n}') for n in range(3)), file=open('on', 'w'))"
+    )
+    words = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", program]
+
+    done = subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words], cwd=tmp_path, timeout=LIMIT_S)
+
+    assert done.returncode == 0
+    assert (tmp_path / "on").read_text().split() == [os.devnull] * 3
 
 
 def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):

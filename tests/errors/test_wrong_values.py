@@ -13,15 +13,23 @@ import torch
 import lockstep as ls
 from lockstep.errors import ConfigError, LockstepError
 
-THING = object()
+
+class Shy:
+    """Has no spelling."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no spelling")
+
+
+THING, SHY = object(), Shy()
 NO_NUMBERS = ("3", b"3", [3], {}, THING)
-NO_COUNTS = (*NO_NUMBERS, True, 1.5, -1, math.nan)
+NO_COUNTS = (*NO_NUMBERS, SHY, True, 1.5, -1, math.nan)
 NO_SIZES = (*NO_COUNTS, 0)
-NO_TIMES = (*NO_NUMBERS, True, 0, -1.0, math.nan, math.inf, 10**30)
+NO_TIMES = (*NO_NUMBERS, SHY, True, 0, -1.0, math.nan, math.inf, 10**30)
 NO_PATHS = (3, 1.5, b"here", [], THING, "", " ", "a\0b", "n" * 300, "\udcff\ud800")
 NO_FUNCTIONS = (3, "step", [], THING)
 NO_TEXTS = (3, 1.5, b"text", [], {}, THING)
-NO_SEEDS = (*NO_NUMBERS, True, 1.5, math.nan)
+NO_SEEDS = (*NO_NUMBERS, SHY, True, 1.5, math.nan)
 HUGE = (10**6, 10**30)
 
 # Code with a value V -> what no V may be.
@@ -111,6 +119,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         torch.ones(7),
     ),
     "ls.compute_average_loss(torch.ones(2), global_batch_size=V)": (*NO_SIZES, 10**30),
+    "run(lambda: ls.get_replica_context().all_gather(V, 0))": ("three", b"3", THING, None),
     "run(lambda: ls.scale_regularization_loss(V))": ("loss", None, [], THING),
     "ls.Model(V)": (3, "model", None, [], THING, torch.nn.Linear),
     "new().compile(optimizer=V, loss=loss)": (3, "descent", [], THING),
@@ -158,13 +167,15 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "ls.CheckpointManager(checkpoint, 'kept').save(1, monitored=V)": NO_NUMBERS,
     "ls.ModelCheckpoint(V)": NO_PATHS,
     "ls.ModelCheckpoint('kept', monitor=V)": NO_TEXTS,
+    "ls.ModelCheckpoint('kept', save_weights_only=False, keep=V)": NO_SIZES,
+    "ls.ModelCheckpoint('kept', initial_value_threshold=V)": (*NO_NUMBERS, True, math.nan),
     "ls.ModelCheckpoint('kept', save_freq=V)": (*NO_NUMBERS, True, 0, -1, 1.5),
     "ls.BackupAndRestore(V)": NO_PATHS,
     "ls.BackupAndRestore('kept', save_freq=V)": (*NO_NUMBERS, True, 0, -1, 1.5),
     "ls.EarlyStopping(V)": NO_TEXTS,
     "ls.EarlyStopping(patience=V)": (*NO_NUMBERS, True, None, -1, math.nan),
     "ls.EarlyStopping(min_delta=V)": (*NO_NUMBERS, None, math.nan),
-    "ls.EarlyStopping(mode=V)": NO_TEXTS,
+    "ls.EarlyStopping(mode=V)": (*NO_TEXTS, torch.ones(2)),
     "ls.EarlyStopping(baseline=V)": NO_NUMBERS,
     "ls.ReduceLROnPlateau(factor=V)": (*NO_NUMBERS, None, 1.5, math.nan),
     "ls.ReduceLROnPlateau(patience=V)": (*NO_NUMBERS, None, -1),
@@ -175,6 +186,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "ls.TensorBoard(V)": NO_PATHS,
     "ls.TensorBoard('logs', update_freq=V)": (*NO_NUMBERS, True, 0, -1, 1.5),
     "ls.ProgressBar(V)": (7, "loud", THING),
+    "ls.WeightsAndBiases(config=V)": (3, "lr", [3], THING),
+    "ls.WeightsAndBiases(init=V)": (3, "lr", [3], THING),
+    "ls.MLflow(config=V)": (3, "lr", [3], THING),
+    "ls.Trackio('project', config=V)": (3, "lr", [3], THING),
     "ls.launch(V, workers=1)": NO_FUNCTIONS,
     "ls.launch(print, args=V, workers=1)": (3, "abc", THING),
     "ls.launch(print, kwargs=V, workers=1)": (3, "abc", THING),
@@ -227,9 +242,13 @@ def test_a_wrong_value_is_told_in_one_line_that_shows_it(
 
 
 def test_what_run_and_mirror_cannot_take_is_a_type_error_of_one_line(names: dict[str, Any]):
-    for code in ("strategy.run(V)", "strategy.run(print, V)", "strategy.run(print, (), V)", "strategy.mirror(V)"):
+    meet = "strategy.run(lambda: ls.get_replica_context().merge_call({}))".format
+    calls = [call(given) for call in ("strategy.run({})".format, meet) for given in ("V", "print, V", "print, (), V")]
+    for code in (*calls, "strategy.mirror(V)"):
         for value in (3, "text", THING):
-            with pytest.raises(TypeError, match=r"^[^\n]*(must be a|takes a)[^\n]* got [^\n]*$"):
+            with pytest.raises(
+                TypeError, match=r"^[^\n]*(must be a|takes a)[^\n]* got [^\n]*(\nraised in replica 0 [^\n]*)?$"
+            ):
                 eval(code, {**names, "V": value})
 
 
@@ -242,7 +261,10 @@ def test_an_argument_of_tf_distribute_is_told_what_it_is_here(kind: Any, name: s
 
 def _spellings(value: Any) -> Iterator[str]:
     """How a message may name what was received: its code, its class, its size, or these of an item of it."""
-    yield from (repr(value)[:40], str(value)[:40] or "''", type(value).__name__)
+    yield type(value).__name__
+    if value is SHY:
+        return
+    yield from (repr(value)[:40], str(value)[:40] or "''")
     if isinstance(value, type):
         yield value.__name__
     if isinstance(value, torch.Tensor):

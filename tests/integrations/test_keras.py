@@ -19,7 +19,7 @@ import torch
 keras = pytest.importorskip("keras")
 
 import lockstep as ls  # noqa: E402
-from lockstep.errors import ConfigError, UsageError  # noqa: E402
+from lockstep.errors import ConfigError, DataError, UsageError  # noqa: E402
 from lockstep.integrations.keras import distribute  # noqa: E402
 
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
@@ -453,6 +453,35 @@ def test_a_batch_size_beside_batches_is_refused(method: str, data: Callable[[], 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x, y: model.fit(x, y),
+        lambda model, x, y: model.fit(x, x[:, 0], sample_weight=y),
+        lambda model, x, y: model.fit(x, x[:, 0], validation_data=(x, y)),
+        lambda model, x, y: model.evaluate(x, y),
+        lambda model, x, y: model.predict([x, y]),
+        lambda model, x, y: model.train_on_batch(x, y),
+        lambda model, x, y: model.test_on_batch(x, y),
+    ],
+)
+def test_arrays_of_different_lengths_are_refused_in_one_line(call: Callable[..., Any], make_strategy: MakeStrategy):
+    model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(2)))
+
+    with pytest.raises(DataError, match=r"70.* 69") as refused:
+        call(model, KERAS.X, KERAS.LABELS[:69])
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_callback_of_lockstep_is_refused_with_the_name_of_keras_s(make_strategy: MakeStrategy):
+    model = compiled(distribute(keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)]), make_strategy(1)))
+
+    for given in (ls.EarlyStopping(), [ls.EarlyStopping()]):
+        with pytest.raises(ConfigError, match=r"keras\.callbacks\.EarlyStopping"):
+            model.fit(KERAS.X, KERAS.LABELS, callbacks=given, verbose=0)
+
+
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_a_backend_that_is_not_installed_is_refused_with_what_to_set(backend: str):
     program = "from lockstep.errors import ConfigError\ntry:\n    import lockstep.integrations.keras\n"
@@ -472,6 +501,8 @@ def test_models_that_cannot_be_distributed(make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     with pytest.raises(TypeError, match="Linear"):
         distribute(torch.nn.Linear(2, 2), strategy)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="str"):
+        distribute(KERAS.sequential(), "mirrored")  # type: ignore[arg-type]
     stateful = keras.Sequential([keras.Input(batch_shape=(4, 9, 8)), keras.layers.GRU(3, stateful=True, name="inner")])
     with pytest.raises(ConfigError, match="'inner'"):
         distribute(stateful, strategy)

@@ -20,6 +20,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.membership import join
 from lockstep.membership.rendezvous import job_terms
+from lockstep.membership.store import OWNER_KEY
 
 if TYPE_CHECKING:
     from tests.membership.conftest import MakeMembers, Member
@@ -108,6 +109,18 @@ def test_a_process_of_another_job_is_refused_and_disturbs_nobody(start: Start, a
     assert not chief.has_answered(2.5)
     worker = start({"workers": addresses[:2], "index": 1, "job_id": "roses"}).begin("join")
     assert chief.answer().error == worker.answer().error == ""
+
+
+@pytest.mark.parametrize("found", [b"\xff", b"no record", b"[]", b"{}"])
+def test_the_store_of_another_program_is_told_from_one_of_ours(found: bytes, start: Start, addresses: list[str]):
+    host, port = addresses[0].split(":")
+    server = torch.distributed.TCPStore(host, int(port), None, True, wait_for_workers=False)
+    server.set(OWNER_KEY, found)
+
+    error = start({"workers": addresses[:2], "index": 1}).begin("join").answer().error
+
+    assert "the job's store has what no worker writes" in error
+    assert "choose another port" in error
 
 
 def test_a_second_process_of_a_worker_is_refused(start: Start, members: MakeMembers, addresses: list[str]):

@@ -112,6 +112,28 @@ def test_a_failing_replica_s_own_exception_names_replica_and_device(make_strateg
     assert all_are_there(strategy)
 
 
+class FullError(Exception):
+    """An error that takes no note."""
+
+    __notes__ = ()
+
+
+def test_an_error_that_takes_no_note_keeps_nobody_waiting(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+
+    def step() -> None:
+        context = get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group == 1:
+            raise FullError
+        context.all_reduce("sum", 1)
+
+    with pytest.raises(FullError):
+        strategy.run(step)
+
+    assert all_are_there(strategy)
+
+
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
 def test_any_exception_passes(kind: type[BaseException], make_strategy: MakeStrategy):
     strategy = make_strategy(2)

@@ -16,9 +16,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from tests.stand_in.streams import BesideCompiledCode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas.device.host_syncs import BesideCompiledCode, _waits
+from lockstep.replicas.device.host_syncs import host_waits
 
 _WRITES_UNSAID = {"aten.native_batch_norm": ("running_mean", "running_var")}
 
@@ -52,7 +53,8 @@ class StandInGraph:
     def recording(self) -> Iterator[None]:
         drawn = [generator.get_state() for generator in self._generators]
         try:
-            yield
+            with _Recorder(self):  # which replicas run under too
+                yield
         finally:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state)
@@ -61,11 +63,6 @@ class StandInGraph:
             for storage in self._made.values():
                 storage.fill_(255)  # NaN, and -1
             self._before.clear()
-
-    @contextmanager
-    def in_replica(self) -> Iterator[None]:
-        with _Recorder(self):
-            yield
 
     def replay(self) -> None:
         self.replays += 1
@@ -89,7 +86,7 @@ class StandInGraph:
 
     def _generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
         """Whose numbers an operator draws from the default generator; None where it draws none."""
-        if _waits(func, args, kwargs):
+        if host_waits(func, args, kwargs):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
         named = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
@@ -143,7 +140,7 @@ class HeldGraph:
     def __init__(self, graph: StandInGraph, pool: GraphPool) -> None:
         self.graph = graph
         self._pool = pool
-        self.in_replica, self.replay = graph.in_replica, graph.replay
+        self.replay = graph.replay
 
     @contextmanager
     def recording(self) -> Iterator[None]:

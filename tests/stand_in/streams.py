@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 Clock = Counter[str]
 """Of each stream, by name, up to which of its works everything is done."""
 
@@ -57,3 +59,11 @@ class Event:
     name: str
     clock: Clock
     passed: bool
+
+
+class BesideCompiledCode(TorchDispatchMode):
+    """A mode under which compiled code runs. It is off while torch compiles."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tests.stand_in.streams import Clock, Stream
+from tests.stand_in.streams import BesideCompiledCode, Clock, Stream
 from torch.utils._pytree import tree_leaves
-
-from lockstep.replicas.device.host_syncs import BesideCompiledCode
 
 _ASKS_FOR_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty"}
 

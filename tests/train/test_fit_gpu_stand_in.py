@@ -133,7 +133,7 @@ def test_a_loss_that_reads_is_named_by_operator_and_line():
     with on_gpus(loss=reading) as (model, _), HostSyncs() as reads:
         model.fit(batches(2), verbose=0)
 
-    line = f"test_fit_gpu_stand_in.py:{reading.__code__.co_firstlineno + 2}"
+    line = f"test_fit_gpu_stand_in.py:{reading.__code__.co_firstlineno + 2} in reading"
     assert ("aten._local_scalar_dense", line) in reads.syncs
 
 

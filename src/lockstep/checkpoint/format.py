@@ -34,6 +34,7 @@ from lockstep.atomic_files import atomic_folder
 from lockstep.checkpoint.checksums import damage_of, metadata_with_sums, sum_of_header
 from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checkpoint.weights import contiguous_tensors
+from lockstep.checks import shown
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
 from lockstep.parallel.tensor_files import TensorReader, TensorShard
@@ -137,8 +138,8 @@ def read_record(path: Path) -> CheckpointRecord:
 def run_of(path: Path) -> str | None:
     """Returns the run that a checkpoint belongs to, even if files of it are damaged. None if it names no run."""
     try:
-        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        document = _read_json(path)
+    except (OSError, ValueError, RecursionError, CheckpointError):
         return None
     run = document.get("run") if isinstance(document, dict) and document.get("format") == FORMAT else None
     return run if isinstance(run, str) else None
@@ -199,12 +200,17 @@ def damage_in(path: Path, *, worker: int = 0, workers: int = 1, below: str = "")
     return ""
 
 
+def _read_json(path: Path) -> Any:
+    """What is in the record's file. Raises OSError, ValueError, RecursionError, or CheckpointError if it is no file."""
+    if not stat.S_ISREG((path / RECORD).stat().st_mode):  # reading a pipe would wait for who writes to it
+        raise damaged(path, f"{RECORD} is no regular file")
+    return json.loads((path / RECORD).read_text(encoding="utf-8"))
+
+
 def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
     """What is in the record's file, after a check that all files are there in full length."""
     try:
-        if not stat.S_ISREG((path / RECORD).stat().st_mode):  # reading a pipe would wait for who writes to it
-            raise damaged(path, f"{RECORD} is no regular file")
-        document = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        document = _read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {RECORD}; give a folder such as step-00000120, or the one it is in"
@@ -217,8 +223,8 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
         raise CheckpointError(f"{path} is not a checkpoint of lockstep: its {RECORD} is that of another program")
     if document.get("version") != VERSION:
         raise CheckpointError(
-            f"the checkpoint {path} has version {document.get('version')!r}, this program reads version {VERSION}; use "
-            "the version of lockstep that wrote it, or load its weights alone"
+            f"the checkpoint {path} has version {shown(document.get('version'))}, this program reads version "
+            f"{VERSION}; use the version of lockstep that wrote it, or load its weights alone"
         )
     names = [each.name for each in fields(CheckpointRecord)]
     if missing := sorted({*names, "weights", "files", "state", "checksum"} - document.keys()):

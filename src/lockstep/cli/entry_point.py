@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["devices", "--devices", "cpu"])  # doctest: +SKIP
         0
     """
+    _open_standard_streams()
     # Without this, Python looks for reference cycles in all imported modules before it exits: 1.5 s of a core.
     atexit.unregister(gc.freeze)  # tests call this function often
     atexit.register(gc.freeze)
@@ -169,6 +170,16 @@ def discard_broken_streams() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
+
+
+def _open_standard_streams() -> None:
+    """Opens standard input, output and error to nowhere where they are closed.
+
+    Else the next files and sockets of this process would have their numbers, and libraries in C write there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _has_launcher() -> bool:

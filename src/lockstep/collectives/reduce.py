@@ -171,7 +171,7 @@ def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
 
 def all_gather(replica: ReplicaContext, value: Any, axis: int) -> torch.Tensor:
     """Concatenates ``value`` of all replicas along ``axis``; lengths may differ there. Every replica must call it."""
-    gathered: torch.Tensor = _AllGather.apply(torch.as_tensor(read_tensors(value)), replica, axis)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _AllGather.apply(_as_tensor(value), replica, axis)  # type: ignore[no-untyped-call]
     return gathered
 
 

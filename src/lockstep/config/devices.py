@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lockstep.checks import shown
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class LogicalDeviceConfiguration:
     def __post_init__(self) -> None:
         limit = self.memory_limit
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"memory_limit={limit!r} is not an amount of memory; give a whole number of MB, or None")
+            raise ConfigError(
+                f"memory_limit={shown(limit)} is not an amount of memory; give a whole number of MB, or None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,8 @@ def launch(
             their own, such as the 75 of ``BackupAndRestore``: that code.
 
     Example:
+        >>> import os
+        >>> import lockstep as ls
         >>> ls.launch(lambda: os.environ["RANK"], workers=2)
         '0'
     """

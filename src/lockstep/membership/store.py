@@ -159,6 +159,9 @@ class StoreClient:
                 future.set_exception(error)
             except RuntimeError as error:  # torch's DistError, and what its C++ raises besides
                 future.set_exception(StoreBrokenError(str(error).partition("\n")[0]))
+            except Exception as error:  # noqa: BLE001 - what others have written may be anything
+                reason = f"the job's store has what no worker writes ({type(error).__name__}: {error})"
+                future.set_exception(ClusterError(f"{reason}; end the program that uses it, or choose another port"))
             del item, call, future
 
 

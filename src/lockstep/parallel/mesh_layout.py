@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from lockstep.checks import alternatives, divisors
+from lockstep.checks import alternatives, divisors, shown
 from lockstep.errors import ConfigError
 
 AXES = ("pipeline", "data", "tensor")  # ranks change fastest along the last one
@@ -81,7 +81,9 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
     degrees = {"data": data, "pipeline": pipeline, "tensor": tensor}
     for name, degree in degrees.items():
         if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != REST):
-            raise ConfigError(f"{name}={degree!r} is no degree; give a number from 1, or -1 for what the others leave")
+            raise ConfigError(
+                f"{name}={shown(degree)} is no degree; give a number from 1, or -1 for what the others leave"
+            )
     fixed = {name: degree for name, degree in degrees.items() if degree != REST}
     open_ones = [name for name in degrees if name not in fixed]
     if len(open_ones) > 1:

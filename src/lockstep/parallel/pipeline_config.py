@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import inf
 from typing import Literal, get_args
 
-from lockstep.checks import check_choice
+from lockstep.checks import check_choice, shown
 from lockstep.errors import ConfigError
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
@@ -84,7 +84,7 @@ def choose_pipeline_config(
         microbatches = 2 * workers if workers > 1 else 1
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < workers:
         raise ConfigError(
-            f"microbatches={microbatches!r} leave some of {workers} workers idle all the time; "
+            f"microbatches={shown(microbatches)} leave some of {workers} workers idle all the time; "
             f"give at least {workers}, better {2 * workers} or more"
         )
     return PipelineConfig(

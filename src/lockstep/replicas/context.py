@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from lockstep._torch_compat import tree_map
+from lockstep.checks import check_call
 from lockstep.collectives.communicator import Communicator, call_site
 from lockstep.collectives.per_replica import merge, select
 from lockstep.collectives.reduce import ReduceOp, all_gather, all_reduce
@@ -116,6 +117,7 @@ class ReplicaContext:
         the bare argument where it is the same for all (see ``strategy.run``). Each replica gets the result, with its
         own value in place of each PerReplica.
         """
+        check_call(fn, args, kwargs, "context.merge_call(fn, (x,))")
         given = (tuple(args), dict(kwargs or {}))
         result = self.meet("merge_call", given, lambda all_given: _call_merged(fn, self.strategy, all_given))
         return select(result, self.local_replica, len(self.strategy.devices))

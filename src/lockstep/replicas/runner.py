@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -320,7 +320,8 @@ class _Run:
                 self.results[replica] = self._contexts[replica].run(in_slot)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 if not isinstance(raised, ReplicaStopped):
-                    raised.add_note(f"raised in {self._names[replica]}")
+                    with suppress(Exception):  # its class may refuse
+                        raised.add_note(f"raised in {self._names[replica]}")
                 return raised
             return None
 

@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 from lockstep import _torch_compat as compat
 from lockstep.collectives.replica_barrier import ReplicaStopped
 from lockstep.errors import ConfigError, ReplicaError, UsageError
-from lockstep.replicas.device.host_syncs import recording_host_syncs
 
 _SET_NAME = 15  # PR_SET_NAME in <linux/prctl.h>
 
@@ -99,7 +98,7 @@ class CallerState:
 
     @classmethod
     def capture(cls) -> CallerState:
-        """The state now, without modes of this package, which handle their replicas themselves."""
+        """The state now, without function modes of this package, which handle their replicas themselves."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         functions: list[Any] = compat.function_modes() if compat.num_function_modes() else []
         operators: list[Any] = compat.dispatch_modes() if compat.num_dispatch_modes() else []
@@ -109,7 +108,7 @@ class CallerState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
             functions=tuple(each for each in functions if each not in devices and _is_theirs(each)),
-            operators=tuple(filter(_is_theirs, operators)),
+            operators=tuple(operators),
             saved=compat.saved_tensors_hooks(False),
             no_saved=compat.saved_tensors_hooks_disabled(),
             device=devices[0].device if devices else None,
@@ -128,7 +127,6 @@ class CallerState:
             # torch runs backward passes for a GPU in one thread per device, where replicas that share the device would
             # wait for each other in a collective's backward pass. So they run in the calling thread.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(recording_host_syncs())
             yield
 
     @property
@@ -166,7 +164,7 @@ class CallerState:
             yield
 
 
-def _is_theirs(mode: object) -> bool:
+def _is_theirs(mode: TorchFunctionMode) -> bool:
     return not type(mode).__module__.startswith("lockstep.")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep import tensorflow_names
 from lockstep._torch_compat import tree_leaves, tree_map
-from lockstep.checks import MOST_AT_ONCE, check_number, shown
+from lockstep.checks import MOST_AT_ONCE, check_call, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import (
     PerReplica,
@@ -219,13 +219,7 @@ class Strategy(ABC):
             UsageError: called inside a replica, or inside another strategy's scope.
         """
         self._outside("run")
-        if not callable(fn):
-            raise TypeError(f"fn must be a function, got {type(fn).__name__}; write strategy.run(step, (batch,))")
-        if not isinstance(args, (tuple, list)):
-            kind = type(args).__name__
-            raise TypeError(f"args must be a tuple or list of fn's arguments, got {kind}; write args=(x,)")
-        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-            raise TypeError(f"kwargs must be a dict of fn's keyword arguments, got {shown(kwargs)}")
+        check_call(fn, args, kwargs, "strategy.run(step, (batch,))")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep._torch_compat import tree_map
-from lockstep.checks import check_kind
+from lockstep.checks import check_kind, shown
 from lockstep.data.dataset import DistributedDataset, DistributedIterable
 from lockstep.data.prefetch import DEFAULT_DEPTH
 from lockstep.data.sharding import as_tensor
@@ -50,12 +50,14 @@ class ArrayOptions:
         for name in ("batch_size", "validation_batch_size"):
             size = getattr(self, name)
             if size is not None and (type(size) is not int or not 1 <= size <= sys.maxsize):
-                raise ConfigError(f"{name}={size!r}; give the number of rows of a global batch")
+                raise ConfigError(f"{name}={shown(size)}; give the number of rows of a global batch")
         split = self.validation_split
         if self.shuffle not in (None, True, False):
             raise ConfigError(f"shuffle={self.shuffle!r}; give True or False")
         if isinstance(split, bool) or not isinstance(split, (int, float)) or not (split == 0 or 0 < split < 1):
-            raise ConfigError(f"validation_split={split!r}; give the part of the rows, between 0 and 1, such as 0.1")
+            raise ConfigError(
+                f"validation_split={shown(split)}; give the part of the rows, between 0 and 1, such as 0.1"
+            )
 
     def refuse_beside_batches(self, x: Any, y: Any) -> None:
         """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
@@ -84,12 +86,7 @@ class Arrays(Dataset[Any]):
         """
         given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
         columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
-        leaves = (leaf for name, column in columns.items() for leaf in named_leaves(column, name=name))
-        lengths = {name: leaf.shape[0] for name, leaf in leaves}
-        if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
-            raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
-        if not lengths or not max(lengths.values()):
+        if not check_equal_rows(**columns):
             raise DataError(f"x of type {type(x).__name__} has no rows; give at least one")
         if sample_weight is not None and y is None:
             raise DataError("sample_weight came without y; give y, the targets")
@@ -159,6 +156,16 @@ def is_arrays(x: Any, *, with_y: bool) -> bool:
     if _is_array(x) or (isinstance(x, Mapping) and not isinstance(x, DistributedIterable)):
         return True
     return with_y and isinstance(x, (tuple, list)) and bool(x) and all(map(_is_array, x))
+
+
+def check_equal_rows(**columns: Any) -> int:
+    """The number of rows of arrays, given by their names; 0 without arrays. Raises a DataError if it differs."""
+    leaves = [leaf for name, column in columns.items() for leaf in named_leaves(column, name=name)]
+    lengths = {name: leaf.shape[0] for name, leaf in leaves if _is_array(leaf) and leaf.shape}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+        raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
+    return max(lengths.values(), default=0)
 
 
 def training_data(

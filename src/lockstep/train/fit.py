@@ -20,7 +20,7 @@ from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.compile import CompileConfig, TrainSetup
-from lockstep.train.cuda_graphs.steps import GraphedSteps
+from lockstep.train.cuda_graphs import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step

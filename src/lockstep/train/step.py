@@ -7,6 +7,7 @@ The loops in ``fit.py`` and ``inference.py`` run outside the replicas.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,9 +42,6 @@ from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
 
-MetricInputs = list[tuple[Any, Any]]
-"""The (outputs, targets) that the metrics of a replica are to be updated with."""
-
 
 class ReplicaState:
     """What one replica keeps from step to step: its metrics by name, and its sums since the last update."""
@@ -51,7 +49,6 @@ class ReplicaState:
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
-        self.deferred: MetricInputs | None = None  # gets what the metrics are to be updated with, instead of them
         self.losses = 0  # how many shards, or microbatches, had a loss
         self.sums = Totals(0.0, 0.0)
 
@@ -229,26 +226,18 @@ def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: Labe
     return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses)
 
 
-def update_deferred_metrics(state: ReplicaState, inputs: MetricInputs) -> None:
-    """Makes the updates that were deferred, in each replica."""
+def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> None:
+    """Updates the metrics of one replica with (outputs, targets). An error gets a note that names the metric."""
     for outputs, targets in inputs:
-        _update_each(state, outputs, targets)
-
-
-def _update_each(state: ReplicaState, outputs: Any, targets: Any) -> None:
-    """Updates the metrics of one replica. An error gets a note that names the metric."""
-    if state.deferred is not None:
-        state.deferred.append((outputs, targets))
-        return
-    sharded = has_sharded_logits(outputs)
-    for name, metric in state.metrics.items():
-        try:
-            update_metric(metric, outputs, targets)
-            if sharded:
-                gather_states(metric)
-        except Exception as error:
-            error.add_note(f"metric {name!r}, updated with (outputs, targets)")
-            raise
+        sharded = has_sharded_logits(outputs)
+        for name, metric in state.metrics.items():
+            try:
+                update_metric(metric, outputs, targets)
+                if sharded:
+                    gather_states(metric)
+            except Exception as error:
+                error.add_note(f"metric {name!r}, updated with (outputs, targets)")
+                raise
 
 
 def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
@@ -260,7 +249,7 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
-    _update_each(state, detached, batch.y)
+    update_metrics(state, [(detached, batch.y)])
 
 
 def _check_graph(total: Tensor) -> None:

@@ -224,6 +224,20 @@ class TorchModules(keras.Model):
         return self.out(self.frozen(self.inner(x)))
 
 
+class Measured(keras.Sequential):
+    """Reports a metric of its own, as in Keras's documentation of ``compute_metrics``, and other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((8,)), layers.Dense(3)])
+        self.largest = keras.metrics.MeanAbsoluteError(name="largest")
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.largest.update_state(y, keras.ops.max(y_pred, axis=1))
+        found["largest"] = self.largest.result()
+        return {**found, "twice": 2.0 * found["accuracy"], "size": mean_size(y, y_pred), "kind": 7}
+
+
 class Clipped(keras.Model):
     """Computes its steps itself, with an average of the weights beside them, and clips gradients by hand."""
 
@@ -331,6 +345,11 @@ PUBLISHED = {
             of_judge=keras.optimizers.Adam(0.01), of_maker=keras.optimizers.SGD(0.1, momentum=0.9)
         ),
         fitted={"x": X},
+    ),
+    "own metrics": Program(
+        model=Measured,
+        compiled=lambda model: model.compile("adam", entropy(), metrics=["accuracy"]),
+        fitted={"x": X, "y": LABELS, "sample_weight": WEIGHTS, "validation_split": 0.1},
     ),
     "autoencoder": Program(
         model=autoencoder,

@@ -40,7 +40,7 @@ def test_a_metric_that_does_not_say_asks_for_a_mode():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ConfigError, match=r"EarlyStopping\(mode='best'\) is unknown; choose"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(mode\)='best' is unknown; choose"):
         monitor("loss", "best")
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.stand_in import stand_in_gpus
 from tests.train.cuda_graphs.conftest import Train, alike
 from torch import Tensor, nn
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.structure import RowList
-from lockstep.train.cuda_graphs.capture import StepInputs
-from lockstep.train.cuda_graphs.guards import NotCapturableError
+from lockstep.train.cuda_graphs import NotCapturableError, _flat, _form
 
 
 class Stacked(nn.Module):
@@ -43,15 +44,18 @@ def test_lists_of_rows_are_recorded_as_they_are_trained(train: Train) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_without_a_fixed_address_are_not_recorded() -> None:
-    for odd in (torch.eye(2).to_sparse(), nn.utils.rnn.pack_sequence([torch.ones(2, 1)])):
-        with pytest.raises(NotCapturableError, match=r"sparse|PackedSequence"):
-            StepInputs.of((PerReplica([odd]),), 1)
+@pytest.mark.parametrize("odd", [torch.eye(2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "elsewhere"])
+def test_tensors_without_a_fixed_address_are_not_recorded(odd: Tensor) -> None:
+    with stand_in_gpus(None) as (devices, _), pytest.raises(NotCapturableError, match=str(odd.layout)):
+        _flat((PerReplica([odd]),), SimpleNamespace(devices=devices))  # type: ignore[arg-type]
 
 
-def test_batches_of_one_signature_have_equal_shapes_and_plain_values() -> None:
-    def signature(rows: int, number: float) -> object:
-        return StepInputs.of((PerReplica([RowList([torch.ones(rows)])]), number), 1).signature()
+def test_batches_of_one_kind_have_equal_shapes_and_plain_values() -> None:
+    def kind(rows: int, number: float) -> object:
+        with stand_in_gpus(None) as (devices, _):
+            batch = (PerReplica([RowList([torch.ones(rows)])]), number)
+            leaves, structure = _flat(batch, SimpleNamespace(devices=devices))  # type: ignore[arg-type]
+        return (structure, *map(_form, leaves))
 
-    assert signature(2, 1.0) == signature(2, 1.0)
-    assert len({signature(2, 1.0), signature(3, 1.0), signature(2, 2.0), signature(2, True)}) == 4
+    assert kind(2, 1.0) == kind(2, 1.0)
+    assert len({kind(2, 1.0), kind(3, 1.0), kind(2, 2.0), kind(2, True)}) == 4

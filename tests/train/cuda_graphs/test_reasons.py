@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice, PhysicalDevice
 from lockstep.replicas.hooks import Observer, observing
-from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.cuda_graphs import capture, steps
-from lockstep.train.cuda_graphs.guards import NotCapturableError, driver_for
+from lockstep.train import cuda_graphs
+from lockstep.train.callbacks.base import Callback, LambdaCallback, Logs
+from lockstep.train.cuda_graphs import NotCapturableError, check_setup
 
 
 def each(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -30,11 +30,21 @@ def reading(outputs: Tensor, targets: Tensor) -> Tensor:
     return each(outputs, targets) * max(1.0, outputs.detach().sum().item())
 
 
-def growing() -> Callable[[Tensor, Tensor], Tensor]:
+def growing(number: Callable[[float], Any] = float) -> Callable[[Tensor, Tensor], Tensor]:
     numbers = itertools.count(1)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return each(outputs, targets) * float(next(numbers))
+        return each(outputs, targets) * number(float(next(numbers)))
+
+    return loss
+
+
+def branching() -> Callable[[Tensor, Tensor], Tensor]:
+    numbers = itertools.count()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        values = each(outputs, targets)
+        return values.neg().neg() if next(numbers) % 3 == 2 else values
 
     return loss
 
@@ -75,44 +85,77 @@ def rmsprop(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, 0.01)
 
 
+def of_some(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(list(parameters)[:2], 2**-5)
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "reason"),
     [
-        (Net, {"loss": lambda: reading}, r"reads from the device at test_reasons.py:\d+ \(aten._local_scalar_dense\)"),
+        (
+            Net,
+            {"loss": lambda: reading},
+            r"reads from the device: aten._local_scalar_dense.default at test_reasons.py:\d+ in reading",
+        ),
         (
             Net,
             {"loss": growing, "shares": None},
-            r"differ from each other: aten.mul.Tensor at test_reasons.py:\d+ in loss ",
+            r"aten.mul.Tensor\(torch.float32\[8\], 2.0\) at test_reasons.py:\d+ in loss is aten.mul.Tensor",
+        ),
+        (
+            Net,
+            {"loss": lambda: growing(torch.tensor), "shares": None},
+            r"aten.lift_fresh.default\(torch.float32\[\] of \[2.0\]\) at test_reasons.py:\d+ in loss is ",
+        ),
+        (
+            Net,
+            {"loss": lambda: growing(lambda number: torch.tensor([number] * 99).mean()), "shares": None},
+            "lift_fresh",
+        ),
+        (
+            Net,
+            {"loss": branching, "shares": None},
+            r"aten.sum.default\(torch.float32\[8\]\) at test_reasons.py:\d+ in loss is aten.neg",
         ),
         (
             Net,
             {"loss": own_generator, "shares": None},
             "captured: RuntimeError: aten.rand.generator draws from",
         ),
-        (Counting, {}, "changes what a captured step assumes: the attributes of a module"),
+        (Counting, {}, "the attributes of a module changed between steps"),
         (Averaging, {}, "reads a tensor that is another one in every step; update it in place"),
         (Hooked, {}, "the hooks of a Linear would run once"),
         (Net, {"optimizer": rmsprop}, "not made by fused kernels: torch has no fused RMSprop"),
+        (Net, {"optimizer": of_some}, "gradients are left after the update"),
         (Net, {"precision": "fp16"}, 'precision="fp16" asks on the host'),
         (Net, {"accumulate": 2}, "accumulate keeps gradients from step to step"),
-        (lambda: Net(norm=True), {"sync_batchnorm": True}, r"reads from the device at batch_norm.py"),
+        (lambda: Net(norm=True), {"sync_batchnorm": True}, "sync_batchnorm=True reads its counts on the host"),
     ],
     ids=[
         "host",
         "numbers",
+        "host tensors",
+        "large host tensors",
+        "branches",
         "generator",
         "attributes",
         "tensors",
         "hooks",
         "optimizer",
+        "other gradients",
         "fp16",
         "accumulation",
         "sync batch norm",
     ],
 )
 def test_steps_that_cannot_be_recorded(
-    train: Train, module: Callable[[], nn.Module], settings: dict[str, Any], reason: str
+    train: Train,
+    module: Callable[[], nn.Module],
+    settings: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 4)
     trained = []
     for graphs in (False, True):
         torch.manual_seed(0)
@@ -127,7 +170,7 @@ def test_steps_that_cannot_be_recorded(
 
 
 def test_shapes_that_change_all_the_time(train: Train, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_KINDS", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_BEGINNINGS", 3)
     data = [tuple(column[: 4 + step] for column in batches(16, 16)[0]) for step in range(6)]
     refused = train(net, data)
     assert len(refused.reasons) == 1
@@ -141,7 +184,7 @@ def test_without_memory_for_the_batch_of_a_recording_the_training_goes_on(
     def full(batch: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(capture.StepInputs, "cloned", full)
+    monkeypatch.setattr(cuda_graphs, "_cloned", full)
     refused = train(net, batches())
     assert refused.reasons == ["the step could not be captured: OutOfMemoryError: CUDA out of memory."]
     assert alike(train(net, batches(), graphs=False), refused)
@@ -162,7 +205,6 @@ class Meddling(Callback):
 def scale_weights(model: Any) -> None:
     with torch.no_grad():
         model.module.inner.weight.mul_(0.5)
-    model.load_state_dict(model.state_dict())
 
 
 def load_optimizer(model: Any) -> None:
@@ -178,17 +220,50 @@ def freeze(model: Any) -> None:
     model.module.outer.bias.requires_grad_(not model.module.outer.bias.requires_grad)
 
 
+def drop_more(model: Any) -> None:
+    model.module.drop.p += 0.25
+
+
+def stop_dropping(model: Any) -> None:
+    model.module.drop.train(not model.module.drop.training)
+
+
+def add_hook(model: Any) -> None:
+    model.module.register_forward_pre_hook(lambda module, given: (given[0] * 2.0,))
+
+
 @pytest.mark.parametrize(
-    ("change", "replays"), [(scale_weights, [11]), (load_optimizer, [3, 6]), (more_decay, [3, 6]), (freeze, [3, 6])]
+    ("change", "replays"),
+    [
+        (scale_weights, [11]),
+        # Steps 6 and 7 are looked at, 8 and 9 again, and step 10 is recorded anew.
+        *((change, [3, 4]) for change in (load_optimizer, more_decay, freeze, drop_more, stop_dropping)),
+        (add_hook, [3]),
+    ],
 )
-def test_what_callbacks_change_between_steps(
-    train: Train, net: Net, change: Callable[[Any], None], replays: list[int]
-) -> None:
-    data = batches(8 * 14)
-    plain = train(net, data, epochs=1, graphs=False, callbacks=[Meddling(change)])
-    recorded = train(net, data, epochs=1, callbacks=[Meddling(change)])
-    # Steps 6 and 7 are looked at, and step 8 is recorded anew as things are then.
+def test_what_callbacks_change_between_steps(train: Train, change: Callable[[Any], None], replays: list[int]) -> None:
+    torch.manual_seed(0)
+    # A hook is refused where there are other copies of the module.
+    net, data, shares = Net(0.25), batches(8 * 14), None if change is add_hook else (2048, 2048)
+    plain = train(net, data, epochs=1, shares=shares, graphs=False, callbacks=[Meddling(change)])
+    recorded = train(net, data, epochs=1, shares=shares, callbacks=[Meddling(change)])
     assert recorded.replays == replays
+    assert alike(plain, recorded)
+
+
+def test_the_first_step_of_an_epoch_is_compared_again(train: Train, net: Net) -> None:
+    trained = []
+    for graphs in (False, True):
+        held = [1.0]
+
+        def loss(outputs: Tensor, targets: Tensor, held: list[float] = held) -> Tensor:
+            return each(outputs, targets) * torch.tensor(0.5) * torch.tensor(held).sum()
+
+        change = LambdaCallback(on_epoch_begin=lambda epoch, logs, held=held: held.append(float(epoch == 1)))
+        trained.append(train(net, batches(64), epochs=3, loss=loss, graphs=graphs, shares=None, callbacks=[change]))
+    plain, recorded = trained
+    assert recorded.replays == [5]
+    assert "lift_fresh" in recorded.reasons[0]
     assert alike(plain, recorded)
 
 
@@ -214,11 +289,13 @@ def test_replicas_on_several_gpus() -> None:
         for gpu in gpus
     )
     strategy = SimpleNamespace(devices=devices, workers=SingleWorkerCommunicator(2))
-    module = SimpleNamespace(module=nn.Linear(1, 1), is_compiled=False, pipeline=None, shards_weights=False)
+    module = SimpleNamespace(
+        module=nn.Linear(1, 1), is_compiled=False, pipeline=None, shards_weights=False, has_sync_batchnorm=False
+    )
     optimizer = SimpleNamespace(
         plain=torch.optim.Adam(module.module.parameters()), storages=SimpleNamespace(not_fused=None)
     )
     config = SimpleNamespace(precision="fp32", accumulate=1)
     setup: Any = SimpleNamespace(strategy=strategy, module=module, optimizer=optimizer, config=config, train_step=None)
     with pytest.raises(NotCapturableError, match="several GPUs"):
-        driver_for(setup)
+        check_setup(setup, optimizer)

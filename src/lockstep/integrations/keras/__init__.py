@@ -7,6 +7,7 @@
     own_step       a ``train_step`` of the model's class that computes the step by itself
     custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
     variables      each replica's values of the model's variables, and what becomes of them after a step
+    metrics        results of all replicas inside a step
     losses         losses that are divided by the numbers of the whole batch
     batchnorm      batch norms that take their statistics from the whole batch
     kernels        faster kernels for batch norms and images

@@ -31,7 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
 from lockstep.integrations.keras.losses import current_shard
-from lockstep.integrations.keras.own_step import OwnStep, metrics_of
+from lockstep.integrations.keras.metrics import metrics_of
+from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import buffer_variables
 from lockstep.integrations.keras.variables import DefaultGenerators, seed_of_replica, summed

@@ -32,13 +32,16 @@ from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
 from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
-from lockstep.integrations.keras.own_step import OwnStep, is_own_step, metrics_of
+from lockstep.integrations.keras.metrics import computes_metrics, metrics_of, results_of_all
+from lockstep.integrations.keras.own_step import OwnStep, is_own_step
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
 from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.strategies.parallel import ParallelStrategy
+from lockstep.train.arrays import check_equal_rows
+from lockstep.train.callbacks.base import Callback
 
 M = TypeVar("M", bound=keras.Model)
 ReplicaStep = Callable[[Any, int], Any]
@@ -62,7 +65,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
 
     Raises:
         ConfigError: a layer is stateful, or the strategy divides models.
-        TypeError: ``model`` is no Keras model.
+        TypeError: ``model`` is no Keras model, or ``strategy`` no strategy.
         UsageError: the model belongs to another strategy already.
 
     Example:
@@ -74,7 +77,9 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"distribute takes a keras.Model, got {type(model).__name__}")
-    strategy = strategy or get_strategy()
+    strategy = get_strategy() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"distribute takes a strategy, such as ls.MirroredStrategy(), got {type(strategy).__name__}")
     if isinstance(strategy, ParallelStrategy):
         raise ConfigError(
             "a ParallelStrategy divides torch modules and was given for a Keras model; use MirroredStrategy or "
@@ -204,18 +209,33 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
-        _check_batch_size(x, batch_size)
+        _check_given(x, batch_size, kwargs.get("callbacks"))
+        check_equal_rows(x=x, y=y, sample_weight=kwargs.get("sample_weight"))
+        if isinstance(held_out := kwargs.get("validation_data"), tuple):
+            check_equal_rows(validation_data=held_out)
         return super().fit(x, y, batch_size, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
-        _check_batch_size(x, batch_size)
+        _check_given(x, batch_size, kwargs.get("callbacks"))
+        check_equal_rows(x=x, y=y, sample_weight=kwargs.get("sample_weight"))
         return super().evaluate(x, y, batch_size, *args, **kwargs)
 
     def predict(self, x: Any, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
-        _check_batch_size(x, batch_size)
+        _check_given(x, batch_size, kwargs.get("callbacks"))
+        check_equal_rows(x=x)
         return super().predict(x, batch_size, *args, **kwargs)
+
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own."""
+        check_equal_rows(x=x, y=y, sample_weight=sample_weight)
+        return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Keras's own."""
+        check_equal_rows(x=x, y=y, sample_weight=sample_weight)
+        return super().test_on_batch(x, y, sample_weight, *args, **kwargs)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on a batch of all replicas; returns the metrics. Outside replicas."""
@@ -223,16 +243,18 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             warnings.warn("the model has no trainable weights", stacklevel=2)
             return self.test_step(data)
         step, shards = self._step(data)
-        gradients = step.variables.apply(self._run(step.train, shards))
+        changes = self._run(step.train, shards)
+        gradients = step.variables.apply(changes)
         with torch.no_grad(), self._distribution.strategy.computing_alike():
             self.optimizer.apply(gradients, step.variables.trainable)
-        return self._ended()
+        return self._results(changes)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """The loss and metrics of a batch of all replicas, added to those before. Outside replicas."""
         step, shards = self._step(data)
-        step.variables.apply(self._run(step.evaluate, shards))
-        return self._ended()
+        changes = self._run(step.evaluate, shards)
+        step.variables.apply(changes)
+        return self._results(changes)
 
     def predict_step(self, data: Any) -> Any:
         """The outputs for a batch of all replicas, on every worker. Outside replicas."""
@@ -313,11 +335,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _run(self, step: ReplicaStep, shards: Any) -> list[Changes]:
         strategy = self._distribution.strategy
-        return list(strategy.local_results(strategy.run(step, shards)))
+        with results_of_all(metrics_of(self)) if computes_metrics(self) else nullcontext():
+            return list(strategy.local_results(strategy.run(step, shards)))
 
-    def _ended(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = self.get_metrics_result()
-        return metrics
+    def _results(self, changes: Sequence[Changes]) -> dict[str, Any]:
+        """The numbers of a step whose changes have been applied."""
+        own: dict[str, Any] | None = changes[0].results
+        return self.get_metrics_result() if own is None else own
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
@@ -395,12 +419,19 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         return distribution.strategy.gather(merge(outputs), axis=0)
 
 
-def _check_batch_size(x: Any, batch_size: int | None) -> None:
+def _check_given(x: Any, batch_size: int | None, callbacks: Any) -> None:
     if batch_size is not None and isinstance(x, (torch.utils.data.DataLoader, keras.utils.PyDataset, Generator)):
         raise ConfigError(
             f"batch_size={batch_size} was given beside a {type(x).__name__}, which makes batches by itself; leave "
             "batch_size out, and have it make global batches, which are divided among the replicas"
         )
+    for each in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        if isinstance(each, Callback):
+            name = type(each).__name__
+            raise ConfigError(
+                f"callbacks holds lockstep's {name}, which is for ls.Model; a Keras model takes Keras's, such as "
+                f"keras.callbacks.{name if hasattr(keras.callbacks, name) else 'Callback'}"
+            )
 
 
 def _on_host(leaf: Any) -> Any:

@@ -26,12 +26,12 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep._torch_compat import tree_flatten, tree_unflatten
 from lockstep.errors import UsageError
-from lockstep.integrations.keras.losses import Shard, current_shard, is_compared, losses_of_shard
+from lockstep.integrations.keras.losses import Shard, is_compared, losses_of_shard
+from lockstep.integrations.keras.metrics import averaged, results_of_all
 from lockstep.integrations.keras.step import moved
-from lockstep.integrations.keras.variables import flattened, parts_like, summed
-from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.integrations.keras.variables import flattened, parts_like
+from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.rng.mode import is_random
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
@@ -44,11 +44,6 @@ def is_own_step(kind: Any, name: str) -> bool:
         if code is not None and name not in code.co_names:
             return True
     return False
-
-
-def metrics_of(model: Any) -> list[Any]:
-    """The metrics that a model lists or holds."""
-    return [*{id(each): each for each in (*model.metrics, *model._metrics)}.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,7 @@ class OwnStep:
 
     def run(self, strategy: Strategy, shards: Any) -> tuple[Any, ...]:
         """What the step returns in each local replica. Outside replicas."""
-        with _results_of_all(self.metrics):
+        with results_of_all(self.metrics):
             return tuple(strategy.local_results(strategy.run(self.compute, (shards,))))
 
     def share(self, replica: int) -> float:
@@ -93,8 +88,7 @@ class OwnStep:
         if self.is_compared:
             step: Any = get_stateless_scope()
             return step.compared
-        leaves, structure = tree_flatten(results)
-        return tree_unflatten(_averaged(context, share, leaves), structure)
+        return averaged(context, share, results)
 
 
 @contextmanager
@@ -194,48 +188,3 @@ class WholeGradients(TorchFunctionMode):
         own = [each.contiguous() if self._share else torch.zeros_like(each) for each in gradients]
         sums = {dtype: self._context.all_reduce("sum", each) for dtype, each in flattened(own).items()}
         return parts_like(sums, own)
-
-
-def _averaged(context: ReplicaContext, share: float, leaves: Sequence[Any]) -> list[Any]:
-    """Replaces the floating-point numbers among some values by their means over all replicas' rows."""
-    numbers = {
-        at: leaf
-        for at, leaf in enumerate(leaves)
-        if isinstance(leaf, float) or (isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point())
-    }
-    if not numbers:
-        return list(leaves)
-    values = torch.stack([torch.as_tensor(each).detach().cpu().double() for each in numbers.values()])
-    means = context.all_reduce("sum", values * share if share else torch.zeros_like(values))
-    found = {
-        at: mean.to(leaf.device, leaf.dtype) if isinstance(leaf, Tensor) else float(mean)
-        for (at, leaf), mean in zip(numbers.items(), means, strict=True)
-    }
-    return [found.get(at, leaf) for at, leaf in enumerate(leaves)]
-
-
-@contextmanager
-def _results_of_all(metrics: Sequence[Any]) -> Iterator[None]:
-    """A block in which ``result`` of these metrics, called in a replica, is that of all replicas."""
-    with ExitStack() as after:
-        for each in metrics:
-            object.__setattr__(each, "result", partial(_result_of_all, each, each.result))  # Keras tracks nothing here
-            after.callback(object.__delattr__, each, "result")
-        yield
-
-
-def _result_of_all(metric: Any, own: Callable[[], Any]) -> Any:
-    context, step = get_replica_context(), get_stateless_scope()
-    if context is None:
-        return own()
-
-    def combine(given: list[list[Tensor]]) -> Any:
-        totals = zip(metric.variables, summed(context.strategy, given), strict=True)
-        return metric.stateless_result(
-            [each.value + total if each.aggregation == "sum" else total for each, total in totals]
-        )
-
-    shard = current_shard.get()
-    with torch.no_grad():
-        parts = [step.part(each, shard.share) for each in metric.variables if shard is not None]
-        return context.meet(f"{metric.name}.result", parts, combine)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
+from lockstep.integrations.keras.metrics import averaged, computes_metrics
 from lockstep.integrations.keras.variables import Changes, ModelVariables, ReplicaVariables
 from lockstep.replicas.context import ReplicaContext
 from lockstep.train.batch import replica_of_step
@@ -47,16 +48,16 @@ class Step:
         """Forward and backward."""
         context = replica_of_step()
         with self._variables(context) as values:
-            share, loss = self._loss(context, data, rows, training=True)
+            share, loss, results = self._loss(context, data, rows, training=True)
             gradients = torch.autograd.grad(loss * (share * self.scale), values.trainable, allow_unused=True)
-            return values.changes(gradients, share)
+            return values.changes(gradients, share, results)
 
     def evaluate(self, data: Any, rows: int) -> Changes:
         """The loss and the metrics."""
         context = replica_of_step()
         with self._variables(context) as values:
-            share, _ = self._loss(context, data, rows, training=False)
-            return values.changes((), share)
+            share, _, results = self._loss(context, data, rows, training=False)
+            return values.changes((), share, results)
 
     def predict(self, data: Any, rows: int) -> tuple[Any, Changes]:
         """The outputs, and what layers have assigned and drawn."""
@@ -76,8 +77,11 @@ class Step:
         with nullcontext() if self.needs_modes else DisableTorchFunction():
             return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 
-    def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor]:
-        """This replica's share of the rows, and the mean loss of its shard. Updates the metrics."""
+    def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor, Any]:
+        """This replica's share of the rows, the mean loss of its shard, and what the metrics, which it updates, return.
+
+        That is None where Keras computes it.
+        """
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
         x, y, weight = keras.utils.unpack_x_y_sample_weight(moved(data, context))
         with losses_of_shard(shard):
@@ -85,8 +89,9 @@ class Step:
             loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
             with torch.no_grad():
                 self.model._loss_tracker.update_state(loss, sample_weight=rows)
-                self.model.compute_metrics(x, y, outputs, sample_weight=weight)
-        return shard.share, loss
+                results = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
+                results = averaged(context, shard.share, results) if computes_metrics(self.model) else None
+        return shard.share, loss, results
 
 
 def moved(data: Any, context: ReplicaContext) -> Any:

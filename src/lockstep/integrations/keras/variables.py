@@ -43,6 +43,7 @@ class Changes:
         sums: gradients, metrics and the changes of ``added``, each times its weight, flat, by dtype.
         drawn: how far each seed generator has advanced.
         counted: the other integer variables that have changed, with their new values.
+        results: what the model's own ``compute_metrics`` returns, of all replicas; None where Keras's does.
     """
 
     used: list[bool]
@@ -50,6 +51,7 @@ class Changes:
     sums: dict[torch.dtype, Tensor]
     drawn: list[Tensor]
     counted: list[tuple[Any, Tensor]]
+    results: Any = None
 
 
 def seed_offset(number: int) -> int:
@@ -198,12 +200,12 @@ class ReplicaVariables:
         """The values that gradients are computed for."""
         return [self._scope.state_mapping[id(each)] for each in self._model.trainable]
 
-    def changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
+    def changes(self, gradients: Sequence[Tensor | None], share: float, results: Any = None) -> Changes:
         """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
         with DisableTorchFunction(), torch.no_grad():
-            return self._changes(gradients, share)
+            return self._changes(gradients, share, results)
 
-    def _changes(self, gradients: Sequence[Tensor | None], share: float) -> Changes:
+    def _changes(self, gradients: Sequence[Tensor | None], share: float, results: Any) -> Changes:
         model, values = self._model, self._scope.state_mapping
         owned = (*model.others, *model.trainable)
         changed = [each for each in owned if values[id(each)] is not self._before[id(each)]]
@@ -225,6 +227,7 @@ class ReplicaVariables:
             sums=flattened(shares),
             drawn=[values[id(each)] - self._before[id(each)] for each in model.seeds],
             counted=[(each, values[id(each)]) for each in changed if not any(each is one for one in added)],
+            results=results,
         )
 
 
@@ -247,6 +250,11 @@ class _ReplicaScope(keras.StatelessScope):  # type: ignore[misc]  # Keras has no
             )
         is_trainable = id(variable) in self._trainable
         super().add_update((variable, value.detach().requires_grad_() if is_trainable else value))
+
+    def part(self, variable: Any, share: float) -> Tensor:
+        """What is added up over the replicas for a variable of a metric."""
+        value = self.state_mapping[id(variable)].detach()
+        return value if share else torch.zeros_like(value)
 
 
 def stateless_scope() -> Any:

@@ -83,6 +83,9 @@ class StorageOptimizers:
 
     If there is one storage, its state may be sharded among workers. On GPUs it uses torch's fused kernels, if the
     optimizer has them and the user has not chosen others.
+
+    Attributes:
+        rates: tensors that fused kernels read each group's learning rate from, while a CUDA graph is captured.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class StorageOptimizers:
         self._without_gradient = list(parameters)
         self._has_sparse = False
         self._fused = False
+        self.rates: Sequence[torch.Tensor] | None = None
         self._parameters = parameters
         self._known = {id(copies[0]) for copies in parameters}
         self._leaders = tuple(leaders)
@@ -271,6 +275,9 @@ class StorageOptimizers:
             if self._fused:
                 part.param_groups = [{**group, "fused": True} for group in part.param_groups]
                 _prepare_momentum(part)
+            if self.rates is not None:  # torch asks for capturable, though fused kernels count on the device anyway
+                for group, rate in zip(part.param_groups, self.rates, strict=True):
+                    group.update(lr=rate, capturable=True)
             if skip is not None:
                 part.__dict__["found_inf"] = skip
             type(optimizer).step(part)

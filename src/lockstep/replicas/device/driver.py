@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,10 +72,6 @@ class DeviceGraph:
                 except BaseException:  # never ended twice: torch counts the captures in progress
                     self._give_up()
                     raise
-
-    def in_replica(self) -> AbstractContextManager[None]:
-        """Goes around a replica's part of the captured step, in its thread, whose stream has joined the capture."""
-        return nullcontext()
 
     def replay(self) -> None:
         """Runs the captured work on the current stream, without waiting for it."""

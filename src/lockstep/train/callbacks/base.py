@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep import console
-from lockstep.checks import check_number, shown
+from lockstep.checks import check_choice, check_number, shown
 from lockstep.errors import (
     CallbackError,
     CheckpointError,
@@ -244,8 +244,7 @@ class Monitor:
                 f"{owner}(monitor={shown(name)}); give the name of a number in the logs, such as 'val_loss'"
             )
         check_number(f"{owner}(min_delta)", min_delta, optional=False)
-        if mode not in ("auto", "min", "max"):
-            raise ConfigError(f"{owner}(mode={mode!r}) is unknown; choose 'auto', 'min' or 'max'")
+        check_choice(f"{owner}(mode)", mode, ("auto", "min", "max"))
         self.name = name
         self._mode, self._owner, self._min_delta = mode, owner, abs(min_delta)
         self.direction: Literal["min", "max"] | None = None if mode == "auto" else mode

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from lockstep.checkpoint.folder import CheckpointFolder, check_can_make, step_name
 from lockstep.checkpoint.format import RECORD, run_of
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checks import check_path
+from lockstep.checks import check_number, check_path, shown
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
@@ -33,7 +33,7 @@ class _SavingCallback(Callback):
     def __init__(self, save_freq: Literal["epoch", False] | int, expected: str) -> None:
         super().__init__()
         if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
-            raise ConfigError(f"{type(self).__name__}(save_freq={save_freq!r}); give {expected}")
+            raise ConfigError(f"{type(self).__name__}(save_freq={shown(save_freq)}); give {expected}")
         self.save_freq = save_freq
         self._due = False
         self._manager: CheckpointManager | None = None
@@ -87,6 +87,8 @@ class ModelCheckpoint(_SavingCallback):
                 f"ModelCheckpoint(keep={keep!r}, asynchronous={asynchronous!r}) is for whole checkpoints; give "
                 "save_weights_only=False, or leave them out"
             )
+        check_number("ModelCheckpoint(keep)", keep, least=1, whole=True)
+        check_number("ModelCheckpoint(initial_value_threshold)", initial_value_threshold)
         self.filepath = check_path(filepath, "ModelCheckpoint(filepath)")
         self.monitor, self.verbose = monitor, verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, final
 
-from lockstep.checks import check_path, shown
+from lockstep.checks import check_kind, check_path, shown
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.replicas.device.memory import DeviceMemory
@@ -154,7 +154,7 @@ class ScalarLogger(Callback, ABC):
         every = {"epoch": 0, "batch": 1}.get(update_freq) if isinstance(update_freq, str) else update_freq
         if type(every) is not int or every < 0 or update_freq == 0:
             name = type(self).__name__
-            raise ConfigError(f"{name}(update_freq={update_freq!r}) is unknown; give 'epoch', 'batch' or a number")
+            raise ConfigError(f"{name}(update_freq={shown(update_freq)}) is unknown; give 'epoch', 'batch' or a number")
         self.update_freq = update_freq
         self._every = every  # batches; 0 for epochs
         self._run: str | None = None
@@ -279,6 +279,11 @@ class TensorBoard(ScalarLogger):
         return self._writers[run]
 
 
+def _settings(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    check_kind(name, given, Mapping, "a dict of settings")
+    return dict(given or {})
+
+
 @final
 class WeightsAndBiases(ScalarLogger):
     """Writes the scalars of ``TensorBoard`` to a run of Weights & Biases; those of validation as ``epoch_val_loss``.
@@ -308,7 +313,12 @@ class WeightsAndBiases(ScalarLogger):
     ) -> None:
         super().__init__(update_freq)
         require("wandb", "loggers")
-        self._arguments = {"project": project, "name": name, "config": dict(config or {}), **(init or {})}
+        self._arguments = {
+            "project": project,
+            "name": name,
+            "config": _settings("config", config),
+            **_settings("init", init),
+        }
         self._to: Any = None
         self._owned = False
 
@@ -360,7 +370,7 @@ class MLflow(ScalarLogger):
     ) -> None:
         super().__init__(update_freq)
         require("mlflow", "loggers")
-        self._experiment, self._name, self._config = experiment, name, dict(config or {})
+        self._experiment, self._name, self._config = experiment, name, _settings("config", config)
         self._tracking_uri = tracking_uri
         self._client: Any = None
         self._to = ""
@@ -426,7 +436,12 @@ class Trackio(ScalarLogger):
         super().__init__(update_freq)
         require("trackio", "loggers")
         alone = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}  # no dashboard, no sampling threads
-        self._arguments = {"project": project, "config": dict(config or {}), **alone, **(init or {})}
+        self._arguments = {
+            "project": project,
+            "config": _settings("config", config),
+            **alone,
+            **_settings("init", init),
+        }
         self._name = name
         self._to: Any = None
         self._owned = False
