@@ -314,3 +314,14 @@ def test_a_record_with_values_of_other_types_is_one_line(make_strategy: MakeStra
 
     assert "step-00000003" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("outside", ["../other.safetensors", "{}/other.safetensors"])
+def test_a_sound_file_outside_of_the_checkpoint_is_not_read(make_strategy: MakeStrategy, tmp_path: Path, outside: str):
+    first = loop(make_strategy(1))
+    path = CheckpointManager(first.checkpoint(), tmp_path).save(3)
+    (tmp_path / "other.safetensors").write_bytes((path / "weights.safetensors").read_bytes())
+    forged(path, lambda document: document["weights"].update(model=outside.format(tmp_path)))
+
+    with pytest.raises(CheckpointError, match=r"other\.safetensors', which is outside of the checkpoint"):
+        loop(make_strategy(1)).checkpoint().restore(path)

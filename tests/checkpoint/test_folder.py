@@ -140,6 +140,12 @@ def change(path: Path, at: int, to: bytes) -> None:
     path.write_bytes(data)
 
 
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
+
+
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -175,6 +181,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another name": (
         lambda path: change(path / "weights.safetensors", 12, b"x"),
         r"weights\.safetensors: the checksum of its header",
+    ),
+    "an edited number": (
+        lambda path: edit(path / "checkpoint.json", '"lr": 0.1', '"lr": 0.2'),
+        r"the checksum of checkpoint\.json",
     ),
     "a deep record": (
         lambda path: (path / "checkpoint.json").write_text("[" * 100_000) and None,
