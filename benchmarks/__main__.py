@@ -26,6 +26,7 @@ SUITES: Mapping[str, tuple[str, str]] = {
     "keras": ("benchmarks.suites.keras", "Keras on our replicas beside Keras alone, and on TensorFlow"),
     "memory": ("benchmarks.suites.memory", "peak memory that LoRA, bf16 and gradient checkpointing save"),
     "layouts": ("benchmarks.suites.layouts", "each worker's memory by layout of a sharded model, beside the estimate"),
+    "start": ("benchmarks.suites.start", "from the start of a program to its first step, beside DDP under torchrun"),
     "control": ("benchmarks.suites.control", "how jobs of up to 1,024 members start, beat and notice a loss"),
     "gpu": ("benchmarks.gpu.suite", "one CUDA GPU: its tests, its rates, and our step beside others, in ten minutes"),
 }

@@ -27,7 +27,7 @@ PEERS: Mapping[str, tuple[str, ...]] = {
 }
 """Each framework, by the name of its environment, and the packages whose versions the report names."""
 _DDP = "DDP over gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 _PROBE_LIMIT_S = 60.0
 _PROBE = (
     "import json, sys; from importlib.metadata import version as v; print(json.dumps([v(n) for n in sys.argv[1:]]))"
@@ -62,7 +62,7 @@ def peers_of(workload: str) -> list[Contender]:
     flags = "--xla_force_host_platform_device_count=2"
     return [
         *(
-            _on_torch("accelerate", "Accelerator.prepare under torchrun", _TORCHRUN, each)
+            _on_torch("accelerate", "Accelerator.prepare under torchrun", TORCHRUN, each)
             for each in layouts_of(workload)
         ),
         *(_on_torch("fabric", "Fabric.launch", (), each) for each in layouts_of(workload)),

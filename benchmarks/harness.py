@@ -55,6 +55,7 @@ class Sample:
     cpu_ms: float  # CPU time of a timed step, of all threads of all processes, on average
     exchange_ms: tuple[float, ...]  # exchange and update in each timed step; empty if not measured
     first_step_s: float  # from process start to the end of the first step, of the slowest process
+    first_step_cpu_s: float  # CPU time of all processes together until then, of a launcher too where one was named
     loss: float  # of the last step, averaged over the processes
     trained: int  # parameters that the optimizer changes
     memory: Memory  # of all processes together, during the last step
@@ -174,6 +175,7 @@ def _sample(trial: Trial, index: int, records: Sequence[StepRecord], memory: Mem
         cpu_ms=1000 * sum(record.cpu_s for record in records) / trial.steps,
         exchange_ms=_mean_ms([record.exchange_s for record in records]),
         first_step_s=max(record.first_step_s for record in records),
+        first_step_cpu_s=sum(record.first_step_cpu_s for record in records),
         loss=fmean(record.loss for record in records),
         trained=records[0].trained,
         memory=memory,

@@ -30,6 +30,7 @@ COLUMNS: Mapping[str, Column] = {
     "CPU ms": lambda row: f"{row.over_rounds(lambda sample: sample.cpu_ms):.0f}",
     "exchange + update": lambda row: "" if row.exchange_share is None else f"{row.exchange_share:.1%}",
     "first step s": lambda row: f"{row.first_step_s:.2f}",
+    "first step CPU s": lambda row: f"{row.over_rounds(lambda sample: sample.first_step_cpu_s):.2f}",
     "peak MB": lambda row: f"{row.memory.peak_mb:.0f}",
     "PSS MB": lambda row: f"{row.memory.pss_mb:.0f}",
     "sent MB": lambda row: f"{row.over_rounds(lambda sample: sample.sent_mb):.1f}",
@@ -46,6 +47,7 @@ MEANINGS: Mapping[str, str] = {
     "all have left it, as part of the step. With several workers it includes the wait for the last of them.",
     "first step s": "from the start of the processes to the end of the slowest one's first step, with imports, model "
     "and, with several workers, their rendezvous.",
+    "first step CPU s": "CPU time of all processes together until then, of torchrun too.",
     "peak MB": "the sum of the peak resident memory (VmHWM) of all processes of the contender.",
     "PSS MB": "resident memory in the last step; a page that processes share counts once.",
     "sent MB": "10**6 bytes that leave each host in a step, headers included, as the interface counts them.",

@@ -6,6 +6,7 @@ ours.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ class StepRecord:
     cpu_s: float  # CPU seconds, user and system, of all threads of this process over all timed steps
     exchange_s: tuple[float, ...]  # seconds of each timed step in exchange and update; empty if not measured
     loss: float  # of the last step
+    first_step_cpu_s: float = 0.0  # CPU seconds of this process, and of its launcher if it was named, until then
     trained: int = 0  # parameters that the optimizer changes; 0 if unknown
     sent_bytes: int = 0  # what left this process's host in all timed steps; 0 if not counted
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of a suite, by name
@@ -47,6 +49,8 @@ class StepTimer:
         trained, notes: as in the record; the contender sets them.
         extra: gives the record's further numbers, inside the last step; the contender sets it.
         synchronize: waits for the device before the clock is read; the contender sets it.
+        launcher: the process that started all of the trial's, whose CPU time until the first step counts too; one of
+            them sets it.
     """
 
     def __init__(
@@ -66,10 +70,12 @@ class StepTimer:
         self.notes: Iterable[str] = ()
         self.extra: Callable[[], dict[str, float]] = dict
         self.synchronize: Callable[[], None] = lambda: None
+        self.launcher: int | None = None
         self._done = 0
         self._ends: list[float] = []  # readings of the clock from the end of the warm-up on
         self._exchanges: list[float] = []
         self._first_step_s = 0.0
+        self._first_step_cpu_s = 0.0
         self._cpu_before_s = 0.0
         self._sent_before = 0
 
@@ -90,6 +96,7 @@ class StepTimer:
         self.synchronize()
         if not self._first_step_s:
             self._first_step_s = time.monotonic() - self._started_s
+            self._first_step_cpu_s = _cpu_s() + _cpu_of_s(self.launcher)
         if timed >= 0:
             self._ends.append(time.perf_counter())
         if timed == 0:
@@ -104,6 +111,7 @@ class StepTimer:
             cpu_s=_cpu_s() - self._cpu_before_s,
             exchange_s=tuple(self._exchanges),
             loss=loss,
+            first_step_cpu_s=self._first_step_cpu_s,
             trained=self.trained,
             sent_bytes=_sent_bytes(self._interface) - self._sent_before,
             extra=self.extra(),
@@ -114,6 +122,15 @@ class StepTimer:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def _cpu_of_s(pid: int | None) -> float:
+    """CPU seconds of another process; 0 for None."""
+    if pid is None:
+        return 0.0
+    # The name, in parentheses, may have spaces; after it, the 12th and 13th fields are ticks in user and kernel mode.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _sent_bytes(interface: str) -> int:

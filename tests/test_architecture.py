@@ -369,3 +369,53 @@ def test_a_program_that_divides_no_model_does_not_wait_for_pipelines():
 
     assert "lockstep.train.fit" in imported
     assert "torch.distributed.pipelining" not in imported
+
+
+STEP_BY_HAND = """
+import sys
+import torch
+
+module = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(module.parameters(), fused=True)
+optimizer.zero_grad()
+module(torch.zeros(4, 2)).sum().backward()
+optimizer.step()
+print(*sys.modules)
+"""
+STEP_ON_REPLICAS = """
+import sys
+import torch
+import lockstep as ls
+
+(cpu,) = ls.config.list_physical_devices("CPU")
+ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration() for _ in range(2)])
+strategy = ls.MirroredStrategy()
+module = strategy.mirror(torch.nn.Linear(2, 1))
+optimizer = strategy.mirror(torch.optim.Adam(module.parameters(), fused=True))
+
+def step(x):
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.step()
+
+for x in strategy.distribute_dataset([torch.zeros(4, 2)]):
+    strategy.run(step, args=(x,))
+strategy.close()
+print(*sys.modules)
+"""
+
+
+def packages_after(program: str) -> set[str]:
+    """The packages, other than Python's own, that are imported at the end of a program, which prints its modules."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
+
+
+def test_a_step_on_replicas_imports_no_package_that_a_step_by_hand_does_not():
+    assert packages_after(STEP_ON_REPLICAS) - packages_after(STEP_BY_HAND) == {"lockstep"}
+
+
+def test_the_command_that_trains_does_not_import_what_its_recipes_may_not_need():
+    late = {"transformers", "tokenizers", "torchmetrics", "scipy", "sklearn", "pandas", "matplotlib", "tensorboard"}
+
+    assert packages_after("import sys, lockstep.cli.train; print(*sys.modules)") & late == set()

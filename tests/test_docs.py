@@ -5,14 +5,17 @@ Tutorials are not executed here: ``make docs`` does that.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -21,6 +24,7 @@ from tests.test_readme import PAGES, commands
 import lockstep
 from lockstep.cli.app import parse
 
+FLAG = re.compile(r"(?<!\S)--[\w-]+")
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LIMIT_S = 400
@@ -110,16 +114,30 @@ def test_every_public_name_is_in_the_reference(site: Path):
     assert undocumented == ["callbacks", "config", "errors"]
 
 
-@pytest.mark.timeout(LIMIT_S + 30)
-def test_every_command_is_in_the_reference(site: Path):
+@pytest.fixture(scope="module")
+def command_help() -> Iterator[ModuleType]:
+    """The extension that reads commands and their flags from the program."""
     sys.path.insert(0, str(DOCS / "_extensions"))
-    try:
-        from command_help import commands as all_commands
-    finally:
-        sys.path.remove(str(DOCS / "_extensions"))
+    yield importlib.import_module("command_help")
+    sys.path.remove(str(DOCS / "_extensions"))
 
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_every_command_is_in_the_reference(site: Path, command_help: ModuleType):
     page = (site / "reference" / "commands.html").read_text()
-    assert [name for name in all_commands() if f"<h2>lockstep {name}<" not in page] == []
+
+    assert [name for name in command_help.commands() if f"<h2>lockstep {name}<" not in page] == []
+
+
+def test_commands_in_the_text_have_flags_that_exist(command_help: ModuleType):
+    every = [command_help.groups_of(command) for command in command_help.commands().values()]
+    names = [name for groups in every for _, records in groups for name, _ in records]
+    known = {flag for name in names for flag in FLAG.findall(name)} | {"--help", "--version", "--traceback"}
+
+    pages = [*ROOT.glob("*.md"), *PAGES]
+    shown = [(page, each) for page in pages for each in re.findall(r"`(lockstep [^`\n]+)`", page.read_text())]
+    assert len(shown) > 100
+    assert [f"{page}: {each}" for page, each in shown if not set(FLAG.findall(each)) <= known] == []
 
 
 def test_every_variable_that_is_read_is_in_the_reference():

@@ -53,6 +53,7 @@ class Make:
             cpu_ms=2 * step_ms[0],
             exchange_ms=exchange_ms,
             first_step_s=3.0 + round_,
+            first_step_cpu_s=6.0 + round_,
             loss=1.5,
             trained=1000,
             memory=Memory(peak_mb=100.0 + round_, pss_mb=98.0 + round_),

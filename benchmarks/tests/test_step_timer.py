@@ -39,6 +39,22 @@ def test_the_first_step_counts_from_the_start_of_the_trial(records):
     assert 100 <= records[0].first_step_s <= time.monotonic() - started_s
 
 
+def test_the_cpu_time_of_the_first_step_counts_the_launcher_that_was_named(records):
+    program = "sum(range(10**7)); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()
+        for pid in (None, launcher.pid):
+            timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
+            timer.launcher = pid
+            timer.record_step(0.0)
+            timer.record_step(0.0)
+        launcher.communicate(b"\n")
+
+    alone, both = (record.first_step_cpu_s for record in records)
+    assert 0 < alone <= time.process_time()
+    assert both > alone + 0.05
+
+
 def test_cpu_time_counts_the_timed_steps_only(records):
     timer = StepTimer(warm_up=1, steps=1, started_s=time.monotonic(), report=records.append)
     _work(0.2)

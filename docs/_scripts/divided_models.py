@@ -36,7 +36,7 @@ GRIDS: dict[str, dict[str, int]] = {"tensor=2": {"tensor": 2}, "pipeline=2": {"p
 SAME = 1e-9
 ROWS, TOKENS, WORDS, LABELS = 4, 6, 67, 5
 JOB_S = 900.0
-MOST = 1_000_000  # weights
+MOST = 2_000_000  # weights
 LONGEST = 200  # characters of a reason
 
 SIZES: dict[str, Any] = {
@@ -63,8 +63,14 @@ SIZES: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 2},
-    "dots1": {"num_key_value_heads": 2, "n_shared_experts": 1, "n_routed_experts": 4},
-    "esmc": {"num_key_value_heads": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dots1": {
+        "num_key_value_heads": 2,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "esmc": {"num_key_value_heads": 4, "head_dim": 4},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -78,9 +84,23 @@ MORE: dict[str, dict[str, Any]] = {
     "glm_ocr_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}},
     "helium": {"head_dim": 4},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        "num_hidden_layers": 4,
+        "num_layers": 2,
+        "qk_head_dim": 8,
+        "head_dim": 4,
+        "zero_expert_num": 2,
+    },
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "neomme": {
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": {**ROPE, "partial_rotary_factor": 0.5},
+        }
+    },
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}},
 }

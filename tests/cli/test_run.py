@@ -245,6 +245,36 @@ while True: signal.pause()
     assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
 
 
+@pytest.mark.parametrize("workers", ["2", "2:2"])
+def test_a_worker_that_failed_and_waits_for_its_own_thread_ends_the_job(workers: str, run_lockstep: Run, write):
+    program = """
+import os, signal, threading
+if os.environ["RANK"] == "1":
+    threading.Thread(target=signal.pause).start()
+    raise ValueError("worker 1 is done for")
+signal.pause()
+"""
+    done = run_lockstep("run", "--workers", workers, "--stop-s", "0.5", "--quiet", write(program))
+
+    assert done.returncode == 1
+    assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
+
+
+def test_nohup_keeps_the_job_when_the_terminal_closes(start_lockstep: Start, write):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = start_lockstep("run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    (handle,) = started_workers(process, 1)
+
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+
+    assert all_end([handle])
+    assert process.wait(LIMIT_S) == 143  # of SIGTERM
+
+
 def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, signal, sys

@@ -80,6 +80,14 @@ def test_a_model_of_images_is_cut_too_and_keeps_its_dtype(schedule: ScheduleName
     torch.testing.assert_close(values.logits, module(images).logits)
 
 
+def test_a_layer_that_gives_more_than_hidden_states_is_refused_by_name():
+    module: Any = build("llama")
+    module.model.layers[0].register_forward_hook(lambda _, __, output: (output, None))  # as layers of GLM-5 give
+    first = stages_of(module, "1f1b")[0]
+    with pytest.raises(ConfigError, match=r"LlamaDecoderLayer gives the next layer a tuple.*choose pipeline=1"):
+        first(inputs={"input_ids": WORDS})
+
+
 def test_the_stages_of_a_worker_are_parts_of_one_module_with_its_plain_names():
     module = build("bert")
     first, last = cut_to_stages(module, [1, 1, 2, 1], choose_pipeline_config("zero_bubble_v", None, 2), 0)

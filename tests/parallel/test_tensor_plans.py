@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,7 +24,7 @@ from transformers import (
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.model_specs import require_layers, require_model_spec, sizes_of
-from lockstep.parallel.tensor_parallel import DividedModel, check_plan
+from lockstep.parallel.tensor_parallel import DividedModel, check_own_plan, check_plan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -84,6 +86,12 @@ def test_a_style_that_is_not_supported_is_refused_with_the_module():
     assert "LlamaForCausalLM" in message
 
 
+def test_an_unknown_style_is_refused_for_a_module_without_weights_too():
+    module: Any = llama()
+    module._tp_plan = {**module._tp_plan, "model.layers.*.mlp.act_fn": "sideways"}
+    assert "model.layers.0.mlp.act_fn" in refused(module, 3)
+
+
 def test_a_model_without_plans_is_refused():
     config = XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=32)
     for module in (nn.Linear(2, 2), on_meta(XLNetLMHeadModel, config)):
@@ -96,6 +104,17 @@ def test_a_model_without_plans_is_refused():
 
 def test_a_plan_of_the_user_s_own_is_not_checked():
     check_plan(nn.Linear(2, 2), {}, 2, sequences=False)
+
+
+def test_a_plan_of_the_user_s_own_is_refused_where_its_style_does_not_fit():
+    module = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 4))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    check_own_plan(module, plan, 1)
+    with pytest.raises(ConfigError, match=r"tensor=2 does not divide the in_features of '2'=7"):
+        check_own_plan(module, plan, 2)
+    check_own_plan(module, {"2": RowwiseParallel(input_layouts=Replicate())}, 2)
+    with pytest.raises(ConfigError, match=r"'1' the style ColwiseParallel, and it is a ReLU"):
+        check_own_plan(module, {"1": ColwiseParallel()}, 2)
 
 
 def test_the_parts_of_a_model_are_those_of_its_plans():
@@ -127,6 +146,13 @@ def test_norms_of_own_heads_that_a_plan_leaves_out_get_the_sum_of_all_gradients(
     module._tp_plan = {name: style for name, style in module._tp_plan.items() if "_norm" not in name}
     found = DividedModel(module, require_model_spec(module, "a test")).modules
     assert found["model.layers.0.self_attn.k_norm"] == "replicated_with_grad_allreduce"
+
+
+def test_an_embedding_with_a_norm_inside_stays_whole():
+    module: Any = llama()
+    assert "model.embed_tokens" in DividedModel(module, require_model_spec(module, "a test")).modules
+    module.model.embed_tokens.norm = nn.LayerNorm(SIZES["hidden_size"])  # as in Muse Glimmer
+    assert "model.embed_tokens" not in DividedModel(module, require_model_spec(module, "a test")).modules
 
 
 def test_packed_experts_are_reordered_so_that_each_rank_has_a_share_of_each_output():

@@ -238,6 +238,42 @@ BLOOM = PublishedTable(
     ),
 )
 
+# MegaScale's authors ran Megatron-LM (commit 285068c8) on the same GPUs (arXiv 2402.15627, tables 1 and 2): 96 layers,
+# 128 heads, vocabulary 64,000, tensor 8, pipeline 8, six stages on each worker. Assumed: A100-80GB ("Ampere", with the
+# peak rate of one), microbatches of one sequence, sequence parallelism and a sharded optimizer, which that commit has,
+# bf16, gradients added in float32, scores of attention in memory, nothing computed again (Megatron-LM recomputes the
+# scores alone, which is a small part). MegaScale itself overlaps the exchanges between tensor ranks and changes the
+# model, which is not modelled.
+MEGASCALE = PublishedTable(
+    title="Megatron-LM of MegaScale's authors, 256 to 12,288 A100",
+    source="arXiv 2402.15627, table 2",
+    rows=tuple(
+        Published(
+            shape=ModelShape(
+                name="96 x 12,288, 128 heads", layers=96, hidden=12288, heads=128, vocabulary=64000, sequence=2048
+            ),
+            layout=Layout(
+                data=gpus // 64,
+                pipeline=8,
+                tensor=8,
+                microbatches=batch // (gpus // 64),
+                schedule="interleaved",
+                stages_per_worker=6,
+                shard_optimizer=True,
+                sequence_parallel=True,
+            ),
+            value=seconds,
+            unit="seconds",
+            device=_A100,
+            software=_megatron(precision=_BF16_SUMS_IN_FP32, overlap_data=False),
+        )
+        for gpus, batch, seconds in (
+            (256, 768, 40.0), (512, 768, 21.2), (768, 768, 15.2), (1024, 768, 11.9),
+            (3072, 6144, 29.02), (6144, 6144, 14.78), (8192, 6144, 12.24), (12288, 6144, 8.57),
+        )
+    ),
+)  # fmt: skip
+
 # torchtitan: FSDP2 with gathers in bf16 and sums in float32. Its norms and rotary positions convert to float32 in eager
 # mode, which moves 97 bytes for each value of a hidden vector, counted in its code; compiled, 12.
 _EAGER = SavedActivations(norms=24, inner=4, masks=0)
@@ -393,6 +429,7 @@ TABLES = (
     RECOMPUTATION,
     TURING_NLG,
     BLOOM,
+    MEGASCALE,
     TITAN_A100,
     _mosaic("8 A100-80GB", "a100-80gb", hosts="one"),
     _mosaic("32 and 64 A100-80GB", "a100-80gb", hosts="several"),

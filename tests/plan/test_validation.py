@@ -327,8 +327,17 @@ def test_published_rates_give_the_published_days(row: Published, days: int):
     assert seconds / 86400 == pytest.approx(days, rel=0.03)
 
 
-def test_the_docs_show_the_tables_that_the_code_makes():
+def test_the_docs_show_the_figures_that_the_code_makes():
     planner, runs = (DOCS / "planner.md").read_text(), (DOCS / "planner-runs.md").read_text()
+    every = [each for table in TABLES for each in compared(table)]
+    aside = [each for table in TABLES if not table.fitted for each in compared(table)]
+    largest = abs(worst(every).error)
+    for claim in (
+        f"{len(every)} published runs, {len(every) - len(aside)} of which",
+        f"{len(aside)} were set aside: their median error is {middle_error(aside):.1%}.",
+        f"The largest error is {largest:.0%}.",
+    ):
+        assert claim in " ".join(planner.split())
     for made, text, page in (
         (summary_markdown(), planner, "planner.md"),
         (choices_markdown(), planner, "planner.md"),

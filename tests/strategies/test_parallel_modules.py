@@ -97,6 +97,8 @@ REFUSED = {
     "hooks": ("hooks", "Sequential"),
     "unknown in the plan": ("'first'", "Sequential"),
     "no style": ("'0'", "ColwiseParallel()"),
+    "style of another kind": ("'0'", "Conv2d", "nn.Linear"),
+    "stage without weights": ("worker 0", "['0', '3', '4']"),
     "no list": ("'blocks.1'", "list"),
     "names and numbers": ("['blocks.1', 2, 1]", "list"),
     "object": ("SimpleNamespace", "cannot travel", "another pipeline_split"),

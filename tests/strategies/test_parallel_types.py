@@ -30,7 +30,13 @@ GRIDS: dict[str, dict[str, Any]] = {
     "data2-tensor2": {"data": 2, "tensor": 2},
     "data2-pipeline2-tensor2": {"data": 2, "pipeline": 2, "tensor": 2},
 }
+WITHOUT_STAGES = ("llama4_text",)
+"""Types without a pipeline plan."""
 LAUNCHES = {2: ("tensor2", "pipeline2"), 4: ("data2-tensor2",), 8: ("data2-pipeline2-tensor2",)}
+
+
+def types_on(grid: str) -> list[str]:
+    return [name for name in TYPES if not ("pipeline" in grid and name in WITHOUT_STAGES)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def run(program: Any) -> Callable[[str], Found]:
 
     @cache
     def launch(workers: int) -> dict[str, Found]:
-        experiments = [(name, GRIDS[name], TYPES) for name in LAUNCHES[workers]]
+        experiments = [(name, GRIDS[name], types_on(name)) for name in LAUNCHES[workers]]
         found: dict[str, Found] = ls.launch(program.run_jobs, workers=workers, args=(experiments,), timeout_s=LIMIT_S)
         return found
 
@@ -56,7 +62,7 @@ def one_device(program: Any) -> Callable[[str], tuple[list[float], dict[str, Ten
     return cache(program.one_device)
 
 
-@pytest.mark.parametrize(("grid", "name"), [(grid, name) for grid in GRIDS for name in TYPES])
+@pytest.mark.parametrize(("grid", "name"), [(grid, name) for grid in GRIDS for name in types_on(grid)])
 def test_losses_and_weights_after_several_updates_are_those_of_one_device(
     run: Callable[[str], Found], one_device: Callable[[str], Any], grid: str, name: str
 ):

@@ -177,13 +177,14 @@ class Agent(LocalElasticAgent):
         self._was_late = False
         self._ended_ns: dict[int, int] = {}
         self._attempt = -1  # not started yet
+        self._ignored_signals: list[signal.Signals] = []
 
     def run_to_end(self, rendezvous: Rendezvous | Rounds) -> None:
         """Starts the workers and waits until all have ended; none outlives the call.
 
         Raises ClusterError if they took longer than the limits allow, or those of another host have failed for good.
         """
-        with silence_torch_launcher(), restore_signal_handlers():
+        with silence_torch_launcher(), restore_signal_handlers() as self._ignored_signals:
             try:
                 result = self.run()
                 if result is not None and result.state == WorkerState.SUCCEEDED:
@@ -241,6 +242,14 @@ class Agent(LocalElasticAgent):
         records = {local: FailureRecord.read(path) for local, path in paths.items()}
         return worker_failures(codes, self._ended_ns, records, first_worker=first, attempt=attempt)
 
+    def waits_after_failure(self) -> bool:
+        """Whether a worker failed and has not ended in the time that it has to save: Python waits for its threads.
+
+        It goes on telling the others that it lives, and they would wait for it.
+        """
+        latest_ns = time.monotonic_ns() - self._limits.stop_s * 1e9
+        return any(failure.exit_code is None and failure.at_ns < latest_ns for failure in self.failures())
+
     def pass_exit_barrier(self) -> None:
         """Releases the launchers of other hosts whose workers have finished and who wait for this one's."""
         self._exit_barrier_timeout = 0.1
@@ -260,7 +269,7 @@ class Agent(LocalElasticAgent):
         self._attempt = self._restarts()
         with hide_main():
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        handle_sigterm_once()
+        handle_sigterm_once(self._ignored_signals)
         self._exits = ExitMonitor(ids, self._on_worker_end)
         if self._deadline is not None:
             # While the processes of functions end, torch waits for them and looks at nothing else.
@@ -284,7 +293,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY or self._was_late:
             self._check_deadline()
-        if result.state == WorkerState.HEALTHY and self._lost_a_result():
+        if result.state == WorkerState.HEALTHY and (self._lost_a_result() or self.waits_after_failure()):
             return RunResult(state=WorkerState.FAILED)
         for worker in result.failures:  # in case torch saw one first
             local = worker - int(worker_group.workers[0].global_rank)

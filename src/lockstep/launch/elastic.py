@@ -160,7 +160,7 @@ class ElasticAgent(Agent):
         if worker_group.workers:
             return super()._start_workers(worker_group)
         self._pcontext = None
-        handle_sigterm_once()
+        handle_sigterm_once(self._ignored_signals)
         return {}
 
     # ---- during a round
@@ -171,7 +171,7 @@ class ElasticAgent(Agent):
         while True:
             threading.Event().wait(_POLL_S)
             codes = self.exit_codes.values()
-            if any(codes):
+            if any(codes) or self.waits_after_failure():
                 return RoundEnd.LOSS
             if time.monotonic() < look_s:
                 continue
@@ -240,7 +240,9 @@ class ElasticAgent(Agent):
         codes = self.exit_codes
         if self._exits is not None:
             self._ended_ns = self._exits.ended_ns
-        failures = {failure.worker - self._first_worker: failure for failure in self.failures() if failure.exit_code}
+        failures = {
+            failure.worker - self._first_worker: failure for failure in self.failures() if failure.exit_code != 0
+        }
         running = {local: _is_stopped(self._pids()[local]) for local, code in codes.items() if code is None}
         try:
             report = self._rounds.failure_report()

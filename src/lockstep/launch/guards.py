@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -46,27 +46,32 @@ def hide_main() -> Iterator[None]:
 
 
 @contextmanager
-def restore_signal_handlers() -> Iterator[None]:
-    """Puts back the signal handlers that were there before; torch sets its own and leaves them."""
+def restore_signal_handlers() -> Iterator[list[signal.Signals]]:
+    """Puts back the signal handlers that were there before; torch sets its own and leaves them.
+
+    Yields the signals that were ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield []
         return
     before = {each: signal.getsignal(each) for each in _HANDLED_SIGNALS}
     try:
-        yield
+        yield [each for each, handler in before.items() if handler == signal.SIG_IGN]
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
-def handle_sigterm_once() -> None:
+def handle_sigterm_once(ignored: Iterable[signal.Signals]) -> None:
     """Has the first SIGTERM end the workers as torch's handler does, and ignores later ones while the workers save.
 
-    Many senders send it twice: ``timeout`` sends it to its child and to its child's process group. Use it inside
-    ``restore_signal_handlers``.
+    Many senders send it twice: ``timeout`` sends it to its child and to its child's process group. What
+    ``restore_signal_handlers`` found ignored is ignored again: ``nohup`` ignores SIGHUP, and torch handles it.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end_workers)
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _end_workers(number: int, frame: FrameType | None) -> NoReturn:

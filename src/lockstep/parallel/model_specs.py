@@ -122,6 +122,17 @@ VIT = ModelSpec(
 )
 MODEL_SPECS = {"bert": BERT, "roberta": ROBERTA, "distilbert": DISTILBERT, "gpt2": GPT2, "vit": VIT}
 """By the ``model_type`` of a configuration: those for which transformers has no plans."""
+_DECODER = ("embed_tokens", "layers", "norm")
+BODIES: Mapping[str, Names] = {
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _DECODER),
+    **dict.fromkeys(("hunyuan_v1_moe", "nemotron", "olmoe", "phimoe"), _DECODER),
+    "jamba": ("embed_tokens", "layers", "final_layernorm"),
+    "lfm2_moe": ("embed_tokens", "layers", "embedding_norm"),
+}
+"""By type, for those that have a tensor plan alone: the modules of the body, as a pipeline plan would have them.
+
+It is not enough that a model has these modules: in nanochat layers also use what comes before the first one.
+"""
 
 
 def require_model_spec(module: object, asked: str) -> ModelSpec:
@@ -143,18 +154,19 @@ def require_model_spec(module: object, asked: str) -> ModelSpec:
 def require_layers(module: nn.Module, asked: str) -> ModelSpec:
     """The spec of a module, whose list of layers ``asked`` needs."""
     spec = require_model_spec(module, asked)
+    advice = "choose pipeline=1" if asked.startswith("pipeline") else "leave it out"
     body = dict(module.get_submodule(base_name(module)).named_modules())
     if spec.layers not in body or not spec.layers:
         raise ConfigError(
             f"{asked} needs to know the layers of the model, and {type(module).__name__} has no pipeline plan that "
-            f"names them; {'give the names of modules' if asked.startswith('pipeline') else 'leave it out'}"
+            f"names them; {advice}"
         )
     known = {*spec.first_stage, *spec.last_stage, spec.layers.partition(".")[0]}
     for name, part in module.get_submodule(base_name(module)).named_children():
         if name not in known and any(True for _ in part.parameters()):
             raise ConfigError(
                 f"{asked} needs to know the parts of the model, and the pipeline plan of {type(module).__name__} does "
-                f"not have {name}; {'choose pipeline=1' if asked.startswith('pipeline') else 'leave it out'}"
+                f"not have {name}; {advice}"
             )
     return spec
 
@@ -164,6 +176,9 @@ def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mappi
     base = f"{name}." if (name := base_name(module)) else ""
     body = [name.removeprefix(base) for name in pipeline if name.startswith(base)]
     modules = dict(module.get_submodule(base.removesuffix(".")).named_modules())
+    if not any(isinstance(modules.get(name), nn.ModuleList) for name in body):
+        config: Any = module.config
+        body = list(BODIES.get(config.model_type, ()))
     layers = next((name for name in body if isinstance(modules.get(name), nn.ModuleList)), "")
     place = body.index(layers) if layers else 0
     first, last = body[:place], body[place + 1 :]

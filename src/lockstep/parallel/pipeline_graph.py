@@ -290,6 +290,11 @@ def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConf
     """
     graph = ModuleGraph(module, stage_starts(module, split, pipelining))
     workers = [graph.names_in(pipelining.stages_of(worker)) for worker in range(pipelining.workers)]
+    if not all(workers):
+        raise ConfigError(
+            f"pipeline_split={split!r} leaves worker {workers.index(set())} of the pipeline without a weight to train; "
+            "choose other names or numbers, or fewer stages"
+        )
     tied_ends(ties_of(module), workers)
     return graph
 

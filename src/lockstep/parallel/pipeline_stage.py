@@ -238,8 +238,9 @@ def cut_to_stages(
         if len(parts) > 1:
             active.restrict(part, stage, otherwise)
 
-    for number, (name, _) in enumerate(list(layers.named_children())):
+    for number, (name, layer) in enumerate(list(layers.named_children())):
         otherwise = StandIn() if number else _FirstLayer(active)
+        layer.register_forward_hook(_check_layer_output)
         keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
     last = pipelining.stages - 1
     for name, kind in spec.first_stage.items():
@@ -253,6 +254,15 @@ def cut_to_stages(
         ModelStage(module, base, own, number=number, stages=pipelining.stages, active=active)
         for number, own in parts.items()
     )
+
+
+def _check_layer_output(layer: nn.Module, _: Any, output: Any) -> None:
+    """Raises a ConfigError if a layer gives the next one more than hidden states, which a stage cannot send."""
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"a {type(layer).__name__} gives the next layer a {type(output).__name__}, and a pipeline of this model "
+            "sends one tensor of hidden states; choose pipeline=1"
+        )
 
 
 def _cost(module: nn.Module) -> float:

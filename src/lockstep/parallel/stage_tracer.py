@@ -90,7 +90,8 @@ def trace_stages(
     except Exception as error:  # code of the user's, run on proxies, fails in any way
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"pipeline_split cannot trace the forward of {type(module).__name__} with {', '.join(sorted(inputs))}, at "
+            f"pipeline_split cannot trace the forward of {type(module).__name__} with "
+            f"{', '.join(sorted(inputs)) or 'no inputs'}, at "
             f"{_place_of(error)} ({type(error).__name__}: {reason}); {ADVICE}"
         ) from error
     if tracer.begun != list(starts):

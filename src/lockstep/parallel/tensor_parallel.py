@@ -180,6 +180,16 @@ def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
+class SharedExpertOutput(tp.RowwiseParallel):
+    """A row linear whose output the model may change in place, as Llama 4 adds the experts' outputs to it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        divided = super()._apply(module, device_mesh)
+        # torch gives a view of a DTensor's own memory, which autograd does not let anybody write to.
+        divided.register_forward_hook(lambda _, __, output: output.clone())
+        return divided
+
+
 class Conv1DParallel(tp.ParallelStyle):
     """Divides a Conv1D of transformers, which is a linear layer with a transposed weight [in, out].
 
@@ -223,7 +233,10 @@ _LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "rowwise_split_input",
 _LOCAL_COLUMNS = ("colwise", "packed_colwise")  # whose output stays divided
 _ON_OWN_UNITS = ("q_norm", "k_norm", "act_fn")  # whole weights beside them, which some plans leave out
 _PACKED = ("packed_colwise", "packed_rowwise")
+_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+_ON_OUTPUTS = ("all_reduce", "moe_identity_expert")  # of modules that may have no weights
 _OWN_PARAMETERS = ("moe_tp_experts", "local_params", "replicated_with_grad_allreduce")
+_ON_WEIGHTS = (*_LINEAR_STYLES, *_EMBEDDINGS, *_OWN_PARAMETERS, "mla_kv_a_proj", "replicate")
 _IN_SEQUENCES = ("colwise", "packed_colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
 
 
@@ -236,11 +249,14 @@ class DividedModel:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         parameters = dict(module.named_parameters(remove_duplicate=False))
         found = {name: style for name in self._modules if (style := self._style(name)) is not None}
-        # A stand-in for another stage's module has no parameters.
+        # A stand-in for another stage's module has no parameters. A norm inside an embedding would be given one rank's
+        # term of the sum.
         self.modules = {
             name: style
             for name, style in found.items()
-            if any(True for _ in self._modules[name].parameters()) and style != "replicate"
+            if (style not in _ON_WEIGHTS or any(True for _ in self._modules[name].parameters()))
+            and style != "replicate"
+            and not (style in _EMBEDDINGS and any(True for _ in self._modules[name].children()))
         }
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
         inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
@@ -314,10 +330,10 @@ class DividedModel:
                 name, known = f"{name}.{bare[0]}", False
             else:
                 known = True
-        elif style.startswith("embedding_"):
+        elif style in _EMBEDDINGS:
             known = isinstance(part, nn.Embedding)
         else:
-            known = style in ("local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce")
+            known = style in _ON_WEIGHTS or style in _ON_OUTPUTS
         if not known:
             kind = "parameter" if part is None else type(part).__name__
             raise ConfigError(
@@ -379,17 +395,9 @@ class DividedModel:
 
     def _torch_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
         part: Any = self._modules[name]
-        whole, split = Replicate(), Shard(-1)
+        whole = Replicate()
         if style in _LINEAR_STYLES:
-            gathers = style in GATHERED_STYLES and not is_head
-            takes = whole if style.endswith(("split_input", "rep")) else split
-            if _is_conv1d(part):
-                if style.startswith("rowwise"):
-                    return Conv1DParallel(Shard(0), whole, inputs=takes, outputs=output)
-                return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=whole if gathers else split)
-            if style.startswith("rowwise"):
-                return tp.RowwiseParallel(input_layouts=takes, output_layouts=output)
-            return tp.ColwiseParallel(output_layouts=whole if gathers else split)
+            return self._linear_style(name, style, is_head, output)
         if style == "embedding_rowwise":
             return tp.RowwiseParallel(input_layouts=whole)
         if style == "embedding_colwise":
@@ -400,6 +408,8 @@ class DividedModel:
             return HookedOutput(lambda latent, mesh: _sum_rotated_gradient(latent, rotated, mesh))
         if style == "all_reduce":
             return HookedOutput(summed)
+        if style == "moe_identity_expert":  # whole on each rank, and summed with the terms of the other experts
+            return HookedOutput(lambda output, mesh: output / mesh.size())
         keys = [key for key, _ in part.named_parameters(recurse=False)]
         if style == "replicated_with_grad_allreduce":
             return LocalParameters(dict.fromkeys(keys, whole), partial=True)
@@ -408,6 +418,20 @@ class DividedModel:
             {key: Shard(max(_ON_EXPERTS[each] + part.get_parameter(key).ndim, 0)) for key, each in own.items()},
             experts=style == "moe_tp_experts",
         )
+
+    def _linear_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
+        whole, split = Replicate(), Shard(-1)
+        given = whole if style in GATHERED_STYLES and not is_head else split
+        takes = whole if style.endswith(("split_input", "rep")) else split
+        if _is_conv1d(self._modules[name]):
+            if style.startswith("rowwise"):
+                return Conv1DParallel(Shard(0), whole, inputs=takes, outputs=output)
+            return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=given)
+        if not style.startswith("rowwise"):
+            return tp.ColwiseParallel(output_layouts=given)
+        has_experts_beside = f"{name.rsplit('.', 2)[0]}.experts" in self.modules
+        kind = SharedExpertOutput if has_experts_beside else tp.RowwiseParallel
+        return kind(input_layouts=takes, output_layouts=output)
 
     def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
         """The norms between divided layers take this rank's tokens, and the divided layers take all."""
@@ -516,8 +540,8 @@ def _make_buffers_plain(module: nn.Module) -> None:
                 part._buffers[name] = buffer.to_local()
 
 
-def check_names(module: nn.Module, plan: TensorPlan) -> None:
-    """Raises a ConfigError if a plan of the user's is none, or names no modules of the whole model."""
+def check_own_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
+    """Raises a ConfigError if a plan of the user's is none, or names no modules of the whole model that it fits."""
     if plan == "auto":
         return
     if not isinstance(plan, Mapping):
@@ -529,12 +553,28 @@ def check_names(module: nn.Module, plan: TensorPlan) -> None:
                 f"tensor_plan gives {pattern!r} {style!r}; give an object of one of torch's styles, such as "
                 "ColwiseParallel()"
             )
-        if not any(_matches(name, pattern) for name in known):
+        named = [name for name in known if _matches(name, pattern)]
+        for name in named:
+            _check_own_style(name, module.get_submodule(name), style, degree)
+        if not named:
             near = get_close_matches(pattern, known, 3) or known[1:4]
             raise ConfigError(
                 f"tensor_plan names {pattern!r}, and {type(module).__name__} has no such module; give names of its "
                 f"modules, such as {', '.join(near)}"
             )
+
+
+def _check_own_style(name: str, part: nn.Module, style: tp.ParallelStyle, degree: int) -> None:
+    if type(style) not in (tp.ColwiseParallel, tp.RowwiseParallel) or isinstance(part, nn.Embedding):
+        return
+    if not isinstance(part, nn.Linear):
+        raise ConfigError(
+            f"tensor_plan gives {name!r} the style {type(style).__name__}, and it is a {type(part).__name__}; torch "
+            "has this style for nn.Linear and nn.Embedding"
+        )
+    # torch takes the parts of a divided input for equal ones.
+    if isinstance(style, tp.RowwiseParallel) and style.input_layouts == (Shard(-1),):
+        check_divides("tensor", degree, (f"the in_features of {name!r}", part.in_features))
 
 
 def _here(module: nn.Module, plan: Mapping[str, tp.ParallelStyle]) -> dict[str, tp.ParallelStyle]:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import ConfigError
 from lockstep.extras import require
-from lockstep.parallel.model_specs import MODEL_SPECS
+from lockstep.parallel.model_specs import BODIES, MODEL_SPECS
 from lockstep.plan.shapes import BERT_SAVED, GPT2_SAVED, LLAMA_SAVED, Counted, ModelShape, SavedActivations
 
 # Parameters outside layers and embeddings, relative to those of the layers, above which a model is more than layers.
@@ -393,7 +393,7 @@ def counted_shape(counts: ModelCounts, sequence: int | None = None) -> ModelShap
         windowed=windowed,
         predicted=0.15 if counts.masked else 1.0,
         tensor_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_tp_plan", None)),
-        pipeline_plan=config.model_type in MODEL_SPECS or bool(getattr(text, "base_model_pp_plan", None)),
+        pipeline_plan=config.model_type in (*MODEL_SPECS, *BODIES) or bool(getattr(text, "base_model_pp_plan", None)),
         saved=_SAVED.get(config.model_type, LLAMA_SAVED if gated else SavedActivations()),
         counted=Counted(
             layer_parameters=inside.parameters / layers,

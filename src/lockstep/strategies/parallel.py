@@ -56,7 +56,7 @@ from lockstep.parallel.tensor_parallel import (
     SequenceSharding,
     TensorPlan,
     TensorSharding,
-    check_names,
+    check_own_plan,
     check_plan,
     shard_layers,
     ties_of,
@@ -357,7 +357,7 @@ class ModelParts(PartitionPolicy):
     def _divided(
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
-        check_names(module, plan)
+        check_own_plan(module, plan, self._grid.tensor)
         check_pipeline_split(split)
         check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
         cut = self._cut_of(module, split)

@@ -24,6 +24,7 @@ import copy
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -31,14 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from lockstep._torch_compat import (
-    TorchDispatchMode,
-    foreach_copy_,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from lockstep import _torch_compat as compat
 from lockstep.collectives.communicator import call_site
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.structure import is_plain
@@ -55,6 +49,7 @@ _LOG = logging.getLogger("lockstep")
 
 MAX_BEGINNINGS = 32
 """How often steps are observed anew in one fit: with more kinds of batches or changes, few would be replayed."""
+_SHOWN = 16  # numbers of a tensor on the host; of a longer one a hash
 _PLAIN = (bool, int, float, complex, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -99,7 +94,7 @@ class _Call(NamedTuple):
         return f"{self.name}({', '.join(text for text, _ in self.arguments)})" if self.name else "no operator"
 
 
-class StepRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a step depends on besides its batch; and its operators, if it runs under this mode, as its replicas then do.
 
     Of the module only the user's own is looked at: what is set there reaches the other copies. Learning rates are left
@@ -163,22 +158,26 @@ class StepRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.wait is None and host_waits(func, args, kwargs):
             self.wait = f"{func}{line}"
         # A captured step reads the rate of fused optimizers from a tensor.
-        given = tree_leaves((args, {name: value for name, value in kwargs.items() if name != "lr"}))
+        given = compat.tree_leaves((args, {name: value for name, value in kwargs.items() if name != "lr"}))
         call = _Call(str(func), [self._argument(func, leaf) for leaf in given], line)
         self._calls[-1 if context is None else context.local_replica].append(call)
         result = func(*args, **kwargs)
-        # A view of a tensor from outside is from outside too, and an operator that writes returns what it was given.
-        if not func.is_view and not func._schema.is_mutable:
-            self._made.update(_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        # What an operator returns of a tensor from outside, such as a view, has been compared in this call.
+        self._made.update(_storage(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
     def _argument(self, func: Any, leaf: Any) -> tuple[str, int | None]:
         if not isinstance(leaf, Tensor):
             return repr(leaf) if isinstance(leaf, (*_PLAIN, torch.dtype)) else type(leaf).__name__, None
-        text, storage = f"{leaf.dtype}{list(leaf.shape)}", _storage(leaf)
+        text, storage = f"{leaf.dtype}{list(leaf.shape) if is_plain(leaf) else leaf.layout}", _storage(leaf)
         # What a kernel gets from a tensor on the host is its numbers. torch.tensor makes its own by lift_fresh.
-        if leaf.device.type == "cpu" and (not self._on_host or func is torch.ops.aten.lift_fresh.default):
-            text = str(leaf.tolist())
+        on_host = leaf.device.type == "cpu" and (not self._on_host or func is torch.ops.aten.lift_fresh.default)
+        if on_host and is_plain(leaf):
+            flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
+            values = (
+                flat.tolist() if len(flat) <= _SHOWN else sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+            )
+            text = f"{text} of {values}"
             self._made.add(storage)
         if storage in self._made:
             return text, None
@@ -195,7 +194,7 @@ def _refuse_hooks(parts: list[nn.Module], weights: list[nn.Parameter]) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage().data_ptr() if is_plain(tensor) else id(tensor)
 
 
 class LaterMetrics(list[tuple[Any, Any]]):
@@ -314,7 +313,7 @@ class GraphedSteps:
         setup, strategy, storages = self._setup, self._strategy, self._optimizer.storages
         try:
             own = [_cloned(leaf) for leaf in leaves]  # there may be no memory for it
-            inputs, shards = _tensors(own), PerReplica(tree_unflatten(own, structure))
+            inputs, shards = _tensors(own), PerReplica(compat.tree_unflatten(own, structure))
             rates = [torch.zeros((), dtype=torch.float32, device=self._device) for _ in self._optimizer.param_groups]
             states, metrics = self._without_metrics()
             graph = self._driver.graph(self._device, strategy.generators.on_gpu(), self._pool)
@@ -332,13 +331,13 @@ class GraphedSteps:
 
         def replay(leaves: list[Any]) -> _Results:
             if inputs:
-                foreach_copy_(inputs, _tensors(leaves), non_blocking=True)
+                compat.foreach_copy_(inputs, _tensors(leaves), non_blocking=True)
             for rate, group in zip(rates, self._optimizer.param_groups, strict=True):
                 rate.fill_(group["lr"])
             graph.replay()
             # The next replay overwrites the numbers in the outputs, whose copy to the host is queued by then. What the
             # metrics get, and may keep, is copied.
-            return outputs, [LaterMetrics(tree_map(_cloned, list(each))) for each in metrics]
+            return outputs, [LaterMetrics(compat.tree_map(_cloned, list(each))) for each in metrics]
 
         return replay
 
@@ -356,7 +355,7 @@ def _flat(batch: Any, strategy: Strategy) -> tuple[list[Any], Any]:
     Raises a NotCapturableError for a leaf that has no fixed address on the device and cannot be compared.
     """
     replicas, device = len(strategy.devices), strategy.devices[0].torch_device
-    leaves, structure = tree_flatten([select(batch, replica, replicas) for replica in range(replicas)])
+    leaves, structure = compat.tree_flatten([select(batch, replica, replicas) for replica in range(replicas)])
     for leaf in leaves:
         if not isinstance(leaf, (*_PLAIN, type(None))) and not (is_plain(leaf) and leaf.device == device):
             kind = f"{leaf.layout} tensor on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -45,6 +45,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**_COMMON, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [0], "head_dim": 8},
     ),
+    "olmoe": ("OlmoeForCausalLM", {**_COMMON, **_EXPERTS, "num_experts": 4}),  # no pipeline plan of its own
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {
@@ -52,6 +53,10 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
             "moe_intermediate_size": 12, "first_k_dense_replace": 1,
         },
+    ),
+    "llama4_text": (  # experts whose outputs are added in place to those of a shared expert
+        "Llama4ForCausalLM",
+        {**_COMMON, **_EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 24, "head_dim": 8},
     ),
     "bert": ("BertForMaskedLM", _ENCODER),
     "roberta": ("RobertaForMaskedLM", {**_ENCODER, "pad_token_id": 0}),

@@ -245,6 +245,8 @@ BAD: Mapping[str, tuple[Build, dict[str, Any]]] = {
     "hooks": (hooked, {}),
     "unknown in the plan": (mlp, {"tensor_plan": {"first": RowwiseParallel()}}),
     "no style": (mlp, {"tensor_plan": {"0": RowwiseParallel}}),
+    "style of another kind": (cnn, {"tensor_plan": {"0": ColwiseParallel()}}),
+    "stage without weights": (mlp, {"pipeline_split": ["0", "3", "4"]}),
     "no list": (Vit, {"pipeline_split": "blocks.1"}),
     "names and numbers": (Vit, {"pipeline_split": ["blocks.1", 2, 1]}),
 }
