@@ -20,6 +20,7 @@ from lockstep.scaling.machine import this_machine
 SUITES: Mapping[str, tuple[str, str]] = {
     "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),
     "peers": ("benchmarks.suites.cpu", "the same beside Accelerate, Fabric, TensorFlow and JAX as well"),
+    "compiled": ("benchmarks.suites.compiled", "compiled replicas beside compiled loops and DDP, fp32 and bf16"),
     "workers": ("benchmarks.suites.workers", "many workers beside DDP, on one host and on two joined by a slowed link"),
     "sums": ("benchmarks.suites.sums", "sums between workers in the order of the tree beside gloo's ring"),
     "trainer": ("benchmarks.suites.trainer", "our Transformers Trainer beside the original, on the recipe reviews"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +24,30 @@ from benchmarks.trial import TRIAL_LIMIT_S, Batch, Layout, Trial, Workload
 from lockstep.collectives.communicator import Compression
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError
+from lockstep.mirroring.module.compile import Compilation
 from lockstep.replicas.cpu.memory import keep_freed_memory
 
 _LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
 SETTINGS = "gloo, gradient_as_bucket_view, static_graph, no buffer broadcast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a loop computes; the default is torch's own: uncompiled, in float32."""
+
+    compiled: Mapping[str, Any] | None = None  # module and loss, with these settings; None leaves them as they are
+    bf16: bool = False  # forward and loss run under autocast to bfloat16
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.bf16)
+
+    def compile(self, function: Any) -> Any:
+        """A function or module, compiled if the variant says so."""
+        return function if self.compiled is None else torch.compile(function, **self.compiled)
+
+
+PLAIN = Variant()
 
 
 def layouts_of(workload: str) -> tuple[Layout, ...]:
@@ -81,30 +100,49 @@ def call(module: Any, x: Any) -> Any:
     return module(**x) if isinstance(x, dict) else module(x)
 
 
-def train(trial: Trial, module: nn.Module, batches: Sequence[Batch], timer: StepTimer, *, divisor: float) -> None:
-    """The usual loop over this process's part of each global batch; ``divisor`` is that of the summed loss."""
+def train(
+    trial: Trial,
+    module: nn.Module,
+    summed: Callable[[Any, Tensor], Tensor],
+    batches: Sequence[Batch],
+    timer: StepTimer,
+    *,
+    divisor: float,
+    variant: Variant,
+) -> None:
+    """The usual loop over this process's part of each global batch; ``summed`` is its loss before the division."""
     optimizer = adam(trial.workload, module)
     timer.trained = trained_parameters(module)
     for x, y in batches:
         optimizer.zero_grad()
-        total, _ = trial.workload.loss(call(module, x), y)
-        loss = total / divisor
+        with variant.autocast():
+            loss = summed(x, y) / divisor
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         timer.record_step(loss.item())
 
 
-def train_alone(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
+def train_alone(trial: Trial, process: ProcessInfo, timer: StepTimer, *, variant: Variant = PLAIN) -> None:
     """One process, the whole batch, all cores as intra-op threads."""
     torch.set_num_threads(trial.cores)
     torch.manual_seed(0)
     module = make_module(trial)
+
+    def summed(x: Any, y: Tensor) -> Tensor:
+        return trial.workload.loss(call(module, x), y)[0]
+
     batches = laid_out(trial.workload.make_batches(timer.total), trial.contender.layout)
-    train(trial, module, batches, timer, divisor=trial.workload.count)
+    train(trial, module, variant.compile(summed), batches, timer, divisor=trial.workload.count, variant=variant)
 
 
 def train_ddp(
-    trial: Trial, process: ProcessInfo, timer: StepTimer, *, keeping: bool = False, halved: bool = False
+    trial: Trial,
+    process: ProcessInfo,
+    timer: StepTimer,
+    *,
+    keeping: bool = False,
+    halved: bool = False,
+    variant: Variant = PLAIN,
 ) -> None:
     """One of ``trial.contender.processes`` processes. All of them must call it: they meet at ``process.store``.
 
@@ -118,11 +156,17 @@ def train_ddp(
     torch.manual_seed(0)
     world = trial.contender.processes
     dist.init_process_group("gloo", init_method=f"file://{process.store}", rank=process.rank, world_size=world)
-    wrapped = DistributedDataParallel(make_module(trial), **DDP_OPTIONS)
+    wrapped = DistributedDataParallel(variant.compile(make_module(trial)), **DDP_OPTIONS)
     if halved:
         wrapped.register_comm_hook(None, fp16_compress_hook)
     shards = [split_batch(batch, world)[process.rank] for batch in trial.workload.make_batches(timer.total)]
-    train(trial, wrapped, laid_out(shards, trial.contender.layout), timer, divisor=trial.workload.count / world)
+    batches, loss_of = laid_out(shards, trial.contender.layout), variant.compile(trial.workload.loss)
+
+    def summed(x: Any, y: Tensor) -> Tensor:
+        total: Tensor = loss_of(call(wrapped, x), y)[0]
+        return total
+
+    train(trial, wrapped, summed, batches, timer, divisor=trial.workload.count / world, variant=variant)
     dist.destroy_process_group()
 
 
@@ -133,31 +177,39 @@ def split_cpu(replicas: int) -> list[str]:
     return [device.name for device in ls.config.list_logical_devices("CPU")]
 
 
-def run_replicas(trial: Trial, process: ProcessInfo, timer: StepTimer) -> None:
+def run_replicas(trial: Trial, process: ProcessInfo, timer: StepTimer, *, variant: Variant = PLAIN) -> None:
     """Trains with a MirroredStrategy of ``trial.contender.replicas`` replicas on all cores."""
     torch.set_num_threads(trial.cores)
-    train_replicas(trial.workload, trial.workload.make_batches(timer.total), timer, replicas=trial.contender.replicas)
+    batches, replicas = trial.workload.make_batches(timer.total), trial.contender.replicas
+    train_replicas(trial.workload, batches, timer, replicas=replicas, variant=variant)
 
 
-def train_replicas(workload: Workload, batches: Iterable[Batch], timer: StepTimer, *, replicas: int) -> None:
+def train_replicas(
+    workload: Workload, batches: Iterable[Batch], timer: StepTimer, *, replicas: int, variant: Variant = PLAIN
+) -> None:
     """``train_with`` a MirroredStrategy, whose replicas share the intra-op threads that the caller has set."""
     torch.manual_seed(0)
-    train_with(ls.MirroredStrategy(split_cpu(replicas)), workload, batches, timer)
+    train_with(ls.MirroredStrategy(split_cpu(replicas)), workload, batches, timer, variant=variant)
 
 
-def train_with(strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], timer: StepTimer) -> None:
+def train_with(
+    strategy: ls.Strategy, workload: Workload, batches: Iterable[Batch], timer: StepTimer, *, variant: Variant = PLAIN
+) -> None:
     """The hand-written loop over global batches; the strategy is closed at its end.
 
     Exchange and update are measured by the replicas' clocks: from the arrival of the last replica at
     ``optimizer.step`` to the moment when all have left it. What the others wait for the last one is no exchange.
     """
     module = strategy.mirror(workload.make_module())
+    module.compile_as(None if variant.compiled is None else Compilation(**variant.compiled))
     timer.trained = trained_parameters(module)
     optimizer = strategy.mirror(adam(workload, module))
+    loss_of = workload.loss if variant.compiled is None else torch.compile(workload.loss)
 
     def step(x: Any, y: Tensor) -> tuple[Tensor, float, float]:
         optimizer.zero_grad()
-        total, _ = workload.loss(call(module, x), y)
+        with variant.autocast():
+            total, _ = loss_of(call(module, x), y)
         loss = total / workload.count
         loss.backward()  # type: ignore[no-untyped-call]
         arrived = time.perf_counter()

@@ -113,7 +113,11 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
 SLOW_TESTS: dict[str, tuple[str, ...]] = {
     "checkpoint/test_folder.py": ("test_a_folder_without_permission_is_one_line",),
     "cli/test_bench.py": ("test_one_command_measures_prints_and_leaves_two_files",),
-    "mirroring/test_compile.py": ("test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",),
+    "mirroring/test_compile.py": (
+        "test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",
+        "test_a_second_process_finds_the_compiled_code_and_has_the_same_bits",
+        "test_compiled_products_go_to_onednn_where_it_is_faster",
+    ),
     "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
     "scaling/test_html_report.py": (
         "test_a_browser_shows_every_number_and_all_plots",

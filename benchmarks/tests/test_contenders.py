@@ -13,7 +13,7 @@ from benchmarks.frameworks import PEERS, PROGRAMS, peers_of, versions_of
 from benchmarks.hosts import Link
 from benchmarks.loops import memory_format
 from benchmarks.programs import Program
-from benchmarks.suites import trainer
+from benchmarks.suites import compiled, trainer
 from benchmarks.suites.cpu import contenders_for, found_versions
 from benchmarks.suites.workers import on_one_host, on_two_hosts
 from lockstep.errors import ConfigError
@@ -52,6 +52,7 @@ def test_contenders_can_be_pickled_for_a_process():
         *on_one_host("mlm"),
         *on_two_hosts("mobilenetv2", SLOW),
         *trainer.contenders(8),
+        *compiled.contenders("mobilenetv2", bf16=True),
         *peers_of("mlm"),
     ):
         assert pickle.loads(pickle.dumps(contender)).name == contender.name

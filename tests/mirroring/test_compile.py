@@ -6,17 +6,20 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 import lockstep as ls
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.mirroring.module.compile import _LOOKUP, Compilation
+from lockstep.replicas.runner import IssuePolicy
 from lockstep.strategies.mirrored import MirroredStrategy
 
 
@@ -147,6 +150,100 @@ def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
         assert torch.equal(outputs, gradient)  # one mask for both passes
         assert set(outputs.unique().tolist()) == {0.0, 2.0}
     assert not any(torch.equal(one, other) for (one, _), (other, _) in itertools.combinations(first, 2))
+
+
+def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_another(
+    strategy: MirroredStrategy,
+    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once = drawn(split_cpu(2))
+    monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 1)
+    in_turn = drawn(split_cpu(2))
+
+    assert all(
+        torch.equal(one, other) for pair in zip(at_once, in_turn, strict=True) for one, other in zip(*pair, strict=True)
+    )
+
+
+class Tied(nn.Module):
+    """Embeds tokens, and compares them with all embeddings: its weight's gradient is a sum of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 128)
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(self.inner(self.table(x))), self.table.weight)
+
+
+def test_compiled_products_go_to_onednn_where_it_is_faster(
+    strategy: MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.replicas.compiled.onednn_is_faster", lambda: True)
+    torch.manual_seed(0)
+    module = Tied()
+    exact = copy.deepcopy(module).double()
+    tokens = torch.randint(300, (640,))
+    mirrored = strategy.mirror(module)
+    mirrored.compile_as(Compilation())
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 1.0))
+
+    def step() -> None:
+        mirrored(tokens).square().mean().backward()
+        optimizer.step()
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        strategy.run(step)
+
+    products = {event.key: event.count for event in profiler.key_averages()}["mkldnn::_linear_pointwise"]
+    assert products == 2 * 6  # in each replica: two in the forward, and two for each in the backward
+    (2 * exact(tokens).square().mean()).backward()
+    for ours, right in zip(module.parameters(), exact.parameters(), strict=True):
+        assert right.grad is not None
+        torch.testing.assert_close(ours.double(), right - right.grad, rtol=1e-5, atol=1e-5)
+
+
+TWICE = """
+import sys, torch, lockstep as ls
+from lockstep.mirroring.module.compile import Compilation
+from torch._dynamo.utils import counters
+
+cpu, = ls.config.list_physical_devices("CPU")
+ls.config.set_logical_device_configuration(cpu, [ls.config.LogicalDeviceConfiguration()] * 2)
+torch.manual_seed(0)
+strategy = ls.MirroredStrategy(seed=0)
+module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+mirrored = strategy.mirror(module)
+mirrored.compile_as(Compilation())
+optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+
+def step(x):
+    mirrored(x).sum().backward()
+    optimizer.step()
+
+for batch in strategy.distribute_dataset([torch.ones(4, 8)]):
+    strategy.run(step, (batch,))
+counted = counters["inductor"]
+print(counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], ls.fingerprint(module))
+"""
+
+
+def test_a_second_process_finds_the_compiled_code_and_has_the_same_bits(
+    python: Callable[..., Any], tmp_path: Path
+) -> None:
+    found = []
+    for _ in range(2):
+        program = python("-c", TWICE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        printed, errors = program.communicate(timeout=300)
+        assert program.wait(60) == 0, errors
+        found.append(printed.split())
+
+    (hits, misses, bits), (later_hits, later_misses, later_bits) = found
+    assert (hits, later_misses) == ("0", "0")
+    assert int(misses) == int(later_hits) > 0
+    assert bits == later_bits
 
 
 def test_draws_that_compiled_code_cannot_take_from_the_replica_are_refused(strategy: MirroredStrategy) -> None:

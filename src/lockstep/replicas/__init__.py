@@ -3,6 +3,7 @@
     runner        one run: a job to each thread, then all results or the first error
     threads       the persistent threads, and the caller's thread-local state that is set in them
     context       what a step function sees of its replica: ids, device, collectives
+    compiled      code that torch.compile makes: the replica's own random numbers, faster products
     hooks         what a tool such as ``lockstep verify`` can observe of a strategy
     rng, device, cpu   random numbers; GPUs; what is tuned for CPUs
 

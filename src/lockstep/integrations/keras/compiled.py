@@ -5,7 +5,7 @@
 Keras's own way on torch, ``torch.compile`` around its Python step, makes many small codes, and which of them there are
 depends on threads. Here the model is called once for each shape, on tensors without values, while torch's AOTAutograd
 notes down the operators of both passes. Losses and metrics are computed outside. What layers with a seed draw is what
-they draw uncompiled; the seeds of others are the replica's own (``replicas.rng.compiled``).
+they draw uncompiled; the seeds of others are the replica's own (``replicas.compiled``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError, LockstepError, ReplicaError
 from lockstep.integrations.keras.losses import current_shard
 from lockstep.integrations.keras.seeded_draws import draws_by_operators
 from lockstep.integrations.keras.variables import stateless_scope
-from lockstep.replicas.rng.compiled import COMPILE_LIMIT_S, compile_for_replicas
+from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
 from lockstep.replicas.rng.mode import without_replica_rng
 
 

@@ -28,7 +28,7 @@ from lockstep._torch_compat import (
     tree_leaves,
 )
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.rng.compiled import COMPILE_LIMIT_S, compile_for_replicas, draws
+from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas, draws
 from lockstep.replicas.rng.mode import without_replica_rng
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]

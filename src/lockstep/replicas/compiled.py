@@ -1,6 +1,7 @@
-"""The replica's own random numbers in code that torch.compile makes for a CPU.
+"""Code that torch.compile makes for replicas on a CPU: with the replica's own random numbers, and faster products.
 
     torch.rand, dropout, ...  ->  seed, and numbers computed from it in the kernel (Philox)  ->  one draw of all seeds
+    linear layers             ->  products of matrices                                       ->  oneDNN, where faster
 
 That is what inductor makes of random operations. It would draw the seeds from torch's default generator, which all
 replicas share; here the replica that runs the code draws them from its own. So compiled code gives the same numbers in
@@ -15,12 +16,13 @@ import torch
 
 from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor
 from lockstep.errors import ConfigError
+from lockstep.replicas.cpu.linear import is_worth_onednn, matrix_product, onednn_is_faster
 from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
 """How many seconds a replica waits for another that compiles."""
-_UUID = "lockstep-replica-seeds-1"
-"""What torch's cache of compiled code knows the change of the graph by; a new number for each change of it."""
+_SEEDS, _PRODUCTS = "lockstep-replica-seeds-1", "lockstep-products-1"
+"""What torch's cache of compiled code knows the changes of graphs by; a new number for each change of one."""
 
 
 @torch.library.custom_op(
@@ -56,7 +58,10 @@ def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dic
         ConfigError: the graph draws in a way that has no seed, such as ``torch.multinomial``. torch.compile hides it in
             an error of its own.
     """
-    options = {"joint_custom_post_pass": graph_pass(_draw_seeds_of_replica, _UUID), **options}
+    options = {"joint_custom_post_pass": graph_pass(_draw_seeds_of_replica, _SEEDS), **options}
+    if onednn_is_faster():
+        # After the graph is divided into forward and backward, so that the division still knows the products.
+        options["post_grad_custom_post_pass"] = graph_pass(_multiply_by_onednn, _PRODUCTS)
     with compile_backward_at_once():
         return inductor().compile(graph, inputs, options=options)
 
@@ -78,6 +83,36 @@ def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
                 f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "
                 "replica's own generator there; draw them outside of what is compiled, or leave out compiling"
             )
+
+
+@torch.library.custom_op("lockstep::product", mutates_args=())
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return matrix_product(a, b, bias)
+
+
+@_product.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
+    """Replaces large products of float32 matrices on a CPU: those of linear layers, in both passes."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+            continue
+        *added, a, b = node.args
+        if not is_worth_onednn(*(each.meta["val"] for each in (a, b, *added))):
+            continue
+        bias = [each for each in added if each.meta["val"].ndim == 1]
+        with graph.inserting_before(node):
+            own = graph.call_function(torch.ops.lockstep.product.default, (a, b, *(bias or [None])))
+            own.meta.update(node.meta)
+            for other in added if not bias else ():  # such as the gradient that tied weights have from elsewhere
+                own = graph.call_function(aten.add.Tensor, (own, other))
+                own.meta.update(node.meta)
+        node.replace_all_uses_with(own)
+        graph.erase_node(node)
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

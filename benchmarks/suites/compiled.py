@@ -1,0 +1,192 @@
+"""Suite ``compiled``: compiled replicas beside compiled loops and compiled DDP, in float32 and bfloat16.
+
+    lockstep-2   lockstep-2 compiled [setting]   single compiled [layout]   ddp-2 compiled [layout]
+
+The loss is compiled as well, everywhere: by hand as one function with the module, ours as a function of its own. The
+first round finds torch's cache of compiled code empty; later rounds start from it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from benchmarks.harness import run_rounds, trials_of
+from benchmarks.loops import SETTINGS, Variant, layouts_of, run_replicas, suffix_of, train_alone, train_ddp
+from benchmarks.processes import SpawnedBody
+from benchmarks.report import Report, Section, columns, report_of
+from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, with_role
+from benchmarks.trial import Conditions, Contender, Layout, Pace, Role, Workload, select_contenders
+from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
+from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.model import new_bert
+
+PACE = Pace(warm_up=5, steps=12, rounds=3)
+LIMIT = 0.95
+"""Our compiled step on two replicas over the best compiled loop's and DDP's."""
+SETTINGS_LIMIT = 1.0
+"""Our compiled step with the default settings over the best of our others, uncompiled among them."""
+COMPILE_LIMIT_S = 600.0
+_BF16, _KEEPING = " bf16", " keeping"
+_BY_HAND: Mapping[str, Mapping[str, Any]] = {
+    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
+    "dynamic=False": {"dynamic": False},
+}
+
+
+def contenders(workload: str, *, bf16: bool) -> tuple[Contender, ...]:
+    """The contenders of one precision."""
+    layouts = layouts_of(workload)
+    compiled = Variant(compiled={}, bf16=bf16)
+    return (
+        _ours("lockstep-2", Variant(bf16=bf16), "uncompiled", role="reference"),
+        _ours("lockstep-2 compiled", compiled, "compile_module and loss compiled", role="ours"),
+        *(
+            _ours(f"lockstep-2 compiled {name}", replace(compiled, compiled=options), f"with {name}", role="reference")
+            for name, options in _BY_HAND.items()
+        ),
+        *(_alone(layout, compiled) for layout in layouts),
+        *(_ddp(layout, compiled) for layout in layouts),
+        _ddp(layouts[0], compiled, keeping=True),
+    )
+
+
+def _ours(name: str, variant: Variant, how: str, *, role: Role) -> Contender:
+    return Contender(
+        name=_named(name, variant),
+        settings=f"MirroredStrategy, CPU split in 2, one process, memory_format auto, {how}",
+        launcher=SpawnedBody(body=partial(run_replicas, variant=variant)),
+        replicas=2,
+        layout="auto",
+        role=role,
+        limit_s=COMPILE_LIMIT_S,
+    )
+
+
+def _alone(layout: Layout, variant: Variant) -> Contender:
+    return Contender(
+        name=_named(f"single compiled{suffix_of(layout)}", variant),
+        settings=f"one process, all cores as intra-op threads, module and loss compiled as one function, {layout}",
+        launcher=SpawnedBody(body=partial(train_alone, variant=variant)),
+        replicas=1,
+        layout=layout,
+        limit_s=COMPILE_LIMIT_S,
+    )
+
+
+def _ddp(layout: Layout, variant: Variant, *, keeping: bool = False) -> Contender:
+    allocator = ", with the allocator settings that our strategies make" if keeping else ""
+    return Contender(
+        name=_named(f"ddp-2 compiled{suffix_of(layout)}{_KEEPING if keeping else ''}", variant),
+        settings=f"2 processes, {SETTINGS}, around the compiled module, compiled loss, {layout}{allocator}",
+        launcher=SpawnedBody(body=partial(train_ddp, keeping=keeping, variant=variant)),
+        replicas=2,
+        processes=2,
+        layout=layout,
+        role="reference" if keeping else "baseline",
+        limit_s=COMPILE_LIMIT_S,
+    )
+
+
+def _named(name: str, variant: Variant) -> str:
+    return name + _BF16 if variant.bf16 else name
+
+
+def workload_of(name: str) -> Workload:
+    """The workload, with shapes that are the same in every step, as compiling needs."""
+    workload = WORKLOADS[name]
+    return replace(workload, make_module=_bert_of_static_shapes) if name == "mlm" else workload
+
+
+def _bert_of_static_shapes() -> nn.Module:
+    bert = new_bert(MlmConfig())
+    bert.static_shapes = True
+    return bert
+
+
+def comparisons_of(figures: Sequence[Figures]) -> list[Comparison]:
+    """In each precision: ours over the best by hand, over settings tried by hand, and how a warm cache starts."""
+    return [
+        comparison
+        for bf16 in (False, True)
+        for comparison in _comparisons_of([row for row in figures if row.contender.name.endswith(_BF16) == bf16])
+    ]
+
+
+def _comparisons_of(rows: Sequence[Figures]) -> Iterator[Comparison]:
+    ours = next(iter(with_role(rows, "ours")), None)
+    if ours is None:
+        return
+    name, others = ours.contender.name, with_role(rows, "reference")
+    yield compare_steps(ours, fastest(with_role(rows, "baseline")), LIMIT)
+    yield compare_steps(ours, fastest(row for row in others if "lockstep-2" in row.contender.name), SETTINGS_LIMIT)
+    yield compare_steps(ours, fastest(row for row in others if _KEEPING in row.contender.name))
+    cold, *warm = sorted(ours.samples, key=lambda sample: sample.round)
+    starts = tuple(each.first_step_s / cold.first_step_s for each in warm)
+    yield Comparison(text=f"start to first step, {name}, warm / cold cache", values=starts)
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Keeps torch's cache of compiled code in a folder of this run's own, which the trials' processes inherit."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+def flags(parser: ArgumentParser) -> None:
+    """The flags of this suite."""
+    parser.add_argument("--workload", nargs="+", choices=USUAL_WORKLOADS, default=USUAL_WORKLOADS)
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
+
+
+def measure(asked: Namespace, conditions: Conditions) -> Report:
+    """Measures all contenders in turn."""
+    chosen = {
+        name: select_contenders(
+            [each for precision in asked.precision for each in contenders(name, bf16=precision == "bf16")], asked.only
+        )
+        for name in asked.workload
+    }
+    trials = [trial for name in asked.workload for trial in trials_of(workload_of(name), chosen[name], conditions)]
+    with _empty_cache():
+        rounds = run_rounds(trials, rounds=conditions.rounds)
+    sections = [
+        Section(
+            workload=name,
+            title=workload_of(name).title,
+            columns=columns("step ms", "p10", "p90", "CPU ms", "first step s", "peak MB", "loss"),
+            figures=(figures := figures_of(chosen[name], rounds.samples, name)),
+            comparisons=comparisons_of(figures),
+            absences=[each for each in rounds.absences if each.workload == name],
+        )
+        for name in asked.workload
+    ]
+    title = "Compiled steps on CPUs"
+    return report_of(
+        f"compiled-cpu-{conditions.machine.cores}", conditions, title, sections, rounds.samples, meanings=_MEANINGS
+    )
+
+
+_MEANINGS = {
+    "compiled": "the loss is compiled too: by hand as one function with the module, with DDP and ours as a function of "
+    "its own. Rows of bf16 run forward and loss under autocast.",
+    "keeping": "with the allocator settings that our strategies make, which DDP's users do not have by default.",
+    "warm / cold cache": "the first round begins with an empty cache of compiled code, later rounds with what it left.",
+}
