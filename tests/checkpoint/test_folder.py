@@ -6,8 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,26 @@ def test_a_pipe_in_place_of_a_record_keeps_no_save_waiting(tmp_path: Path):
     folder.prune(1, 3, None, run=read_record(tmp_path / "step-00000003").run)
 
     assert names(tmp_path) == ["step-00000001", "step-00000003"]  # whose the first is nobody knows
+
+
+def test_ctrl_c_while_it_is_read_is_not_taken_for_damage(tmp_path: Path):
+    many = {str(number): torch.ones(2) for number in range(200)}
+    record = CheckpointRecord(step=1, run="a", replicas=(1,))
+    path = CheckpointFolder(tmp_path).write(Contents(record=record, states={"many": many}))
+    read_checkpoint(path)
+    began = time.monotonic()
+    read_checkpoint(path)
+    took_s = time.monotonic() - began
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for moment in range(1, 61):  # torch makes another error of one in six
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, took_s * moment / 60)
+                read_checkpoint(path)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_where_all_are_damaged_it_is_an_error(tmp_path: Path):

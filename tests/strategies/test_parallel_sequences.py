@@ -88,7 +88,7 @@ def trained(own: Any, name: str, grid: dict[str, Any], dropout: float = 0.0) -> 
     result["whole"] = strategy._job.workers.all_gather_bytes("whole parameters", whole.digest())
     masks.append(b"")
     result["masks"] = strategy._job.workers.all_gather_bytes("what was dropped", masks[0])
-    result["grid"] = strategy.grid
+    result["grid"] = strategy.layout
     strategy.close()
     return result
 

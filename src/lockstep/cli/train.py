@@ -247,7 +247,7 @@ class TrainingCommand(ABC):
         result = trained.result
         where = ", ".join(device.name for device in strategy.devices)
         if isinstance(strategy, ParallelStrategy):
-            where = str(strategy.grid)
+            where = str(strategy.layout)
         curves = folders.output / "curves.png"
         title = f"{self.title} on {where}"
         write_curves(result.history, curves, title=title, settings=self._settings(), test=result.test_metrics)

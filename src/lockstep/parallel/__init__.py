@@ -5,8 +5,7 @@
     tensor_parallel, tp_rng              layers, and sequences between them, divided among workers; their dropout
     vocab_parallel                       logits and losses divided by vocabulary
     pipeline_config, pipeline_stage      schedules and layer splits (pure); the stages of a worker
-    pipeline_cuts, pipeline_graph        where a plain module is cut; its stages, as parts of a graph of its forward
-    stage_tracer                         that graph, by torch.fx
+    pipeline_graph, stage_tracer         where a plain module is cut, into parts of a graph of its forward, by torch.fx
     pipeline, pipeline_trace             a training step through the stages; what ran when
     pipeline_values                      what stages give each other
     fsdp                                 weights sharded over the data axis

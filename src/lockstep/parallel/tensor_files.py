@@ -8,7 +8,7 @@ A file has whole tensors, or boxes of them in the form of torch.distributed.chec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -101,7 +101,7 @@ class TensorReader:
                     chunks.append(_Chunk(key, key, offsets, sizes))
                     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                     ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
-                    dtype = own[tuple(slice(0, 0) for _ in sizes)].dtype
+                    dtype = uninterrupted(own.__getitem__, tuple(slice(0, 0) for _ in sizes)).dtype
                     self.tensors[key] = torch.empty(ends, dtype=dtype, device="meta")
                     # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
                     stored[key] = stored.get(key, 0) + prod(sizes)
@@ -135,9 +135,7 @@ class TensorReader:
                 continue
             with _opened(file) as opened:
                 for chunk in found:
-                    stored = opened.get_tensor(chunk.key).view(
-                        chunk.sizes
-                    )  # maps the file: what is not copied is not read
+                    stored = uninterrupted(opened.get_tensor, chunk.key).view(chunk.sizes)
                     shard = wanted[chunk.name]
                     for box in shard.boxes:
                         _copy_overlap(stored, chunk.offsets, chunk.sizes, box, shard.view(box))
@@ -158,6 +156,18 @@ class TensorReader:
         tensor = torch.empty_like(self.tensors[key], device="cpu")
         self.read({key: TensorShard(tensor)})
         return tensor
+
+
+def uninterrupted(read: Callable[[Any], Tensor], what: Any) -> Tensor:
+    """``read(what)``, where safetensors makes a tensor; it maps the file, so what is not copied is not read.
+
+    A Ctrl-C in it becomes a ValueError of torch, which would pass for damage. What is damaged fails again.
+    """
+    try:
+        return read(what)
+    except ValueError as error:
+        read(what)
+        raise KeyboardInterrupt from error
 
 
 @contextmanager

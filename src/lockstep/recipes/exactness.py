@@ -89,7 +89,7 @@ def compare(
     replicas = f"{strategy.num_replicas_in_sync} replicas"
     return ExactnessReport(
         steps=len(batches),
-        compared=str(strategy.grid) if isinstance(strategy, ParallelStrategy) else replicas,
+        compared=str(strategy.layout) if isinstance(strategy, ParallelStrategy) else replicas,
         condition=condition,
         sgd=difference(sgd),
         adam=difference(task.optimizer),

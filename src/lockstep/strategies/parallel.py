@@ -70,7 +70,7 @@ from lockstep.strategies.multi_worker import START_TIMEOUT_S, WorkerJob, check_j
 class MeshGroups:
     """The communicators of one worker, made in an order that cannot deadlock. Every worker must make them.
 
-    ``place`` is this worker's coordinates in the mesh ``grid``, and ``job`` all workers.
+    ``coordinate`` is this worker's in the ``layout`` of the mesh, and ``job`` all workers.
 
     Attributes:
         peers: the workers that hold the same part of the model, one for each replica.
@@ -79,24 +79,24 @@ class MeshGroups:
         pipeline_ends: the first and the last of them; None for other workers, and without a pipeline.
     """
 
-    def __init__(self, job: WorkerJob, grid: MeshLayout) -> None:
+    def __init__(self, job: WorkerJob, layout: MeshLayout) -> None:
         index = job.workers.index
-        stages = grid.pipeline_group(index)
+        stages = layout.pipeline_group(index)
         ends = (stages[0], stages[-1])
-        self.grid, self.place, self.job = grid, grid.coordinate(index), job.workers
-        self.peers = job.group("peers", grid.data_group(index))
-        self.replica = job.group("replica", grid.replica_group(self.place.replica))
-        self.pipeline = job.group("pipeline", stages) if grid.pipeline > 1 else None
-        self.pipeline_ends = job.group("pipeline ends", ends) if grid.pipeline > 1 and index in ends else None
+        self.layout, self.coordinate, self.job = layout, layout.coordinate(index), job.workers
+        self.peers = job.group("peers", layout.data_group(index))
+        self.replica = job.group("replica", layout.replica_group(self.coordinate.replica))
+        self.pipeline = job.group("pipeline", stages) if layout.pipeline > 1 else None
+        self.pipeline_ends = job.group("pipeline ends", ends) if layout.pipeline > 1 and index in ends else None
 
     def replicas(self, last: int, ends_with: Sequence[Callable[[], None]]) -> MeshCommunicator:
         """A communicator in which each replica is one worker, that of stage ``last``; ``ends_with`` closes it first."""
         return MeshCommunicator(
             self.job,
-            replica=self.place.replica,
-            leaders=self.grid.leaders(last),
+            replica=self.coordinate.replica,
+            leaders=self.layout.leaders(last),
             chief=self.job.is_chief,
-            layout="" if self.job.is_single else str(self.grid),
+            layout="" if self.job.is_single else str(self.layout),
             ends_with=[*ends_with, self._close],
         )
 
@@ -158,34 +158,34 @@ class ParallelStrategy(ThreadedStrategy):
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
-        self.grid: MeshLayout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
-        if shard_parameters and self.grid.pipeline > 1:
+        self.layout: MeshLayout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
+        if shard_parameters and self.layout.pipeline > 1:
             raise ConfigError(
                 "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
                 "for each microbatch; choose shard_optimizer=True in a pipeline"
             )
-        pipelining = choose_pipeline_config(schedule, microbatches, self.grid.pipeline, stages_per_worker)
+        pipelining = choose_pipeline_config(schedule, microbatches, self.layout.pipeline, stages_per_worker)
         devices = chosen_devices([own_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
-        if sequence_parallel and self.grid.tensor == 1:
+        if sequence_parallel and self.layout.tensor == 1:
             raise ConfigError(
                 "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
                 " choose tensor=2 or more, or leave it out"
             )
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
-        seed = job.agree(seed, [str(self.grid), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
+        seed = job.agree(seed, [str(self.layout), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
-        self._groups = MeshGroups(job, self.grid)
+        self._groups = MeshGroups(job, self.layout)
         # Stages draw numbers of their own: layers of two stages must not drop the same units.
-        stage = self._groups.place.stage
+        stage = self._groups.coordinate.stage
         own_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
-        runner = job.make_runner(own_seed, first_replica=self._groups.place.replica)
+        runner = job.make_runner(own_seed, first_replica=self._groups.coordinate.replica)
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
 
         own_device = devices[0].torch_device
-        self._mesh = make_mesh(job.workers, self.grid, timeout_s=self.communication.timeout_s, device=own_device)
+        self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=own_device)
         self._own = replica_generator(own_seed, -1 - job.workers.index)
         self._parts = ModelParts(
             self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
@@ -235,7 +235,7 @@ class ParallelStrategy(ThreadedStrategy):
         return super().generators.with_part(self._own)
 
     def __repr__(self) -> str:
-        return f"ParallelStrategy({self.grid}, worker {self._job.workers.index} of {self._job.workers.size})"
+        return f"ParallelStrategy({self.layout}, worker {self._job.workers.index} of {self._job.workers.size})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
         firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights
@@ -288,10 +288,10 @@ class ModelParts(PartitionPolicy):
         seed: int,
         sequence_parallel: bool,
     ) -> None:
-        self._groups, self._grid, self._place, self._mesh = groups, groups.grid, groups.place, mesh
+        self._groups, self._layout, self._coordinate, self._mesh = groups, groups.layout, groups.coordinate, mesh
         self._pipelining, self._device = pipelining, device
         self.parts = mesh is not None
-        self.shards_weights = shard_parameters and groups.grid.data > 1
+        self.shards_weights = shard_parameters and groups.layout.data > 1
         self.draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
@@ -333,11 +333,11 @@ class ModelParts(PartitionPolicy):
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
         """The indices of the parameters that count here for the norm of all: each is counted by one holder."""
         divided = self._divided_ids()
-        elsewhere = {id(each) for each in self.tied(parameters)} if self._place.stage else set()
+        elsewhere = {id(each) for each in self.tied(parameters)} if self._coordinate.stage else set()
         return frozenset(
             index
             for index, each in enumerate(parameters)
-            if id(each) not in elsewhere and (self._place.tensor == 0 or id(each) in divided)
+            if id(each) not in elsewhere and (self._coordinate.tensor == 0 or id(each) in divided)
         )
 
     def kinds(self, parameters: Sequence[nn.Parameter]) -> list[str]:
@@ -357,9 +357,9 @@ class ModelParts(PartitionPolicy):
     def _divided(
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
-        check_own_plan(module, plan, self._grid.tensor)
+        check_own_plan(module, plan, self._layout.tensor)
         check_pipeline_split(split)
-        check_plan(module, plan, self._grid.tensor, sequences=self._sequence_parallel)
+        check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
         cut = self._cut_of(module, split)
         first = self._first_weights(module)
         stored = None if weights is None else open_weights(weights, module, self._groups.job)
@@ -397,7 +397,7 @@ class ModelParts(PartitionPolicy):
 
     def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:
         """Finds where a model is cut, by its spec or by a trace of its forward; the result cuts it, in place."""
-        pipelining, worker = self._pipelining, self._place.stage
+        pipelining, worker = self._pipelining, self._coordinate.stage
         if pipelining.workers == 1:
             return tuple
         if isinstance(module, HasConfig) and (split == "auto" or isinstance(split[0], int)):
