@@ -164,9 +164,10 @@ def test_a_terminal_keeps_the_bar_in_sight_and_breaks_lines_between_numbers(
     with redirect_stdout(terminal):
         model.fit(batches, verbose=1)
 
-    bars = re.findall(r"epoch 1/1\s+\d+%\|(.*?)\| [1-3]/3", terminal.getvalue())
-    assert len(bars) == 3
-    assert min(map(len, bars)) >= 8
+    shown = re.findall(r"(epoch 1/1\s+\d+%\|([^\r]*?)\| [1-3]/3[^\r\n]*)", terminal.getvalue())
+    assert len(shown) == 3
+    assert min(len(bar) for _, bar in shown) >= 8
+    assert max(len(line) for line, _ in shown) <= columns - len("^C")
     lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
     assert max(map(len, lines)) <= columns
     assert all(re.search(rf"{name} [\d.e-]+(,|$)", "\n".join(lines), re.MULTILINE) for name in metrics)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import keras
 import torch
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -26,6 +25,7 @@ from lockstep._torch_compat import DisableTorchFunction, EnableTorchFunction, tr
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
 from lockstep.integrations.keras.losses import current_shard
 from lockstep.integrations.keras.seeded_draws import draws_by_operators
+from lockstep.integrations.keras.variables import stateless_scope
 from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
 from lockstep.replicas.rng.mode import without_replica_rng
 
@@ -137,7 +137,7 @@ class _Forward(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs, their masks, what layers have assigned and the losses that they have added."""
         values = inputs[: len(self._variables)]
-        scope: Any = keras.StatelessScope(collect_losses=True, initialize_variables=False)
+        scope = stateless_scope()
         scope.state_mapping.update((id(each), value) for each, value in zip(self._variables, values, strict=True))
         with scope, _tracing():
             x = self._rebuild(inputs[len(values) :])

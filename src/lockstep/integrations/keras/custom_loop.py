@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch.layer import TorchLayer
 from keras.src.losses import loss as keras_losses
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
@@ -305,7 +306,7 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
         context = get_replica_context()
         if context is None:
             return original(self, grads, trainable_variables)
-        step = global_state.get_global_attribute(_SCOPE)
+        step = get_stateless_scope()
         if not isinstance(step, StepVariables):
             raise UsageError(
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
@@ -363,7 +364,7 @@ def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def reduce(values: Any, *args: Any, **kwargs: Any) -> Any:
         reduction = kwargs.get("reduction", args[2] if len(args) > 2 else "sum_over_batch_size")
-        own = isinstance(global_state.get_global_attribute(_SCOPE), StepVariables) and current_shard.get() is None
+        own = isinstance(get_stateless_scope(), StepVariables) and current_shard.get() is None
         context = get_replica_context() if own and reduction not in (None, "none", "sum") else None
         if context is not None and context.num_replicas_in_sync > 1 and keras.ops.ndim(values):
             raise ConfigError(
@@ -378,7 +379,7 @@ def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises a UsageError if a step updates the weights of a Keras model by an optimizer of torch."""
-    step = global_state.get_global_attribute(_SCOPE)
+    step = get_stateless_scope()
     if isinstance(step, StepVariables) and step.holds(
         {id(p) for each in optimizer.param_groups for p in each["params"]}
     ):
@@ -414,7 +415,7 @@ def _symbolic(leaf: Any) -> Any:
 @contextmanager
 def _without_scope(device: torch.device) -> Iterator[None]:
     """A block in which a thread's variables have their own values, and new ones are made on ``device``."""
-    scope = global_state.get_global_attribute(_SCOPE)
+    scope = get_stateless_scope()
     global_state.set_global_attribute(_SCOPE, None)
     try:
         with keras.device(str(device)):

@@ -114,11 +114,11 @@ class _TerminalBar(_Display):
     def begin(self, title: str, steps: int | None) -> None:
         super().begin(title, steps)
         form = _BAR_UNKNOWN if steps is None else _BAR_KNOWN
-        settings = {"bar_format": form, "file": sys.stdout, "ncols": console.width(), "mininterval": 0}
+        settings = {"bar_format": form, "file": sys.stdout, "ncols": _bar_columns(), "mininterval": 0}
         self._bar = self._make(desc=title, total=steps, postfix=_FIRST_STEP, **settings)
 
     def show(self, step: int, items: Sequence[str], step_s: float) -> None:
-        columns = self._bar.ncols = console.width()
+        columns = self._bar.ncols = _bar_columns()
         fixed = len(f"{self.title} 100%|| {self.steps}/{self.steps} [00:00<00:00]") + _BAR_CELLS
         self._bar.n = step
         self._bar.set_postfix_str(", ".join(console.items_that_fit(items, (columns or sys.maxsize) - fixed)))
@@ -300,6 +300,12 @@ def _make_display() -> _Display:
         except MissingExtraError:
             pass
     return _PlainLines()
+
+
+def _bar_columns() -> int | None:
+    """Columns of a bar. The ^C that a terminal echoes has room beside it: in a new line it would leave two bars."""
+    columns = console.width()
+    return columns and max(columns - len("^C"), 1)
 
 
 def _duration(seconds: float) -> str:
