@@ -250,6 +250,35 @@ def compile_backward_at_once() -> Any:
         return functorch.patch(force_non_lazy_backward_lowering=True)
 
 
+_CALL_WITHOUT_GIL = """
+    struct Unlocked {{
+        PyThreadState* state = PyEval_SaveThread();
+        ~Unlocked() {{ PyEval_RestoreThread(state); }}
+    }};
+    auto arguments = std::make_tuple({});
+    {{
+        Unlocked unlocked;
+        std::apply(kernel, arguments);
+    }}
+    Py_RETURN_NONE;
+"""
+
+
+def release_gil_in_kernels() -> None:
+    """Has the C++ kernels that inductor makes or loads in this process from now on run without the GIL.
+
+    By themselves they hold it, so that a kernel in one thread keeps all other threads from running Python.
+    """
+    with _probe("compile_module"):
+        from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+        if Bindings.call_entry_function == "kernel({}); Py_RETURN_NONE;":
+            Bindings.call_entry_function = _CALL_WITHOUT_GIL
+            Bindings.suffix_template = f"#include <tuple>\n{Bindings.suffix_template}"
+        elif Bindings.call_entry_function != _CALL_WITHOUT_GIL:
+            raise AttributeError(f"inductor calls kernels by {Bindings.call_entry_function!r}")
+
+
 def graph_pass(change: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
     """A pass of inductor that changes a graph of operators; ``uuid`` stands for it in torch's cache of code."""
     with _probe("compile_module"):

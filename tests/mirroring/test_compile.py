@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.config import LogicalDevice
@@ -113,36 +114,46 @@ def test_a_turn_that_does_not_come_is_an_error_and_leaves_the_turn_to_whose_it_i
 
 
 class Noisy(nn.Module):
-    """Outputs its input in the rows that dropout keeps, and 0 in others."""
+    """Outputs its input where dropout keeps it, doubled, and 0 elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
+        self.how = how
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.scale, 0.5) + 0.0 * torch.randn_like(x)
+        if self.how == "recomputed":
+            dropped: Tensor = checkpoint(self._dropped, x, use_reentrant=False)
+            return dropped
+        return self._dropped(x)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        # The square of ones: its gradient needs what dropout gave, computed anew where it is recomputed.
+        kept = nn.functional.dropout(x * self.scale, 0.5, inplace=self.how == "in place")
+        return kept * kept / 2 + 0.0 * torch.randn_like(x)
 
 
-def drawn(replicas: tuple[LogicalDevice, ...], **settings: Any) -> list[tuple[Tensor, Tensor]]:
-    """In two steps, each replica's outputs of ``Noisy`` and what its backward gives."""
-    with closing(MirroredStrategy(replicas, seed=3, **settings)) as strategy:
-        mirrored = strategy.mirror(Noisy())
+def drawn(replicas: tuple[LogicalDevice, ...], how: str = "usual") -> list[tuple[Tensor, Tensor]]:
+    """In two steps, each replica's outputs of ``Noisy`` and what its backward gives, halved."""
+    with closing(MirroredStrategy(replicas, seed=3)) as strategy:
+        mirrored = strategy.mirror(Noisy(how))
         mirrored.compile_as(Compilation())
 
         def step() -> tuple[Tensor, Tensor]:
             x = torch.ones(4, 64, requires_grad=True)
             outputs = mirrored(x)
-            return outputs.detach(), torch.autograd.grad(outputs.sum(), x)[0]
+            return outputs.detach(), torch.autograd.grad(outputs.sum(), x)[0] / 2
 
         return [result for _ in range(2) for result in strategy.local_results(strategy.run(step))]
 
 
+@pytest.mark.parametrize("how", ["usual", "in place", "recomputed"])
 def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
-    strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]]
+    strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]], how: str
 ) -> None:
-    first = drawn(split_cpu(2))
+    first = drawn(split_cpu(2), how)
     torch.rand(5)  # what others draw from torch's default generator changes nothing
-    again = drawn(split_cpu(2))
+    again = drawn(split_cpu(2), how)
 
     for (outputs, gradient), (same, same_gradient) in zip(first, again, strict=True):
         assert torch.equal(outputs, same)

@@ -1,11 +1,12 @@
 """Code that torch.compile makes for replicas on a CPU: with the replica's own random numbers, and faster products.
 
-    torch.rand, dropout, ...  ->  seed, and numbers computed from it in the kernel (Philox)  ->  one draw of all seeds
-    linear layers             ->  products of matrices                                       ->  oneDNN, where faster
+    what the module calls   what inductor makes of it             what replicas run
+    dropout, torch.rand     a seed, and numbers made from it      the seed is drawn by the replica's own generator
+    linear layers           products of matrices                  oneDNN, where it is faster
+    all else                kernels that hold Python's lock       the same kernels without it
 
-That is what inductor makes of random operations. It would draw the seeds from torch's default generator, which all
-replicas share; here the replica that runs the code draws them from its own. So compiled code gives the same numbers in
-every run, but not those of the module as it is. On a GPU a replica's slot swaps the default generator.
+Inductor would draw the seeds from torch's default generator, which all replicas share. Compiled code gives the same
+numbers in every run, but not those of the module as it is. On a GPU a replica's slot swaps the default generator.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 import torch
 
-from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor
+from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor, release_gil_in_kernels
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.linear import is_worth_onednn, matrix_product, onednn_is_faster
 from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
 """How many seconds a replica waits for another that compiles."""
-_SEEDS, _PRODUCTS = "lockstep-replica-seeds-1", "lockstep-products-1"
+_SEEDS, _PRODUCTS = "lockstep-replica-seeds-2", "lockstep-products-1"
 """What torch's cache of compiled code knows the changes of graphs by; a new number for each change of one."""
 
 
@@ -43,6 +44,29 @@ def _(number: int) -> torch.Tensor:
     return torch.empty((number,), dtype=torch.int64)
 
 
+@torch.library.custom_op("lockstep::random", mutates_args=(), schema="(SymInt[] size, Tensor seed, str mode) -> Tensor")
+def _random(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
+    """As ``inductor_random``, whose kernels compute each number by itself and take 8 times as long on one core."""
+    generator = torch.Generator().manual_seed(int(seed))
+    numbers = torch.empty(size, dtype=torch.float32)
+    return numbers.uniform_(generator=generator) if mode == "rand" else numbers.normal_(generator=generator)
+
+
+@_random.register_fake
+def _(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
+    return seed.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("lockstep::bernoulli", mutates_args=())
+def _bernoulli(like: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like).bernoulli_(p, generator=torch.Generator().manual_seed(int(seed)))
+
+
+@_bernoulli.register_fake
+def _(like: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
 def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dict[str, Any]) -> Any:
     """Compiles a graph by inductor, for replicas that draw their own random numbers.
 
@@ -62,27 +86,37 @@ def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dic
     if onednn_is_faster():
         # After the graph is divided into forward and backward, so that the division still knows the products.
         options["post_grad_custom_post_pass"] = graph_pass(_multiply_by_onednn, _PRODUCTS)
+    release_gil_in_kernels()  # before code is read from the cache too
     with compile_backward_at_once():
         return inductor().compile(graph, inputs, options=options)
 
 
 def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
-    """Replaces the draw of seeds for a CPU in a graph of operators, after inductor has put all seeds into one draw."""
-    drawn = inductor().inductor_prims.seeds
+    """Replaces what draws on a CPU in a graph of operators, after inductor has put all seeds into one draw."""
+    prims, own, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_on_cpu(node):
             continue
-        if node.target is drawn:
-            with graph.inserting_before(node):
-                own = graph.call_function(torch.ops.lockstep.replica_seeds.default, (node.args[0],))
-            own.meta.update(node.meta)
-            node.replace_all_uses_with(own)
-            graph.erase_node(node)
-        elif draws(node.target, node.args, node.kwargs) and node.target is not drawn:
-            raise ConfigError(
-                f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "
-                "replica's own generator there; draw them outside of what is compiled, or leave out compiling"
-            )
+        with graph.inserting_before(node):
+            if node.target is prims.seeds:
+                _replace(node, graph.call_function(own.replica_seeds.default, (node.args[0],)))
+            elif node.target is prims.random:
+                _replace(node, graph.call_function(own.random.default, node.args))
+            elif node.target is aten.bernoulli.p:  # of dropout in place
+                like, p = node.args
+                seed = graph.call_function(own.replica_seeds.default, (1,))
+                _replace(node, graph.call_function(own.bernoulli.default, (like, p, seed)))
+            elif draws(node.target, node.args, node.kwargs):
+                raise ConfigError(
+                    f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "
+                    "replica's own generator there; draw them outside of what is compiled, or leave out compiling"
+                )
+
+
+def _replace(node: torch.fx.Node, other: torch.fx.Node) -> None:
+    other.meta.update(node.meta)
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
 
 
 @torch.library.custom_op("lockstep::product", mutates_args=())
@@ -107,12 +141,10 @@ def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
         bias = [each for each in added if each.meta["val"].ndim == 1]
         with graph.inserting_before(node):
             own = graph.call_function(torch.ops.lockstep.product.default, (a, b, *(bias or [None])))
-            own.meta.update(node.meta)
             for other in added if not bias else ():  # such as the gradient that tied weights have from elsewhere
-                own = graph.call_function(aten.add.Tensor, (own, other))
                 own.meta.update(node.meta)
-        node.replace_all_uses_with(own)
-        graph.erase_node(node)
+                own = graph.call_function(aten.add.Tensor, (own, other))
+        _replace(node, own)
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
