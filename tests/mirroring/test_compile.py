@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -175,6 +177,37 @@ def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_
     assert all(
         torch.equal(one, other) for pair in zip(at_once, in_turn, strict=True) for one, other in zip(*pair, strict=True)
     )
+
+
+class Long(nn.Module):
+    """One kernel that takes long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = torch.sin(x)
+        return x
+
+
+def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(strategy: MirroredStrategy) -> None:
+    mirrored = strategy.mirror(Long())
+    mirrored.compile_as(Compilation())
+    x, done = torch.ones(200_000), threading.Event()
+    strategy.run(mirrored, (x,))
+
+    def step() -> list[float]:
+        moments = [perf_counter()]
+        context = ls.get_replica_context()
+        assert context is not None
+        if context.local_replica == 0:
+            mirrored(x)
+            done.set()
+        while not done.is_set():
+            moments.append(perf_counter())
+        return [*moments, perf_counter()]
+
+    (began, *_, ended), looped = strategy.local_results(strategy.run(step))
+    middle = [moment for moment in looped if 0.3 < (moment - began) / (ended - began) < 0.7]
+    assert len(middle) > 10
 
 
 class Tied(nn.Module):
