@@ -54,8 +54,9 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
     termios.tcsetwinsize(shown, (24, 40))
 
     command = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", "--quiet", program]
-    # readline, which pytest imports, sets COLUMNS past os.environ; a command without `env` would inherit it.
-    subprocess.run(command, stdout=shown, cwd=tmp_path, env=dict(os.environ), timeout=LIMIT_S, check=True)
+    # readline, which pytest imports, sets COLUMNS past os.environ, and so do programs that other tests ran.
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    subprocess.run(command, stdout=shown, cwd=tmp_path, env=environment, timeout=LIMIT_S, check=True)
     os.close(shown)
     text = b""
     with suppress(OSError):  # which a terminal that nobody has open any more ends with
