@@ -265,9 +265,10 @@ _CALL_WITHOUT_GIL = """
 
 
 def release_gil_in_kernels() -> None:
-    """Has the C++ kernels that inductor makes or loads in this process from now on run without the GIL.
+    """Makes the C++ kernels that inductor compiles or loads in this process from now on release the GIL as they run.
 
-    By themselves they hold it, so that a kernel in one thread keeps all other threads from running Python.
+    As torch makes them they hold it, and a kernel in one thread keeps all other threads from running Python. Kernels
+    note a division of integers by zero in a variable that all threads share: another replica may report it.
     """
     with _probe("compile_module"):
         from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings

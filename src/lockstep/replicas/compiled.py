@@ -46,7 +46,10 @@ def _(number: int) -> torch.Tensor:
 
 @torch.library.custom_op("lockstep::random", mutates_args=(), schema="(SymInt[] size, Tensor seed, str mode) -> Tensor")
 def _random(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
-    """As ``inductor_random``, whose kernels compute each number by itself and take 8 times as long on one core."""
+    """Random float32 numbers of this size from a seed [] int64: uniform for mode "rand", normal for "randn".
+
+    Inductor's own kernels compute each number by itself, and take 8 times as long on one core.
+    """
     generator = torch.Generator().manual_seed(int(seed))
     numbers = torch.empty(size, dtype=torch.float32)
     return numbers.uniform_(generator=generator) if mode == "rand" else numbers.normal_(generator=generator)
@@ -92,7 +95,7 @@ def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dic
 
 
 def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
-    """Replaces what draws on a CPU in a graph of operators, after inductor has put all seeds into one draw."""
+    """Replaces the operators of a graph that draw random numbers on a CPU; all seeds are one draw in it by now."""
     prims, own, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_on_cpu(node):
