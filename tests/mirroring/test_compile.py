@@ -210,6 +210,49 @@ def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(st
     assert len(middle) > 10
 
 
+class Dividing(nn.Module):
+    def __init__(self, divide: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.divide = divide
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.divide(x, by)
+
+
+@pytest.mark.parametrize("divide", [torch.floor_divide, torch.remainder, torch.fmod], ids=lambda each: each.__name__)
+def test_a_replica_that_divides_integers_by_zero_always_has_the_error_itself(
+    strategy: MirroredStrategy, monkeypatch: pytest.MonkeyPatch, divide: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 2)
+    dividing, other = strategy.mirror(Dividing(divide)), strategy.mirror(Long())
+    for module in (dividing, other):
+        module.compile_as(Compilation())
+    x, floats = torch.arange(500_000), torch.ones(1_000)
+    ones = torch.ones_like(x)
+    zero = ones.index_fill(0, torch.tensor(250_000), 0)
+    strategy.run(lambda: (dividing(x, ones), other(floats)))
+
+    def step() -> list[str]:
+        context = ls.get_replica_context()
+        assert context is not None
+        reported = []
+        for _ in range(30):
+            try:
+                if context.local_replica == 0:
+                    dividing(x, zero)
+                else:
+                    dividing(x, ones), [other(floats) for _ in range(20)]
+            except RuntimeError as error:
+                reported.append(str(error))
+        return reported
+
+    by_zero, without = strategy.local_results(strategy.run(step))
+    assert (len(by_zero), without) == (30, [])
+    assert all("ZeroDivisionError" in each for each in by_zero)
+    # Not thrown where it was noted, which may be in a thread of the kernel's own and would end the process.
+    assert not any("note_integer_div_by_zero" in each for each in by_zero)
+
+
 class Tied(nn.Module):
     """Embeds tokens, and compares them with all embeddings: its weight's gradient is a sum of two."""
 
