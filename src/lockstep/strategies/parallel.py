@@ -158,7 +158,7 @@ class ParallelStrategy(ThreadedStrategy):
         self.cluster = cluster if cluster is not None else cluster_from_environment()
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
-        self.layout: MeshLayout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
+        self.layout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
         if shard_parameters and self.layout.pipeline > 1:
             raise ConfigError(
                 "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
