@@ -124,14 +124,14 @@ class Noisy(nn.Module):
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "recomputed":
+        if "recomputed" in self.how:
             dropped: Tensor = checkpoint(self._dropped, x, use_reentrant=False)
             return dropped
         return self._dropped(x)
 
     def _dropped(self, x: Tensor) -> Tensor:
         # The square of ones: its gradient needs what dropout gave, computed anew where it is recomputed.
-        kept = nn.functional.dropout(x * self.scale, 0.5, inplace=self.how == "in place")
+        kept = nn.functional.dropout(x * self.scale, 0.5, inplace="in place" in self.how)
         return kept * kept / 2 + 0.0 * torch.randn_like(x)
 
 
@@ -149,7 +149,7 @@ def drawn(replicas: tuple[LogicalDevice, ...], how: str = "usual") -> list[tuple
         return [result for _ in range(2) for result in strategy.local_results(strategy.run(step))]
 
 
-@pytest.mark.parametrize("how", ["usual", "in place", "recomputed"])
+@pytest.mark.parametrize("how", ["usual", "in place", "recomputed", "recomputed in place"])
 def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
     strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]], how: str
 ) -> None:
@@ -177,6 +177,20 @@ def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_
     assert all(
         torch.equal(one, other) for pair in zip(at_once, in_turn, strict=True) for one, other in zip(*pair, strict=True)
     )
+
+
+class Thrice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        dropout = nn.functional.dropout
+        return dropout(x + 1, inplace=True), dropout(x + 2, inplace=True), dropout(x + 3)
+
+
+def test_each_dropout_of_a_compiled_forward_draws_its_own_numbers(strategy: MirroredStrategy) -> None:
+    mirrored = strategy.mirror(Thrice())
+    mirrored.compile_as(Compilation())
+    for outputs in strategy.local_results(strategy.run(mirrored, (torch.ones(64, requires_grad=True),))):
+        masks = [each != 0 for each in outputs]
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
 
 
 class Long(nn.Module):
