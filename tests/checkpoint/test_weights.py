@@ -159,12 +159,15 @@ def test_an_interrupt_while_weights_are_read_stays_one(tmp_path: Path):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def read_for(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        while True:
+            read_weights(tmp_path / "weights.safetensors")
+
     before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
         for number in range(50):
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0.002 + number / 10_000)
-                while True:
-                    read_weights(tmp_path / "weights.safetensors")
+                read_for(0.002 + number / 10_000)
     finally:
         signal.signal(signal.SIGVTALRM, before)
