@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -281,20 +282,35 @@ _CALL_WITHOUT_GIL = """
 """
 
 
+_NOTES_DIVISION_BY_ZERO = re.compile(r"\b(floor_divide_integral|remainder_integral|mod)\(")
+_SETS_NOTE = re.compile(r"\binductor_cpu_integer_div_error_flag = .*;")
+
+
+@functools.cache
 def release_gil_in_kernels() -> None:
     """Makes the C++ kernels that inductor compiles or loads in this process from now on release the GIL as they run.
 
-    As torch makes them they hold it, and a kernel in one thread keeps all other threads from running Python. Kernels
-    note a division of integers by zero in a variable that all threads share: another replica may report it.
+    As torch makes them they hold it, and a kernel in one thread keeps all other threads from running Python. All
+    kernels share one pointer to where a division of integers by zero is noted. Those that divide integers keep the GIL,
+    and the others no longer set the pointer; otherwise the note could come to another replica, or to none.
     """
     with _probe("compile_module"):
         from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
-        if Bindings.call_entry_function == "kernel({}); Py_RETURN_NONE;":
-            Bindings.call_entry_function = _CALL_WITHOUT_GIL
-            Bindings.suffix_template = f"#include <tuple>\n{Bindings.suffix_template}"
-        elif Bindings.call_entry_function != _CALL_WITHOUT_GIL:
+        if Bindings.call_entry_function != "kernel({}); Py_RETURN_NONE;":
             raise AttributeError(f"inductor calls kernels by {Bindings.call_entry_function!r}")
+        load = Bindings.load_pybinding_async.__func__  # type: ignore[attr-defined]
+
+    class Unlocked(Bindings):
+        call_entry_function = _CALL_WITHOUT_GIL
+        suffix_template = f"#include <tuple>\n{Bindings.suffix_template}"
+
+    def load_unlocked(bindings: Any, argtypes: Any, code: str, *args: Any, **kwargs: Any) -> Any:
+        if bindings is Bindings and not _NOTES_DIVISION_BY_ZERO.search(code):
+            bindings, code = Unlocked, _SETS_NOTE.sub("", code)
+        return load(bindings, argtypes, code, *args, **kwargs)
+
+    Bindings.load_pybinding_async = classmethod(load_unlocked)  # type: ignore[method-assign, assignment]
 
 
 def graph_pass(change: Callable[[torch.fx.Graph], None], uuid: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from lockstep.errors import MissingExtraError
@@ -15,6 +17,16 @@ def require(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         missing = (error.name or module).partition(".")[0]
         need = f", which {module} needs," if missing != module.partition(".")[0] else ""
-        raise MissingExtraError(
-            f"the package {missing!r}{need} is not installed; run: pip install 'torch-lockstep[{extra}]'"
-        ) from error
+        raise _missing(f"{missing!r}{need}", extra) from error
+
+
+def find_package(package: str, extra: str) -> Path:
+    """Returns the folder of an installed package without importing it, or raises as ``require`` does."""
+    spec = find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        raise _missing(repr(package), extra)
+    return Path(*spec.submodule_search_locations)
+
+
+def _missing(package: str, extra: str) -> MissingExtraError:
+    return MissingExtraError(f"the package {package} is not installed; run: pip install 'torch-lockstep[{extra}]'")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 SETTINGS = {
     "--data": "pictures",
@@ -179,3 +183,16 @@ def test_ctrl_c_while_decoding_ends_the_workers_too(pictures: Path, start_lockst
 @pytest.mark.workers
 def test_workers_train_together_and_the_chief_alone_prints_and_writes(train_on_two_workers):
     train_on_two_workers("images", *SMALL)
+
+
+def test_the_first_step_does_not_wait_for_packages_that_it_does_not_need(tmp_path: Path):
+    words = ("train", "images", "--devices", "cpu:2", "--output", str(tmp_path / "out"))
+
+    # A process of its own: those that other tests start have many packages already.
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "first_step.py", *words], capture_output=True, text=True, timeout=250, check=False
+    )
+
+    imported = set(done.stdout.partition("IMPORTED ")[2].split())
+    assert {"torch", "transformers", "lockstep"} <= imported, done.stderr
+    assert not {"sklearn", "torchmetrics", "matplotlib", "pandas"} & imported

@@ -124,14 +124,14 @@ class Noisy(nn.Module):
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "recomputed":
+        if "recomputed" in self.how:
             dropped: Tensor = checkpoint(self._dropped, x, use_reentrant=False)
             return dropped
         return self._dropped(x)
 
     def _dropped(self, x: Tensor) -> Tensor:
         # The square of ones: its gradient needs what dropout gave, computed anew where it is recomputed.
-        kept = nn.functional.dropout(x * self.scale, 0.5, inplace=self.how == "in place")
+        kept = nn.functional.dropout(x * self.scale, 0.5, inplace="in place" in self.how)
         return kept * kept / 2 + 0.0 * torch.randn_like(x)
 
 
@@ -149,7 +149,7 @@ def drawn(replicas: tuple[LogicalDevice, ...], how: str = "usual") -> list[tuple
         return [result for _ in range(2) for result in strategy.local_results(strategy.run(step))]
 
 
-@pytest.mark.parametrize("how", ["usual", "in place", "recomputed"])
+@pytest.mark.parametrize("how", ["usual", "in place", "recomputed", "recomputed in place"])
 def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
     strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]], how: str
 ) -> None:
@@ -177,6 +177,20 @@ def test_compiled_dropout_is_the_same_whether_replicas_run_at_once_or_one_after_
     assert all(
         torch.equal(one, other) for pair in zip(at_once, in_turn, strict=True) for one, other in zip(*pair, strict=True)
     )
+
+
+class Thrice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        dropout = nn.functional.dropout
+        return dropout(x + 1, inplace=True), dropout(x + 2, inplace=True), dropout(x + 3)
+
+
+def test_each_dropout_of_a_compiled_forward_draws_its_own_numbers(strategy: MirroredStrategy) -> None:
+    mirrored = strategy.mirror(Thrice())
+    mirrored.compile_as(Compilation())
+    for outputs in strategy.local_results(strategy.run(mirrored, (torch.ones(64, requires_grad=True),))):
+        masks = [each != 0 for each in outputs]
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
 
 
 class Long(nn.Module):
@@ -208,6 +222,49 @@ def test_a_compiled_kernel_in_one_replica_does_not_stop_the_python_of_another(st
     (began, *_, ended), looped = strategy.local_results(strategy.run(step))
     middle = [moment for moment in looped if 0.3 < (moment - began) / (ended - began) < 0.7]
     assert len(middle) > 10
+
+
+class Dividing(nn.Module):
+    def __init__(self, divide: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.divide = divide
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.divide(x, by)
+
+
+@pytest.mark.parametrize("divide", [torch.floor_divide, torch.remainder, torch.fmod], ids=lambda each: each.__name__)
+def test_a_replica_that_divides_integers_by_zero_always_has_the_error_itself(
+    strategy: MirroredStrategy, monkeypatch: pytest.MonkeyPatch, divide: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 2)
+    dividing, other = strategy.mirror(Dividing(divide)), strategy.mirror(Long())
+    for module in (dividing, other):
+        module.compile_as(Compilation())
+    x, floats = torch.arange(500_000), torch.ones(1_000)
+    ones = torch.ones_like(x)
+    zero = ones.index_fill(0, torch.tensor(250_000), 0)
+    strategy.run(lambda: (dividing(x, ones), other(floats)))
+
+    def step() -> list[str]:
+        context = ls.get_replica_context()
+        assert context is not None
+        reported = []
+        for _ in range(30):
+            try:
+                if context.local_replica == 0:
+                    dividing(x, zero)
+                else:
+                    dividing(x, ones), [other(floats) for _ in range(20)]
+            except RuntimeError as error:
+                reported.append(str(error))
+        return reported
+
+    by_zero, without = strategy.local_results(strategy.run(step))
+    assert (len(by_zero), without) == (30, [])
+    assert all("ZeroDivisionError" in each for each in by_zero)
+    # Not thrown where it was noted, which may be in a thread of the kernel's own and would end the process.
+    assert not any("note_integer_div_by_zero" in each for each in by_zero)
 
 
 class Tied(nn.Module):

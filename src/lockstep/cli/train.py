@@ -42,7 +42,7 @@ from lockstep.cli.flags import (
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
-from lockstep.extras import require
+from lockstep.extras import find_package
 from lockstep.parallel.pipeline_config import check_layers
 from lockstep.recipes.images import dataset as images_data
 from lockstep.recipes.images import train as images_recipe
@@ -57,7 +57,6 @@ from lockstep.recipes.text import corpus
 from lockstep.recipes.training import Result
 from lockstep.report import epochs_table, metrics_line, write_curves
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
 
@@ -212,9 +211,8 @@ class TrainingCommand(ABC):
         if is_chief():
             if self.config.data is not None:
                 self.data.check_data(self.config.data.expanduser())
-            # Importing them takes two seconds, and other workers do not need them.
-            require("matplotlib", "plots")
-            require("tensorboard", "train")
+            find_package("matplotlib", "plots")
+            find_package("tensorboard", "train")
         folders = _new_folders(output)
         with closing(self._strategy()) as strategy:
             _say("reading the data and building the model; then the first step")
@@ -245,9 +243,7 @@ class TrainingCommand(ABC):
 
     def _report(self, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
         result = trained.result
-        where = ", ".join(device.name for device in strategy.devices)
-        if isinstance(strategy, ParallelStrategy):
-            where = str(strategy.layout)
+        where = str(strategy.layout or ", ".join(device.name for device in strategy.devices))
         curves = folders.output / "curves.png"
         title = f"{self.title} on {where}"
         write_curves(result.history, curves, title=title, settings=self._settings(), test=result.test_metrics)
@@ -369,7 +365,7 @@ class TrainReviews(TrainingCommand):
         check_folder(output / "checkpoints")
         reviews_recipe.check_resume(self.resume)
         for package in ("transformers", "accelerate", "torchmetrics"):
-            require(package, "text")
+            find_package(package, "text")
         return output
 
     def resume_flag(self, folders: RunFolders) -> str | None:

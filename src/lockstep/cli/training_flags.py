@@ -16,7 +16,7 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import REST, MeshLayout, choose_mesh_layout
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
-from lockstep.strategies.parallel import ParallelStrategy
+from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import BackupAndRestore
 
 _FOLDER = "backup"
@@ -140,8 +140,10 @@ class MeshFlags:
         """The configuration of the pipelines; raises ConfigError for too few microbatches or stages."""
         return choose_pipeline_config(self.schedule, self.microbatches, mesh.pipeline, self.stages_per_worker)
 
-    def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> ParallelStrategy:
+    def make_strategy(self, cluster: ClusterSpec | None, *, seed: int) -> Strategy:
         """Makes the strategy on that mesh. Every worker must call it."""
+        from lockstep.strategies.parallel import ParallelStrategy  # which imports torch's DTensor and pipelining
+
         settings: dict[str, Any] = {"data": REST, **self._by_axis}
         for field in fields(self):
             if field.name not in ("replicas", "pipeline", "tensor"):

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import UsageError
-from lockstep.extras import require
 from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ def is_metric(module: object) -> bool:
 
 def nested_metrics(metric: Any) -> list[Any]:
     """The metric and all metrics inside it, such as the two of a sum or the one of a wrapper."""
-    metric_class = require("torchmetrics", "train").Metric
-    return [module for module in metric.modules() if isinstance(module, metric_class)]
+    return [module for module in metric.modules() if "_reductions" in vars(module)]
 
 
 def states_of(metric: Any) -> list[dict[str, Any]]:
@@ -329,6 +327,8 @@ def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
 
 def check_kind(metric: Any) -> None:
     """Raises UsageError for a metric that looks at values over time, which merged states cannot give."""
+    if not is_metric(metric):
+        return
     wrappers = sys.modules["torchmetrics"].wrappers
     kinds = (wrappers.MinMaxMetric, wrappers.Running, wrappers.MetricTracker)
     for part in metric.modules():

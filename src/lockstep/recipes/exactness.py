@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.recipes.training import MakeOptimizer, Task
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.model import Model
 
 PlainLoss = Callable[[nn.Module, Any], Tensor]
@@ -86,10 +85,9 @@ def compare(
             moved=_largest_difference(dict(task.module.named_parameters()), plain),
         )
 
-    replicas = f"{strategy.num_replicas_in_sync} replicas"
     return ExactnessReport(
         steps=len(batches),
-        compared=str(strategy.layout) if isinstance(strategy, ParallelStrategy) else replicas,
+        compared=str(strategy.layout or f"{strategy.num_replicas_in_sync} replicas"),
         condition=condition,
         sgd=difference(sgd),
         adam=difference(task.optimizer),

@@ -44,7 +44,7 @@ class Task:
         loss: the loss of ``Model.compile``.
         optimizer: makes the optimizer of parameters.
         scheduler: makes the learning rate schedule of an optimizer; None for a constant rate.
-        metrics: name -> torchmetrics Metric.
+        metrics: name -> metric, as ``Model.compile`` takes them.
         sync_batchnorm: whether batch norm statistics are those of the global batch.
         settings: returns name -> number, string or None of everything that the results depend on, except the devices.
     """

@@ -11,6 +11,7 @@ numbers in every run, but not those of the module as it is. On a GPU a replica's
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,17 +23,18 @@ from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
 """How many seconds a replica waits for another that compiles."""
-_SEEDS, _PRODUCTS = "lockstep-replica-seeds-2", "lockstep-products-1"
+_SEEDS, _PRODUCTS = "lockstep-replica-seeds-3", "lockstep-products-1"
 """What torch's cache of compiled code knows the changes of graphs by; a new number for each change of one."""
 
 
 @torch.library.custom_op(
     "lockstep::replica_seeds",
     mutates_args=(),
-    schema="(int number) -> Tensor",
+    schema="(int number, int call) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-def _replica_seeds(number: int) -> torch.Tensor:
+def _replica_seeds(number: int, call: int) -> torch.Tensor:
+    """Seeds [number] int64. ``call`` differs between the calls in a graph: torch would merge equal ones to one."""
     here = own_generator.get()
     generator = None if here is None else here()
     limits = torch.iinfo(torch.int64)
@@ -40,7 +42,7 @@ def _replica_seeds(number: int) -> torch.Tensor:
 
 
 @_replica_seeds.register_fake
-def _(number: int) -> torch.Tensor:
+def _(number: int, call: int) -> torch.Tensor:
     return torch.empty((number,), dtype=torch.int64)
 
 
@@ -95,19 +97,21 @@ def compile_for_replicas(graph: torch.nn.Module, inputs: list[Any], options: dic
 
 
 def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
-    """Replaces the operators of a graph that draw random numbers on a CPU; all seeds are one draw in it by now."""
+    """Replaces the operators of a graph that draw random numbers on a CPU."""
+    calls = itertools.count()
     prims, own, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_on_cpu(node):
             continue
         with graph.inserting_before(node):
             if node.target is prims.seeds:
-                _replace(node, graph.call_function(own.replica_seeds.default, (node.args[0],)))
+                _replace(node, graph.call_function(own.replica_seeds.default, (node.args[0], next(calls))))
             elif node.target is prims.random:
                 _replace(node, graph.call_function(own.random.default, node.args))
             elif node.target is aten.bernoulli.p:  # of dropout in place
                 like, p = node.args
-                seed = graph.call_function(own.replica_seeds.default, (1,))
+                seed = graph.call_function(own.replica_seeds.default, (1, next(calls)))
+                seed.meta["val"] = like.meta["val"].new_empty(1, dtype=torch.int64)
                 _replace(node, graph.call_function(own.bernoulli.default, (like, p, seed)))
             elif draws(node.target, node.args, node.kwargs):
                 raise ConfigError(

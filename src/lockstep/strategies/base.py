@@ -44,6 +44,7 @@ from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy, WholeModels
 from lockstep.mirroring.registry import MirroredObjects
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
+from lockstep.parallel.mesh_layout import MeshLayout
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
@@ -117,6 +118,8 @@ class Strategy(ABC):
     """The logical devices of the local replicas, in replica order."""
     workers: Communicator
     """The workers that run this strategy's replicas."""
+    layout: MeshLayout | None = None
+    """How workers divide the model; None if each replica has a whole one."""
 
     def __init__(self, make_exchange: MakeExchange = LocalExchange, partition: PartitionPolicy | None = None) -> None:
         self._mirrored = MirroredObjects(make_exchange, partition or WholeModels())

@@ -1,4 +1,4 @@
-"""Accuracy and F1: the metrics that ``compile(metrics=["accuracy", "f1"])`` means. Importing this needs torchmetrics.
+"""Accuracy and F1: the metrics that ``compile(metrics=["accuracy", "f1"])`` means.
 
 torchmetrics asks for the number of classes; here the shapes say it.
 """
@@ -9,16 +9,16 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lockstep.errors import ConfigError
 from lockstep.train.names import classes_and_labels
+from lockstep.train.summed_metric import SummedMetric
 
 Outputs = Literal["classes", "logits", "probabilities"]
 _IGNORED = -100
 
 
-class _OfDecisions(Metric):
+class _OfDecisions(SummedMetric):
     """Base of the metrics that compare decisions with targets. Targets of -100 beside scores of classes do not count.
 
     Args:
@@ -26,13 +26,10 @@ class _OfDecisions(Metric):
             "probabilities" of yes and no, for targets of the same shape. None: scores of classes if the shapes say so.
     """
 
-    higher_is_better = True
-    is_differentiable = False
-    full_state_update = False
     name: str
 
-    def __init__(self, outputs: Outputs | None = None) -> None:
-        super().__init__()
+    def __init__(self, outputs: Outputs | None, *states: str) -> None:
+        super().__init__(*states)
         self._outputs = outputs
 
     @property
@@ -69,11 +66,9 @@ class Accuracy(_OfDecisions):
     total: Tensor
 
     def __init__(self, outputs: Outputs | None = None) -> None:
-        super().__init__(outputs)
-        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+        super().__init__(outputs, "correct", "total")
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def count(self, outputs: Tensor, targets: Tensor) -> None:
         """Counts the rows of a batch."""
         if self._are_yes_or_no:
             decided, meant = self._yes_or_no(outputs, targets)
@@ -100,12 +95,10 @@ class F1(_OfDecisions):
     counted: Tensor
 
     def __init__(self, outputs: Outputs | None = None) -> None:
-        super().__init__(outputs)
         # One number per class, from the first update on: how often it was decided and meant, and how often each.
-        self.add_state("found", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("counted", torch.tensor(0), dist_reduce_fx="sum")
+        super().__init__(outputs, "found", "counted")
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def count(self, outputs: Tensor, targets: Tensor) -> None:
         """Counts the rows of a batch."""
         if self._are_yes_or_no:
             if outputs.dim() > 2:

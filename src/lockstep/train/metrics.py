@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,6 +28,7 @@ from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, ShardRows, checked_alone
 from lockstep.train.names import logits_of, takes_tensors
+from lockstep.train.summed_metric import SummedMetric
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""
@@ -41,8 +43,10 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
             f"metrics is a {type(metrics).__name__}; give a dict of name to torchmetrics Metric, such as "
             "{'accuracy': MulticlassAccuracy(num_classes=10)}, or a list such as ['accuracy']"
         )
+    torchmetrics = sys.modules.get("torchmetrics")  # else nobody can have made one of its metrics
+    kinds = (SummedMetric,) if torchmetrics is None else (SummedMetric, torchmetrics.Metric)
     for name, metric in metrics.items():
-        if not isinstance(metric, require("torchmetrics", "train").Metric):
+        if not isinstance(metric, kinds):
             kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
             raise ConfigError(f"metric {name!r} is {kind}; give an instance of a torchmetrics Metric")
         if not isinstance(name, str) or name == "loss":
@@ -171,6 +175,8 @@ def replica_states(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _combines(part: Any) -> bool:
     """Whether states of the metric can be combined exactly: the mean of means is not the mean."""
+    if isinstance(part, SummedMetric):
+        return True
     data = require("torchmetrics.utilities.data", "train")
     exact = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
     return all(reduction in exact for reduction in part._reductions.values())
@@ -179,11 +185,12 @@ def _combines(part: Any) -> bool:
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
     """Refuses metrics that give another value for a shard of ``LEAST_ROWS`` or more in two merged updates than in one.
 
-    A metric that adds up means would give other numbers on another number of replicas. The metrics of torchmetrics add
-    up sums and counts, or keep all rows, and are not checked.
+    A metric that adds up means would give other numbers on another number of replicas. Our metrics and those of
+    torchmetrics add up sums and counts, or keep all rows, and are not checked.
     """
     for name, metric in metrics.items():
-        if any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
+        own = isinstance(metric, SummedMetric)
+        if not own and any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
             try:
                 with torch.no_grad(), checked_alone(context):
                     values = _compared(metric, shard)

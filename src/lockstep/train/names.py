@@ -3,7 +3,7 @@
     compile("adam", "cross_entropy", metrics=["accuracy"])
 
 A loss is the function of torch.nn.functional with that name, an optimizer the class of torch.optim with its own
-defaults, a metric one of torchmetrics, ``Accuracy`` or ``F1``.
+defaults, a metric ``Accuracy`` or ``F1``, or one of torchmetrics.
 """
 
 from __future__ import annotations
@@ -167,8 +167,7 @@ def _metric_named(name: str, loss: object) -> Any:
     known = {"accuracy": "Accuracy", "f1": "F1"}
     _check("metric", name, {**known, **_METRICS}, "a torchmetrics Metric, such as MulticlassAUROC(10)")
     if name in known:
-        require("torchmetrics", "train")
-        classification = import_module("lockstep.train.classification")  # which needs torchmetrics
+        classification = import_module("lockstep.train.classification")  # which imports this module
         return getattr(classification, known[name])(_outputs_of(loss))
     of, settings = _METRICS[name]
     return getattr(require("torchmetrics.regression", "train"), of)(**settings)

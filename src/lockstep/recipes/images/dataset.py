@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.errors import DataError
-from lockstep.extras import require
+from lockstep.extras import find_package, require
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.replicas.cpu.memory import available_mb
 
@@ -301,12 +301,15 @@ def read_digits() -> tuple[tuple[str, ...], Splits]:
     The last fifth of each digit is the test split. The images are in the order of their writers, so most test images
     are by other writers than the training images, which is harder than a random fifth.
     """
-    data = require("sklearn.datasets", "images").load_digits()
+    # Its load_digits reads the same file, but importing scikit-learn takes longer than importing torch.
+    file = find_package("sklearn", "images") / "datasets" / "data" / "digits.csv.gz"
+    table = require("numpy", "images").loadtxt(file, delimiter=",")
+    digits, pixels = table[:, -1], table[:, :-1].reshape(-1, 8, 8)
     pillow = require("PIL.Image", "images")
-    greys = (data.images * (255 / _WHITE)).round().astype("uint8")
+    greys = (pixels * (255 / _WHITE)).round().astype("uint8")
     splits: dict[Split, list[ImageFile]] = {"train": [], "test": []}
     for digit in range(10):
-        indices = [int(index) for index in (data.target == digit).nonzero()[0]]
+        indices = [int(index) for index in (digits == digit).nonzero()[0]]
         first_of_test = len(indices) - round(_DIGITS_TEST_FRACTION * len(indices))
         for number, index in enumerate(indices):
             split: Split = "train" if number < first_of_test else "test"

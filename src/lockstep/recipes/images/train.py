@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.extras import require
 from lockstep.recipes import training
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
@@ -27,6 +26,7 @@ from lockstep.recipes.images.dataset import ImageDataset, Split, load_images
 from lockstep.recipes.images.model import new_mobilenet, save_mobilenet
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
+from lockstep.train.classification import Accuracy
 from lockstep.train.fit import Verbose
 
 _MAY_CHANGE = ("data", "workers", "patience")
@@ -75,9 +75,8 @@ def build_optimizer(config: ImagesConfig, parameters: Iterable[nn.Parameter]) ->
 
 
 def build_metrics() -> dict[str, Any]:
-    """Returns name -> torchmetrics Metric: the fraction of images whose likeliest class is correct."""
-    classification = require("torchmetrics.classification", "images")
-    return {"accuracy": classification.MulticlassAccuracy(num_classes=None, average="micro")}
+    """Returns name -> metric: the fraction of images whose likeliest class is correct."""
+    return {"accuracy": Accuracy("classes")}
 
 
 def image_loss(logits: Tensor, labels: Tensor) -> Tensor:

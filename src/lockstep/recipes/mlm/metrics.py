@@ -1,15 +1,14 @@
-"""The accuracy of the masked tokens, as a torchmetrics metric. Imports torchmetrics."""
+"""The accuracy of the masked tokens."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lockstep.recipes.mlm.model import IGNORED_LABEL
+from lockstep.train.summed_metric import SummedMetric
 
 
-class MaskedTokenAccuracy(Metric):
+class MaskedTokenAccuracy(SummedMetric):
     """The fraction of masked tokens whose likeliest prediction is correct.
 
     torchmetrics' MulticlassAccuracy expects as many labels as rows of logits, and our labels are padded row by row. At
@@ -17,22 +16,19 @@ class MaskedTokenAccuracy(Metric):
     its default average.
     """
 
-    full_state_update = False
     correct: Tensor
-    count: Tensor
+    masked: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
-        self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+        super().__init__("correct", "masked")
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
+    def count(self, logits: Tensor, labels: Tensor) -> None:
         """Adds logits [masked, vocabulary] or [rows, slots, vocabulary], and padded labels [rows, slots]."""
         real = labels != IGNORED_LABEL
         targets = labels if logits.ndim == 3 else labels[real]
         self.correct += (logits.argmax(dim=-1) == targets).sum()
-        self.count += real.sum()
+        self.masked += real.sum()
 
     def compute(self) -> Tensor:
         """Returns correct tokens / masked tokens; NaN before the first batch."""
-        return self.correct / self.count
+        return self.correct / self.masked

@@ -23,13 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import run_on_chief
-from lockstep.extras import require
 from lockstep.recipes import training
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
@@ -40,7 +40,6 @@ from lockstep.recipes.mlm.model import (
 from lockstep.recipes.text.corpus import TextSplits, python_text, read_on_chief, read_wikitext
 from lockstep.recipes.text.tokenizer import TokenRows, encode, new_tokenizer
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.parallel import ParallelStrategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
 from lockstep.train.model import Model
@@ -121,10 +120,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, *, steps: int) -> LambdaLR
 
 
 def build_metrics() -> dict[str, Any]:
-    """Returns name -> torchmetrics Metric: the accuracy of the masked tokens."""
-    require("torchmetrics", "text")
-    from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy  # subclasses torchmetrics, which is optional
-
+    """Returns name -> metric: the accuracy of the masked tokens."""
     return {"accuracy": MaskedTokenAccuracy()}
 
 
@@ -174,7 +170,7 @@ def train_mlm(
     """
     text = read_on_chief(partial(read_text, config), strategy.workers)
     # A divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs.
-    static_shapes = strategy.devices[0].kind == "GPU" and not isinstance(strategy, ParallelStrategy)
+    static_shapes = strategy.devices[0].kind == "GPU" and strategy.layout is None
     task = build_mlm(config, text, static_shapes=static_shapes)
     model = training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
