@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,3 +116,11 @@ def test_what_cannot_be_divided_is_one_line_on_all_workers_before_a_weight_is_mo
         assert error.startswith("ConfigError")
         assert "\n" not in error
         assert all(word in error for word in words), error
+
+
+def test_a_whole_weight_on_divided_activations_is_an_error_and_on_whole_ones_exact(program: Any):
+    with pytest.raises(ls.errors.ClusterError, match=r"UsageError.*'1\.weight'.*Replicate"):
+        ls.launch(partial(program.train_slopes, gathered=False), workers=2, timeout_s=LIMIT_S)
+
+    weights = ls.launch(partial(program.train_slopes, gathered=True), workers=2, timeout_s=LIMIT_S)
+    torch.testing.assert_close(weights, dict(program.slopes_by_hand()), rtol=1e-12, atol=1e-14)

@@ -80,6 +80,11 @@ class ShardedModule(nn.Module):
         named = self.inside.parameters()
         return frozenset(id(self._plain[id(each)]) for each in named if _is_divided(each, "tensor"))
 
+    def whole(self) -> dict[str, nn.Parameter]:
+        """By name, the plain parameters that every tensor rank holds."""
+        named = self.inside.named_parameters()
+        return {name: self._plain[id(each)] for name, each in named if not _is_divided(each, "tensor")}
+
     @property
     def tied(self) -> list[nn.Parameter]:
         """The plain parameters that another stage holds too, in the same order there."""

@@ -254,6 +254,8 @@ class ParallelStrategy(ThreadedStrategy):
             tied=self._parts.tied(firsts),
             tied_group=self._groups.pipeline_ends,
             sharing=sharing,
+            whole=self._parts.whole(firsts),
+            part=(self._groups.coordinate.replica, self._groups.coordinate.stage),
         )
 
     @contextmanager
@@ -345,6 +347,14 @@ class ModelParts(PartitionPolicy):
         divided = self._divided_ids()
         tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
         return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
+
+    def whole(self, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """By name, the parameters that all tensor ranks hold alike."""
+        if self._layout.tensor == 1:
+            return {}
+        given = {id(each) for each in parameters}
+        named = (pair for part in self._parts.values() for pair in part.whole().items())
+        return {name: each for name, each in named if id(each) in given}
 
     def tied(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that another stage holds too, in an order that is the same there."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lockstep as ls
@@ -286,6 +287,38 @@ def refusals() -> dict[str, list[Any]]:
             found["object"] = [(f"{type(error).__name__}: {error}", kept)]
     strategy.close()
     return found
+
+
+def slopes() -> nn.Module:
+    """Between the linear layers there is a weight that no tensor plan divides."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 16), nn.PReLU(), nn.Linear(16, CLASSES)).double()
+
+
+def train_slopes(*, gathered: bool) -> dict[str, Tensor]:
+    """Trains it on two tensor ranks; ``gathered`` says whether that weight meets whole rows."""
+    torch.set_num_threads(1)
+    strategy = ls.ParallelStrategy(tensor=2)
+    whole = {"output_layouts": Replicate()} if gathered else {}
+    plan = {"0": ColwiseParallel(**whole), "2": RowwiseParallel(input_layouts=Replicate() if gathered else Shard(-1))}
+    with strategy.scope():
+        model = ls.Model(strategy.parallelize(slopes(), tensor_plan=plan))
+    model.compile(optimizer, loss)
+    model.fit(batches("mlp")[:2], verbose=0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+def slopes_by_hand() -> dict[str, Tensor]:
+    """The same on one device."""
+    module = slopes()
+    update = optimizer(module.parameters())
+    for x, y in batches("mlp")[:2]:
+        update.zero_grad()
+        loss(module(x), y).mean().backward()
+        update.step()
+    return module.state_dict()
 
 
 def one_device(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ maximum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
-from lockstep.integrations.keras.variables import Changes, ModelVariables, stateless_scope
+from lockstep.integrations.keras.variables import ModelVariables, stateless_scope
 from lockstep.strategies.base import Strategy
 
 _LOSS_TOLERANCE = 1e-4
@@ -31,19 +31,21 @@ _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 _METRIC_TOLERANCE = 2e-2
 
 
-def check_first_batch(step: Step, data: Any, run: Callable[[Callable[[Any, int], Changes]], list[Changes]]) -> None:
+def check_first_batch(step: Step, data: Any, strategy: Strategy) -> None:
     """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
-        step: a step of a compiled model, whose variables stay as they are.
+        step: a step of a compiled model that has evaluated the shards; the variables stay as they are.
         data: the whole batch.
-        run: runs a step in each local replica, on its shard of the batch.
+        strategy: that of the model.
     """
-    model, variables, rows = step.model, step.variables, step.rows
+    model, variables, run, rows = step.model, step.variables, step.run, step.rows
     whole = _changes_of_whole(model, variables, data, rows)
-    with torch.no_grad():
-        sums = list(variables.sum_changes(run(step.evaluate)))
-    states = {id(each): (change, whole[id(each)]) for each, change in sums}
+    _, sums = run.sums(strategy)
+    compared = [(each, total) for each, total in sums if run.adds_up(each) or total.is_floating_point()]
+    states = {
+        id(each): (total if run.adds_up(each) else total - each.value, whole[id(each)]) for each, total in compared
+    }
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
     if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):
         raise ConfigError(
@@ -57,8 +59,8 @@ def check_first_batch(step: Step, data: Any, run: Callable[[Callable[[Any, int],
                 f"the metric {metric.name!r} cannot be merged: its state after the first batch is not the sum of those "
                 "after the shards of the batch; compute it from model.predict after the training"
             )
-    for each, change in sums[len(variables.metrics) :]:
-        if not _close(change, whole[id(each)], _METRIC_TOLERANCE):
+    for each, _ in compared:
+        if id(each) not in run.metrics and not _close(*states[id(each)], _METRIC_TOLERANCE):
             raise ConfigError(
                 f"the variable {each.path!r} cannot be merged: the shards of the first batch do not change it by the "
                 'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
@@ -123,7 +125,7 @@ def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: in
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
         model._loss_tracker.update_state(loss, sample_weight=rows)
         model.compute_metrics(x, y, outputs, sample_weight=weight)
-    return {each: scope.state_mapping[each] - value for each, value in before.items() if value.dtype != torch.bool}
+    return {key: scope.state_mapping[key] - value for key, value in before.items() if value.dtype != torch.bool}
 
 
 def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:

@@ -20,14 +20,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from torch import Tensor
 
 from lockstep._torch_compat import tree_flatten, tree_unflatten
-from lockstep.integrations.keras.losses import current_shard
 from lockstep.integrations.keras.variables import summed
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-
-
-def metrics_of(model: Any) -> list[Any]:
-    """The metrics that a model lists or holds."""
-    return [*{id(each): each for each in (*model.metrics, *model._metrics)}.values()]
 
 
 def computes_metrics(model: Any) -> bool:
@@ -75,7 +69,6 @@ def _result_of_all(metric: Any, own: Callable[[], Any]) -> Any:
             [each._value + total if each.aggregation == "sum" else total for each, total in totals]
         )
 
-    shard = current_shard.get()
     with torch.no_grad():
-        parts = [step.part(each, shard.share) for each in metric.variables if shard is not None]
+        parts = [step.part(each) for each in metric.variables]
         return context.meet(f"{metric.name}.result", parts, combine)

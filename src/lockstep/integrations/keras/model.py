@@ -32,11 +32,11 @@ from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
 from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
-from lockstep.integrations.keras.metrics import computes_metrics, metrics_of, results_of_all
+from lockstep.integrations.keras.metrics import computes_metrics, results_of_all
 from lockstep.integrations.keras.own_step import OwnStep, is_own_step
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
-from lockstep.integrations.keras.variables import Changes, DefaultGenerators, ModelVariables
+from lockstep.integrations.keras.variables import DefaultGenerators, ModelVariables, RunVariables, metrics_of
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.strategies.parallel import ParallelStrategy
@@ -44,7 +44,6 @@ from lockstep.train.arrays import check_equal_rows
 from lockstep.train.callbacks.base import Callback
 
 M = TypeVar("M", bound=keras.Model)
-ReplicaStep = Callable[[Any, int], Any]
 _COMPARED_ROWS = 4
 """Rows of each replica with which a model's own step is checked; every replica computes with those of all at once."""
 
@@ -134,8 +133,9 @@ class Distribution:
         """
         if self._needs_modes is None:
             self._needs_modes = needs_modes(model)
-        variables = ModelVariables(model, self.strategy, self._default_generators.generators())
-        step = Step(model=model, variables=variables, rows=rows, scale=scale, needs_modes=self._needs_modes)
+        variables = ModelVariables(model)
+        run = RunVariables("keras", self._default_generators.generators(), lambda: [variables], variables.metrics)
+        step = Step(model=model, variables=variables, run=run, rows=rows, scale=scale, needs_modes=self._needs_modes)
         self._first_rows = self._first_rows or rows
         if not model.jit_compile or rows != self._first_rows:
             return step
@@ -243,18 +243,19 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             warnings.warn("the model has no trainable weights", stacklevel=2)
             return self.test_step(data)
         step, shards = self._step(data)
-        changes = self._run(step.train, shards)
-        gradients = step.variables.apply(changes)
-        with torch.no_grad(), self._distribution.strategy.computing_alike():
+        strategy = self._distribution.strategy
+        self._run(step.train, shards)
+        gradients = step.run.merge(strategy, step.variables.trainable)
+        with torch.no_grad(), strategy.computing_alike():
             self.optimizer.apply(gradients, step.variables.trainable)
-        return self._results(changes)
+        return self._results(step)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """The loss and metrics of a batch of all replicas, added to those before. Outside replicas."""
         step, shards = self._step(data)
-        changes = self._run(step.evaluate, shards)
-        step.variables.apply(changes)
-        return self._results(changes)
+        self._run(step.evaluate, shards)
+        step.run.merge(self._distribution.strategy)
+        return self._results(step)
 
     def predict_step(self, data: Any) -> Any:
         """The outputs for a batch of all replicas, on every worker. Outside replicas."""
@@ -263,8 +264,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
         step = self._distribution.step(self, rows)
         with torch.no_grad():
-            outputs, changes = strategy.run(step.predict, shards)
-            step.variables.apply(strategy.local_results(changes))
+            outputs = strategy.run(step.predict, shards)
+            step.run.merge(strategy)
             return strategy.gather(outputs, axis=0)
 
     def make_train_function(self, force: bool = False) -> None:
@@ -321,7 +322,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         distribution.compare_weights(self)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
             uncompiled = replace(distribution.step(self, rows), compiled=None)
-            check_first_batch(uncompiled, data, lambda step: self._run(step, shards))
+            self._run(uncompiled.evaluate, shards)
+            check_first_batch(uncompiled, data, strategy)
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
@@ -333,14 +335,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                 "call super().train_step(data), super().test_step(data) or super().predict_step(data)"
             )
 
-    def _run(self, step: ReplicaStep, shards: Any) -> list[Changes]:
-        strategy = self._distribution.strategy
+    def _run(self, step: Callable[[Any, int], None], shards: Any) -> None:
         with results_of_all(metrics_of(self)) if computes_metrics(self) else nullcontext():
-            return list(strategy.local_results(strategy.run(step, shards)))
+            self._distribution.strategy.run(step, shards)
 
-    def _results(self, changes: Sequence[Changes]) -> dict[str, Any]:
-        """The numbers of a step whose changes have been applied."""
-        own: dict[str, Any] | None = changes[0].results
+    def _results(self, step: Step) -> dict[str, Any]:
+        """The numbers of a step that has been merged."""
+        own: dict[str, Any] | None = step.run.replicas[0].results
         return self.get_metrics_result() if own is None else own
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:

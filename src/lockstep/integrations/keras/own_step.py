@@ -8,7 +8,7 @@ It is given the replica's shard, and its numbers are those of the whole batch:
     other variables       that the step assigns: averaged over the rows, after it
     numbers it returns    averaged over the rows
 
-``custom_loop`` keeps the variables of each replica.
+``variables`` keeps the values of each replica, and ``custom_loop`` the optimizers.
 """
 
 from __future__ import annotations

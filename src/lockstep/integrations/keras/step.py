@@ -6,7 +6,7 @@ it in an exchange, and not every layer can be called without rows.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.metrics import averaged, computes_metrics
-from lockstep.integrations.keras.variables import Changes, ModelVariables, ReplicaVariables
+from lockstep.integrations.keras.variables import ModelVariables, ReplicaVariables, RunVariables
 from lockstep.replicas.context import ReplicaContext
 from lockstep.train.batch import replica_of_step
 
@@ -31,6 +31,7 @@ class Step:
     Args:
         model: the Keras model.
         variables: its variables.
+        run: their values in the replicas, in which the methods leave what the step computes.
         rows: of the whole batch.
         scale: what the optimizer multiplies the loss by.
         needs_modes: whether torch's function modes must see what the model calls.
@@ -39,59 +40,51 @@ class Step:
 
     model: Any
     variables: ModelVariables
+    run: RunVariables
     rows: int
     scale: float = 1.0
     needs_modes: bool = True
     compiled: CompiledForward | None = None
 
-    def train(self, data: Any, rows: int) -> Changes:
+    def train(self, data: Any, rows: int) -> None:
         """Forward and backward."""
-        context = replica_of_step()
-        with self._variables(context) as values:
-            share, loss, results = self._loss(context, data, rows, training=True)
-            gradients = torch.autograd.grad(loss * (share * self.scale), values.trainable, allow_unused=True)
-            return values.changes(gradients, share, results)
+        with self.run.in_replica(rows / self.rows) as values:
+            loss = self._loss(values, data, rows, training=True)
+            weights = [values.value(each) for each in self.variables.trainable]
+            values.gradients = torch.autograd.grad(loss * (values.share * self.scale), weights, allow_unused=True)
 
-    def evaluate(self, data: Any, rows: int) -> Changes:
+    def evaluate(self, data: Any, rows: int) -> None:
         """The loss and the metrics."""
-        context = replica_of_step()
-        with self._variables(context) as values:
-            share, _, results = self._loss(context, data, rows, training=False)
-            return values.changes((), share, results)
+        with self.run.in_replica(rows / self.rows) as values:
+            self._loss(values, data, rows, training=False)
 
-    def predict(self, data: Any, rows: int) -> tuple[Any, Changes]:
-        """The outputs, and what layers have assigned and drawn."""
-        context = replica_of_step()
-        with self._variables(context) as values:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(moved(data, context))
-            outputs = keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
-            return outputs, values.changes((), rows / self.rows)
-
-    def _variables(self, context: ReplicaContext) -> AbstractContextManager[ReplicaVariables]:
-        return self.variables.in_replica(context.local_replica, context.replica_id_in_sync_group)
+    def predict(self, data: Any, rows: int) -> Any:
+        """The outputs."""
+        with self.run.in_replica(rows / self.rows):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(moved(data, replica_of_step()))
+            return keras.tree.map_structure(lambda output: output[:rows], self._outputs(x, training=False))
 
     def _outputs(self, x: Any, *, training: bool) -> Any:
         if self.compiled is not None:
-            default_seed = self.variables.default_seed(replica_of_step().local_replica)
+            default_seed = self.run.replicas[replica_of_step().local_replica].default_seed
             return self.compiled(x, default_seed, training=training)
         with nullcontext() if self.needs_modes else DisableTorchFunction():
             return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 
-    def _loss(self, context: ReplicaContext, data: Any, rows: int, *, training: bool) -> tuple[float, Tensor, Any]:
-        """This replica's share of the rows, the mean loss of its shard, and what the metrics, which it updates, return.
-
-        That is None where Keras computes it.
-        """
+    def _loss(self, values: ReplicaVariables, data: Any, rows: int, *, training: bool) -> Tensor:
+        """The mean loss of this replica's shard. Updates the metrics."""
+        context = replica_of_step()
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
         x, y, weight = keras.utils.unpack_x_y_sample_weight(moved(data, context))
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
-            loss = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
+            loss: Tensor = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
             with torch.no_grad():
                 self.model._loss_tracker.update_state(loss, sample_weight=rows)
                 results = self.model.compute_metrics(x, y, outputs, sample_weight=weight)
-                results = averaged(context, shard.share, results) if computes_metrics(self.model) else None
-        return shard.share, loss, results
+                if computes_metrics(self.model):
+                    values.results = averaged(context, shard.share, results)
+        return loss
 
 
 def moved(data: Any, context: ReplicaContext) -> Any:

@@ -1,6 +1,6 @@
-"""Each replica's values of a model's variables, and what becomes of them after a step.
+"""Each replica's values of the variables of models, and what becomes of them after a step.
 
-    trainable           the same values in every replica; the optimizer updates them once, outside the replicas
+    trainable           a leaf of its own in each replica; the optimizer updates the variable once, outside the replicas
     metrics             start at 0 in every replica; what they come to is added
     seed generators     replica 0 has the seeds that Keras alone would have, and every other one seeds of its own
     others that change  averaged over the rows, as the statistics of batch norms; integers are replica 0's. A variable
@@ -13,10 +13,9 @@ Inside a replica Keras reads and assigns variables in a ``StatelessScope``, whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import torch
@@ -28,30 +27,15 @@ from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import UsageError
 from lockstep.integrations.keras.torch_modules import buffer_variables
+from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
+from lockstep.train.batch import replica_of_step
 
+StepKind = Literal["keras", "own", "custom"]
+"""A step that Keras computes, one that the model's class computes by itself, or a function given ``strategy.run``."""
 _SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
-
-
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """What one replica's step makes of the variables.
-
-    Args:
-        used: whether each trainable variable has a gradient; empty for a step without gradients.
-        added: the variables that have been assigned, other than metrics, and of which the changes are added.
-        sums: gradients, metrics and the changes of ``added``, each times its weight, flat, by dtype.
-        drawn: how far each seed generator has advanced.
-        counted: the other integer variables that have changed, with their new values.
-        results: what the model's own ``compute_metrics`` returns, of all replicas; None where Keras's does.
-    """
-
-    used: list[bool]
-    added: list[Any]
-    sums: dict[torch.dtype, Tensor]
-    drawn: list[Tensor]
-    counted: list[tuple[Any, Tensor]]
-    results: Any = None
+_SEED_NAME = "seed_generator_state"
+"""Keras's name for the variable of every seed generator."""
 
 
 def seed_offset(number: int) -> int:
@@ -99,162 +83,253 @@ class DefaultGenerators:
         self._generators = [keras.random.SeedGenerator(each) for each in seeds]
 
 
-class ModelVariables:
-    """The variables of a model, laid out for one step on the replicas of a strategy.
+def metrics_of(model: Any) -> list[Any]:
+    """The metrics that a model lists or holds."""
+    # A model with a property ``metrics`` of its own may leave its loss tracker out, and it is updated all the same.
+    found = (*model.metrics, *model._metrics, model._loss_tracker)
+    return [*{id(each): each for each in found if each is not None}.values()]
 
-    Args:
-        model: the model.
-        strategy: the strategy.
-        default_generators: a seed generator for each local replica.
+
+class ModelVariables:
+    """The variables of a model, by what becomes of them in a step.
+
+    Attributes:
+        trainable: those that the optimizer updates.
+        metrics: the states of metrics.
+        seeds: the states of seed generators.
+        others: what else layers may read or assign.
     """
 
-    def __init__(self, model: Any, strategy: Strategy, default_generators: Sequence[Any]) -> None:
-        self._strategy, self._default_generators = strategy, default_generators
+    def __init__(self, model: Any) -> None:
         self.trainable = list(model.trainable_variables)
-        metrics = {id(each): each for each in model.metrics_variables}
-        # A model with a property ``metrics`` of its own may leave it out, and it is updated all the same.
-        metrics |= {id(each): each for each in getattr(model._loss_tracker, "variables", ())}
-        self.metrics = list(metrics.values())
+        self.metrics = [*{id(each): each for metric in metrics_of(model) for each in metric.variables}.values()]
         self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
         first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
         owned_by_layers = (*model.non_trainable_variables, *buffer_variables(model))
         self.others = [each for each in owned_by_layers if id(each) not in first]
-        owned = {each.value.device for each in (*self.trainable, *self.others)}
-        self._copies = {
-            device: {id(each): each.value.detach().to(device) for each in (*self.trainable, *self.others)}
-            for device in {each.torch_device for each in strategy.devices}
-            if owned - {device}
-        }
-
-    @contextmanager
-    def in_replica(self, replica: int, number: int) -> Iterator[ReplicaVariables]:
-        """The variables inside a local replica; ``number`` is its number among those of all workers."""
-        device, generator = self._strategy.devices[replica].torch_device, self._default_generators[replica]
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
-        with keras.device(str(device)), _ReplicaScope(self, generator) as scope:
-            yield ReplicaVariables(self, scope, device, self._copies.get(device, {}), number)
-        drawn = scope.get_current_value(generator.state)
-        if drawn is not None:
-            generator.state.assign(drawn)
 
     @property
     def of_layers(self) -> list[Any]:
         """All variables that layers may read or assign, but for the default seed generators."""
         return [*self.trainable, *self.others, *self.metrics, *self.seeds]
 
-    def default_seed(self, replica: int) -> Any:
-        """The variable of a local replica's own default seed generator."""
-        return self._default_generators[replica].state
 
-    def apply(self, changes: Sequence[Changes]) -> list[Tensor | None]:
-        """Adds up what the steps of all replicas have changed, and assigns it to all variables but the trainable ones.
+class RunVariables:
+    """The values that variables have in each local replica during one run.
 
-        Returns the sums of the gradients, None where no replica has one; an empty list for a step without gradients.
+    Args:
+        kind: what the replicas run.
+        generators: the default seed generator of each local replica.
+        models: makes a list of the variables of the models that the run may assign.
+        metrics: the variables that are states of metrics.
+
+    Attributes:
+        kind: as given.
+        replicas: the values in each replica, by its local number.
+    """
+
+    def __init__(
+        self,
+        kind: StepKind,
+        generators: Sequence[Any],
+        models: Callable[[], Iterable[ModelVariables]],
+        metrics: Iterable[Any],
+    ) -> None:
+        self.kind: StepKind = kind
+        self.replicas: dict[int, ReplicaVariables] = {}
+        self.metrics = {id(each): each for each in metrics}
+        self._generators, self._models = generators, models
+        self._kept: set[int] = set()
+
+    @contextmanager
+    def in_replica(self, share: float = 0.0) -> Iterator[ReplicaVariables]:
+        """A block in the step of a replica in which variables have its values; ``share`` is that of its rows."""
+        context = replica_of_step()
+        generator = self._generators[context.local_replica]
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)  # of this thread
+        values = self.replicas[context.local_replica] = ReplicaVariables(self, context, generator.state, share)
+        with keras.device(str(context.device.torch_device)), values:
+            yield values
+
+    def keeps(self, variable: Any) -> bool:
+        """Whether one of the models keeps a variable that is not trained, such as statistics."""
+        if id(variable) not in self._kept:  # at first none is, and a model may be built in the step
+            for model in self._models():
+                self._kept.update(id(each) for each in (*model.metrics, *model.seeds, *model.others))
+        return id(variable) in self._kept
+
+    @torch.no_grad()
+    def sums(self, strategy: Strategy, trained: Sequence[Any] = ()) -> tuple[list[Tensor], list[tuple[Any, Tensor]]]:
+        """Adds up the gradients of all replicas for ``trained``, and the parts of the variables that they assigned."""
+        values = [self.replicas[replica] for replica in sorted(self.replicas)]
+        assigned = [*{key: each for own in values for key, each in own.assigned.items()}.values()]
+        parts = [[*own.weighted_gradients(trained), *(own.part(each) for each in assigned)] for own in values]
+        variables = [*trained, *assigned]
+        totals = summed(strategy, parts) if variables else []
+        totals = [total.to(each.value.device) for each, total in zip(variables, totals, strict=True)]
+        return totals[: len(trained)], list(zip(assigned, totals[len(trained) :], strict=True))
+
+    @torch.no_grad()
+    def merge(self, strategy: Strategy, trained: Sequence[Any] = ()) -> list[Tensor | None]:
+        """Brings what the steps of all replicas have assigned to the variables themselves. Outside replicas.
+
+        Returns the sums of the gradients for ``trained``; None where no local replica has one.
         """
-        first, number = changes[0], len(changes[0].used)
-        added = [each.value for each in (*self.metrics, *first.added)]
-        sums = self._sums(changes, [*(each.value for each in self.trainable[:number]), *added])
-        gradients = sums[:number]
-        with torch.no_grad():
-            for value, by in zip(added, sums[number:], strict=True):
-                value.add_(by)
-            for each, by in zip(self.seeds, first.drawn, strict=True):
-                each.value.add_(by.to(each.value.device))
-            for each, value in first.counted:
-                each.value.copy_(value)
-        used = [any(each) for each in zip(*(each.used for each in changes), strict=True)]
+        gradients, sums = self.sums(strategy, trained)
+        for each, total in sums:
+            each.assign(each.value + total if self.adds_up(each) or is_seed(each) else total)
+        used = (any(own.gradients[at] is not None for own in self.replicas.values()) for at in range(len(trained)))
         return [gradient if is_used else None for gradient, is_used in zip(gradients, used, strict=True)]
 
-    def sum_changes(self, changes: Sequence[Changes]) -> Iterator[tuple[Any, Tensor]]:
-        """The metrics and other variables that a step without gradients has changed, by how much. Changes nothing."""
-        changed = (*self.metrics, *changes[0].added)
-        return zip(changed, self._sums(changes, [each.value for each in changed]), strict=True)
-
-    def _sums(self, changes: Sequence[Changes], like: Sequence[Tensor]) -> list[Tensor]:
-        totals = {
-            dtype: self._strategy.reduce("sum", PerReplica([each.sums[dtype] for each in changes]))
-            for dtype in changes[0].sums
-        }
-        return parts_like(totals, like)
+    def adds_up(self, variable: Any) -> bool:
+        """Whether the changes of a variable in the replicas are added, not averaged."""
+        return variable.aggregation == "sum" or id(variable) in self.metrics
 
 
-class ReplicaVariables:
-    """The variables inside one replica, for the length of one step."""
+class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types
+    """The values that variables have in one replica during one step. A value is made when it is first asked for.
 
-    def __init__(self, model: ModelVariables, scope: Any, device: torch.device, copies: dict[int, Tensor], number: int):
-        self._model, self._scope, self._number = model, scope, number
-        with DisableTorchFunction():  # the replica's function modes would only pass on some thousand calls
-            self._enter(device, copies)
+    In a ``merge_call``, which runs once for all replicas, variables have their own values.
 
-    def _enter(self, device: torch.device, copies: dict[int, Tensor]) -> None:
-        model, values, number = self._model, self._scope.state_mapping, self._number
-        values.update((id(each), copies.get(id(each), each.value)) for each in model.others)
-        for each in model.trainable:
-            values[id(each)] = copies.get(id(each), each.value.detach()).detach().requires_grad_()
-        values.update((id(each), torch.zeros_like(each.value, device=device)) for each in model.metrics)
-        values.update((id(each), seed_of_replica(each.value.to(device), number)) for each in model.seeds)
-        self._before = dict(values)
+    Args:
+        run: the run of all replicas.
+        context: of the replica.
+        default_seed: the variable of the replica's own default seed generator.
+        share: of this replica's rows in the batch.
 
-    @property
-    def trainable(self) -> list[Tensor]:
-        """The values that gradients are computed for."""
-        return [self._scope.state_mapping[id(each)] for each in self._model.trainable]
+    Attributes:
+        kind: what the replica runs.
+        share: as given; the run of a custom step sets it afterwards.
+        default_seed: as given.
+        assigned: the variables that the step has assigned, by id.
+        gradients: those of the step, where Keras computes it; for the optimizer's variables, in order.
+        results: what the model's own ``compute_metrics`` returns, of all replicas; None where Keras's does.
+        compared: the gradients that optimizers were given; None where they are not compared.
+    """
 
-    def changes(self, gradients: Sequence[Tensor | None], share: float, results: Any = None) -> Changes:
-        """What the step has made of them. ``share`` is that of this replica's rows in the batch; 0 counts nothing."""
-        with DisableTorchFunction(), torch.no_grad():
-            return self._changes(gradients, share, results)
-
-    def _changes(self, gradients: Sequence[Tensor | None], share: float, results: Any) -> Changes:
-        model, values = self._model, self._scope.state_mapping
-        owned = (*model.others, *model.trainable)
-        changed = [each for each in owned if values[id(each)] is not self._before[id(each)]]
-        added = [each for each in changed if each.value.is_floating_point() or each.aggregation == "sum"]
-        weights = {"sum": 1, "only_first_replica": int(self._number == 0)}
-        parts: list[tuple[Any, Tensor]] = [
-            (each, torch.zeros_like(each) if gradient is None else gradient)
-            for each, gradient in zip(self.trainable[: len(gradients)], gradients, strict=True)
-        ]
-        parts += [(each.value, values[id(each)]) for each in model.metrics]
-        parts += [
-            (each.value, (values[id(each)] - self._before[id(each)]) * weights.get(each.aggregation, share))
-            for each in added
-        ]
-        shares = [(part if share else torch.zeros_like(part)).to(like.dtype) for like, part in parts]
-        return Changes(
-            used=[gradient is not None for gradient in gradients],
-            added=added,
-            sums=flattened(shares),
-            drawn=[values[id(each)] - self._before[id(each)] for each in model.seeds],
-            counted=[(each, values[id(each)]) for each in changed if not any(each is one for one in added)],
-            results=results,
-        )
-
-
-class _ReplicaScope(keras.StatelessScope):  # type: ignore[misc]  # Keras has no types
-    """The scope of one replica, in which only variables of the model change."""
-
-    def __init__(self, model: ModelVariables, generator: Any) -> None:
+    def __init__(self, run: RunVariables, context: ReplicaContext, default_seed: Any, share: float) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self._trainable = {id(each) for each in model.trainable}
-        others = (*model.trainable, *model.others, *model.metrics, *model.seeds, generator.state)
-        self._known = {id(each) for each in others}
+        self.kind, self.share, self.default_seed = run.kind, share, default_seed
+        self.assigned: dict[int, Any] = dict(run.metrics) if run.kind == "keras" else {}
+        self.gradients: Sequence[Tensor | None] = ()
+        self.results: Any = None
+        self.compared: list[list[Tensor | None]] | None = None
+        self._run, self._context = run, context
+        self._is_summing = False
+        self._known: dict[int, Any] = {}  # a variable that is gone would leave its id to another one
 
-    def add_update(self, update: tuple[Any, Tensor]) -> None:
-        """Keras's own, where a trainable variable gets a value that gradients are computed for."""
-        variable, value = update
-        if id(variable) not in self._known:
+    def get_current_value(self, variable: Any) -> Tensor | None:
+        """Called by Keras for a variable's value; None is for the variable's own."""
+        return None if self._is_direct(variable) or variable._value is None else self.value(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Called by Keras when a variable is assigned. Raises a UsageError if the replicas' values cannot be merged."""
+        variable, value = update[0], update[1].detach()
+        if self._is_direct(variable):
+            variable._direct_assign(value)
+            return
+        is_merged = (
+            self._run.keeps(variable)
+            or (is_seed(variable) and self.kind != "keras")
+            or (variable.aggregation != "none" and self.kind == "custom")
+        )
+        if variable.trainable and self.kind != "custom":
+            value = self._with_gradient(value)
+        elif not is_merged and self.kind != "custom":
             raise UsageError(
                 f"a replica has assigned the variable {variable.path!r}, which the model does not know; make it, or "
                 "the metric or seed generator that it belongs to, in the __init__ of a layer or of the model"
             )
-        is_trainable = id(variable) in self._trainable
-        super().add_update((variable, value.detach().requires_grad_() if is_trainable else value))
+        elif variable.trainable or not is_merged:
+            what = "is trained" if variable.trainable else "has aggregation='none' and is in no distributed model"
+            raise UsageError(
+                f"the step assigns the variable {variable.path!r} in each replica, and it {what}; assign it outside "
+                "strategy.run, or give a variable that is not trained aggregation='sum', 'mean' or 'only_first_replica'"
+            )
+        self._known[id(variable)] = self.assigned[id(variable)] = variable
+        self.state_mapping[id(variable)] = value
 
-    def part(self, variable: Any, share: float) -> Tensor:
-        """What is added up over the replicas for a variable of a metric."""
-        value = self.state_mapping[id(variable)].detach()
-        return value if share else torch.zeros_like(value)
+    def holds(self, tensors: set[int]) -> bool:
+        """Whether the step has used a variable whose value or own value is one of these tensors, given by their ids."""
+        values = (*self.state_mapping.values(), *(each._value for each in self._known.values()))
+        return any(id(each) in tensors for each in values)
+
+    def forget(self, variables: Sequence[Any]) -> None:
+        """Has the next value of each variable be its own at that time, without a gradient."""
+        for each in variables:
+            self.state_mapping.pop(id(each), None)
+            self.assigned.pop(id(each), None)
+
+    def weights(self) -> list[Tensor]:
+        """The values that gradients are computed for, of the trainable variables that the step has used."""
+        used = (id(each) for each in self._known.values() if each.trainable)
+        return [self.state_mapping[each] for each in used if each in self.state_mapping]
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """A block that computes gradients and sums those of all replicas."""
+        self._is_summing = True
+        try:
+            yield
+        finally:
+            self._is_summing = False
+
+    def part(self, variable: Any) -> Tensor:
+        """What is added up over the replicas for a variable."""
+        value, is_first = self.value(variable).detach(), self._context.replica_id_in_sync_group == 0
+        if self._run.adds_up(variable):  # a step of a model is called with a row that does not count
+            counts = self.share or self.kind == "custom"
+            return value - self._first_value(variable).detach() if counts else torch.zeros_like(value)
+        if is_seed(variable):
+            return value - self._first_value(variable) if is_first else torch.zeros_like(value)
+        if value.is_floating_point() and variable.aggregation != "only_first_replica":
+            return value * self.share if self.share else torch.zeros_like(value)  # the mean of no rows is NaN
+        return value if is_first else torch.zeros_like(value)
+
+    def weighted_gradients(self, trained: Sequence[Any]) -> list[Tensor]:
+        """The gradients of the step for some variables, of a loss that is weighted by the share of the rows."""
+        return [
+            gradient if gradient is not None and self.share else torch.zeros_like(self.value(each))
+            for each, gradient in zip(trained, self.gradients, strict=True)
+        ]
+
+    def value(self, variable: Any) -> Tensor:
+        """The value of a variable, which gradients are computed for if it is trainable."""
+        if id(variable) not in self.state_mapping:
+            self._known[id(variable)] = variable
+            with DisableTorchFunction():  # the replica's function modes would only pass on some thousand calls
+                self.state_mapping[id(variable)] = self._first_value(variable)
+        value: Tensor = self.state_mapping[id(variable)]
+        return value
+
+    def _first_value(self, variable: Any) -> Tensor:
+        value: Tensor = variable._value.detach().to(self._context.device.torch_device)
+        if variable.synchronization == "on_read" or id(variable) in self._run.metrics:
+            return torch.zeros_like(value)
+        if is_seed(variable):
+            return seed_of_replica(value, self._context.replica_id_in_sync_group)
+        return self._with_gradient(value) if variable.trainable and value.is_floating_point() else value
+
+    def _with_gradient(self, value: Tensor) -> Tensor:
+        value.requires_grad_()
+        if self.kind == "own":
+            value.register_hook(self._refuse_shard)  # type: ignore[no-untyped-call]
+        return value
+
+    def _refuse_shard(self, _: Tensor) -> None:
+        if not self._is_summing:
+            raise UsageError(
+                "torch.autograd.backward was called in a model's own step, where the gradients of the replicas are "
+                "not summed; call loss.backward() or torch.autograd.grad"
+            )
+
+    def _is_direct(self, variable: Any) -> bool:
+        return variable is self.default_seed or get_replica_context() is None
+
+
+def is_seed(variable: Any) -> bool:
+    """Whether a variable is the state of a seed generator."""
+    return variable.name == _SEED_NAME  # type: ignore[no-any-return]
 
 
 def stateless_scope() -> Any:

@@ -11,17 +11,19 @@ gradients over those that hold the same part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
-from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.tree import Node, add_nodes, one_each, tree_sum
+from lockstep.errors import UsageError
 from lockstep.mirroring.zero1 import ShardingGroup
 from lockstep.replicas.context import ReplicaContext
 
@@ -31,6 +33,7 @@ Number = float | torch.Tensor
 """A number that the host knows, or a tensor of one element that a device may still compute."""
 Settings = Callable[[], Sequence[str]]
 """Returns an optimizer's settings: a line for its kind, and one for each group of parameters."""
+_ROUNDING = 1e-3  # of a gradient's norm; tensor ranks on GPUs may add in another order
 
 
 class GradientExchange(ABC):
@@ -113,6 +116,8 @@ class PartExchange(GradientExchange):
         tied: those that another stage holds too, in an order that is the same there.
         tied_group: this worker and the one that holds the same tied weights; None if there is none.
         sharing: the workers that hold this part, if the optimizer's state is sharded among them.
+        whole: by name, the parameters that all tensor ranks of this part hold alike.
+        part: the replica and the stage that these tensor ranks divide.
     """
 
     between_replicas: GradientExchange
@@ -122,9 +127,12 @@ class PartExchange(GradientExchange):
     tied: Sequence[nn.Parameter] = ()
     tied_group: Communicator | None = None
     sharing: ShardingGroup | None = None
+    whole: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    part: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.keeps_sums = self.workers.is_chief
+        self._compared = False
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
         total, count = self.workers.sum_numbers("optimizer update", totals)
@@ -134,6 +142,25 @@ class PartExchange(GradientExchange):
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         self.between_replicas.run(context, mine)
+        if not self._compared:
+            self._compared = True
+            self._compare_whole()
+
+    def _compare_whole(self) -> None:
+        """Raises a UsageError on all workers if tensor ranks have different gradients of a weight that each holds."""
+        own = {name: _summary(each.grad) for name, each in self.whole.items()}
+        gathered = all_gather_object(self.holders, "gradients of whole weights", {"part": self.part, "gradients": own})
+        first: dict[tuple[int, int], Mapping[str, tuple[float, float]]] = {}
+        for each in gathered:
+            expected = first.setdefault(each["part"], each["gradients"])
+            for name, found in each["gradients"].items():
+                if not _are_close(found, expected[name]):
+                    raise UsageError(
+                        f"the gradient of {name!r}, which every tensor rank holds whole, differs between them (norms "
+                        f"{found[1]:.6g} and {expected[name][1]:.6g}): the tensor plan calls its module on a part of "
+                        "the activations; give the layer before it output_layouts=Replicate() and the one after it "
+                        "input_layouts=Replicate(), or divide the module too"
+                    )
 
     def norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The same bits on all workers."""
@@ -154,6 +181,21 @@ class PartExchange(GradientExchange):
 
     def held(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         return self.between_replicas.held(replicas)
+
+
+def _summary(gradient: torch.Tensor | None) -> tuple[float, float]:
+    """The sum and the norm of a gradient."""
+    if gradient is None:
+        return 0.0, 0.0
+    precise = (gradient.to_dense() if gradient.is_sparse else gradient.detach()).double()
+    return float(precise.sum()), float(torch.linalg.vector_norm(precise))
+
+
+def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two summaries differ by no more than rounding. Gradients that overflowed are not told apart."""
+    if not all(map(math.isfinite, (*one, *other))):
+        return True
+    return all(abs(a - b) <= _ROUNDING * max(one[1], other[1]) for a, b in zip(one, other, strict=True))
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
