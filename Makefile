@@ -64,10 +64,10 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/how-to/gpu.md says more.
-gpu: ## run the tests that need a GPU and measure on it, with ten minutes to spend: make gpu GPU_PYTHON=python3
+gpu: ## run the tests that need a GPU and measure on it, in eight minutes: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
-	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu --tests tests
+	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu --tests tests $(ARGS)
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -9,7 +9,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +82,13 @@ class Rounds:
     absences: tuple[Absence, ...]
 
 
-def run_rounds(trials: Sequence[Trial], *, rounds: int, until_s: float | None = None) -> Rounds:
+def run_rounds(
+    trials: Sequence[Trial],
+    *,
+    rounds: int,
+    until_s: float | None = None,
+    after_each: Callable[[Rounds], object] = lambda _: None,
+) -> Rounds:
     """Runs every trial once a round, in turn, and logs each.
 
     A contender that fails takes no further part, and none of its samples counts.
@@ -92,6 +98,7 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, until_s: float | None = 
         rounds: at most so many.
         until_s: ``time.monotonic()`` at which all must be done. What finds no time in the first round is absent;
             another round begins only if the last one would fit, with a margin.
+        after_each: called after each trial with what there is until then.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds} was given, expected at least 1")
@@ -110,9 +117,15 @@ def run_rounds(trials: Sequence[Trial], *, rounds: int, until_s: float | None = 
                 absences.append(outcome)
                 present.remove(trial)
             _log_outcome(outcome)
+            after_each(_complete(samples, absences))
         ended_s = time.monotonic()
         if until_s is not None and ended_s + _ROUND_MARGIN * (ended_s - began_s) > until_s:
             break
+    return _complete(samples, absences)
+
+
+def _complete(samples: Sequence[Sample], absences: Sequence[Absence]) -> Rounds:
+    """Without the samples of contenders that failed later."""
     away = {(absence.workload, absence.contender) for absence in absences}
     complete = tuple(sample for sample in samples if (sample.workload, sample.contender) not in away)
     return Rounds(samples=complete, absences=tuple(absences))

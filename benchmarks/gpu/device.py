@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ _REPEATS, _TRIES = 10, 3
 _MB = 2**20
 
 
+@cache
 def count_flops(workload: Workload) -> int:
     """FLOPs of forward and backward pass of a global batch; computes nothing."""
     with torch.device("meta"):

@@ -226,6 +226,7 @@ def train_ours(
         )
     timer.trained = trained_parameters(module)
     timer.notes = notes.lines.keys()
+    timer.extra = lambda: device_memory(device) | {"of_limit": fullest_share(strategy)}
     batches = pinned(workload.make_batches(timer.total), device)
     model.fit(batches, callbacks=[_RecordEveryBatch(timer)], verbose=0)
     strategy.close()
@@ -241,6 +242,12 @@ def logical_devices(device: torch.device, replicas: int) -> list[str]:
     share = ls.config.LogicalDeviceConfiguration(memory_limit=share_mb(gpu.memory or 0, replicas))
     ls.config.set_logical_device_configuration(gpu, [share] * replicas)
     return [f"gpu:{number}" for number in range(replicas)]
+
+
+def fullest_share(strategy: ls.Strategy) -> float:
+    """The most that a logical device has taken until now, over its memory limit; 0 without limits."""
+    memories = strategy.device_memory()
+    return max((memory.peak / memory.limit for memory in memories if memory.limit is not None), default=0.0)
 
 
 def share_mb(memory_mb: int, replicas: int) -> int:

@@ -94,6 +94,6 @@ def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, python
     _, said = bench.communicate(timeout=LIMIT_S)
 
     assert "linear" in first
-    assert (bench.returncode, "interrupted; nothing was written" in said) == (130, True), said
+    assert (bench.returncode, "interrupted" in said) == (130, True), said
     assert list(own.iterdir()) == []
     assert not (tmp_path / "tables").exists()

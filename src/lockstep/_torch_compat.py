@@ -13,7 +13,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ with _probe("updates of many tensors in one call"):
 with _probe("random numbers of the replica's own"):
     standard_gamma: Any = torch._standard_gamma
     sample_dirichlet: Any = torch._sample_dirichlet
+    OpOverload = torch._ops.OpOverload
     safe_softmax: Callable[[torch.Tensor, int], torch.Tensor] = torch._safe_softmax
     _device.CURRENT_DEVICE  # noqa: B018
 
@@ -204,9 +205,26 @@ def forget_groups(mesh: Any) -> None:
     getattr(mesh, "_pg_registry", {}).clear()
 
 
-def release_pool(device: int, pool: Any) -> None:
-    """Gives up a CUDA graph's memory pool."""
-    torch._C._cuda_releasePool(device, pool)
+_FAILED_GRAPHS: list[Any] = []
+
+
+def clear_failed_graph(graph: Any, device: int, pool: Any) -> None:
+    """Resets a ``torch.cuda.CUDAGraph`` whose capture into ``pool`` has failed.
+
+    Before 2.14 torch's reset leaves the pool taken, for as long as the process runs. In 2.11 and 2.12, where the stream
+    refused to end the capture, the allocators also go on asking the graph which memory is its: it is kept for them.
+    """
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    try:
+        graph.pool()  # an error, unless the capture itself had ended
+    except RuntimeError:
+        if version < (2, 14):
+            _FAILED_GRAPHS.append(graph)
+            with suppress(RuntimeError):  # it is ended already
+                torch._C._cuda_endAllocateToPool(device, pool)
+            with suppress(RuntimeError):  # it was never begun
+                torch._C._cuda_releasePool(device, pool)
+    graph.reset()
 
 
 def use_own_dtensor_rng(mesh: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,23 @@ def test_a_long_list_of_faults_is_cut():
 
 def test_weights_that_fit_pass():
     check_fit({"a": torch.zeros(2)}, {"a": torch.ones(2)}, "w.safetensors")
+
+
+def test_an_interrupt_while_weights_are_read_stays_one(tmp_path: Path):
+    write_weights({f"weight {number}": torch.ones(8, 8) for number in range(200)}, tmp_path / "weights.safetensors")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def read_for(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        while True:
+            read_weights(tmp_path / "weights.safetensors")
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        for number in range(50):
+            with pytest.raises(KeyboardInterrupt):
+                read_for(0.002 + number / 10_000)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)

@@ -6,7 +6,7 @@ The reference is a plain loop on the same GPU over whole batches.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -202,7 +202,9 @@ def test_the_caller_s_random_numbers_are_not_touched_by_replicas(four: ls.Mirror
     assert not any(torch.equal(own, expected[:4]) for own in first)
 
 
-def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(four: ls.MirroredStrategy):
+def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(
+    four: ls.MirroredStrategy, record_property: Callable[[str, object], None]
+):
     def step(x: Tensor) -> None:
         torch.empty((SHARE_MB + 256) * 2**20, dtype=torch.uint8, device=x.device)
 
@@ -214,7 +216,9 @@ def test_a_step_beyond_its_share_names_the_device_and_a_batch_that_fits(four: ls
 
     total = four.reduce("sum", four.run(lambda: torch.ones((), device="cuda")))
     assert float(total) == 4.0  # usable afterwards
-    assert all(memory.reserved <= SHARE_MB * MB for memory in four.device_memory())
+    reserved = [memory.reserved // MB for memory in four.device_memory()]
+    record_property(f"MB that the shares have afterwards (limit {SHARE_MB})", reserved)
+    assert max(reserved) <= SHARE_MB
 
 
 def test_one_share_beyond_its_limit_releases_the_others_and_a_smaller_batch_trains_on(four: ls.MirroredStrategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+LAUNCHES = ("cudaLaunchKernel", "cudaGraphLaunch")
 
 
 class Refuse(ls.Callback):
@@ -49,13 +50,14 @@ class Refuse(ls.Callback):
 
 
 class Profiled(ls.Callback):
-    """Counts the waits that the profiler sees in the same batches."""
+    """Counts the waits, and the launches of graphs, that the profiler sees in the same batches."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
         self._first, self._last = first, last
         self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
         self.waits: dict[str, int] = {}
+        self.graphs = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         """Begins, or ends and counts."""
@@ -65,12 +67,13 @@ class Profiled(ls.Callback):
             self._profile.stop()  # waits for the device itself, behind the last of these batches
             events = self._profile.events() or []
             ends = [event for event in events if event.name in WAITS]
-            launched = max(event.time_range.start for event in events if event.name.startswith("cudaLaunchKernel"))
+            launched = max(event.time_range.start for event in events if event.name.startswith(LAUNCHES))
+            self.graphs = sum(event.name == "cudaGraphLaunch" for event in events)
             self.waits = {name: sum(e.name == name and e.time_range.start < launched for e in ends) for name in WAITS}
 
 
 @contextmanager
-def model_on(shares: int, precision: str) -> Iterator[ls.Model]:
+def model_on(shares: int, precision: str, graphs: bool) -> Iterator[ls.Model]:
     (gpu, *_) = ls.config.list_physical_devices("GPU")
     if shares > 1:
         limit = ls.config.LogicalDeviceConfiguration(memory_limit=1024)
@@ -87,7 +90,7 @@ def model_on(shares: int, precision: str) -> Iterator[ls.Model]:
                 metrics=_accuracy(),
                 precision=precision,  # type: ignore[arg-type]
                 clip_norm=1.0,
-                graphs=False,
+                graphs=graphs,
             )
         yield model
     finally:
@@ -102,16 +105,28 @@ def _accuracy() -> dict[str, Any]:
     return {"accuracy": classification.MulticlassAccuracy(3, average="micro")}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "graphs"), [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)]
+)
 @pytest.mark.parametrize("shares", [1, 2])
-def test_between_steps_nothing_waits_for_the_gpu(shares: int, precision: str, fresh_devices: DeviceRegistry):
+def test_between_steps_nothing_waits_for_the_gpu(
+    shares: int,
+    precision: str,
+    graphs: bool,
+    fresh_devices: DeviceRegistry,
+    record_property: Callable[[str, object], None],
+):
     random = torch.Generator().manual_seed(0)
     x = torch.randn(12, 16, 8, generator=random)
     batches = [(each, torch.randint(0, 3, (16,), generator=random)) for each in x]
-    with model_on(shares, precision) as model:
+    window = (6, 10) if graphs else (2, 10)  # the fourth step is captured, for which the host waits
+    with model_on(shares, precision, graphs) as model:
         model.fit(batches, verbose=0)  # makes workspaces, pinned memory, the optimizer's state
-        model.fit(batches, verbose=0, callbacks=[Refuse(2, 10)])
+        model.fit(batches, verbose=0, callbacks=[Refuse(*window)])
 
-        profiled = Profiled(2, 10)
+        profiled = Profiled(*window)
         model.fit(batches, verbose=0, callbacks=[profiled])
+        record_property("waits that the profiler saw (limit 0)", sum(profiled.waits.values()))
+        record_property("graphs that it saw launched", profiled.graphs)
         assert profiled.waits == dict.fromkeys(WAITS, 0)
+        assert bool(profiled.graphs) is graphs

@@ -7,14 +7,16 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.__main__ import NOTHING_TO_RUN, main
 from benchmarks.gpu.device import DeviceFacts
-from benchmarks.gpu.gpu_tests import MARK, command, files_with_gpu_tests, run_gpu_tests
+from benchmarks.gpu.gpu_tests import FIRST, MARK, GpuTests, command, files_with_gpu_tests, run_gpu_tests
 from benchmarks.gpu.suite import device_facts, reason_not_to_run
 
 TESTS = Path(__file__).parents[3] / "tests"
@@ -98,6 +100,21 @@ def test_the_programs_can_be_tried_without_a_gpu(tmp_path: Path, caplog: pytest.
     assert caplog.messages[-1] == f"written to {table}"
 
 
+@pytest.mark.slow
+@pytest.mark.workers
+def test_what_was_measured_is_there_when_the_run_is_killed(python: Callable[..., Any], tmp_path: Path):
+    words = ["gpu", "--device", "cpu", "--workload", "mlm", "--only", "eager", "--warm-up", "1", "--steps", "1"]
+    bench = python("-m", "benchmarks", *words, "--rounds", "1000", "--output", "tables")
+    while "round 2 " not in (line := bench.stderr.readline()):
+        assert line
+    bench.kill()
+    bench.wait()
+
+    (table,) = (tmp_path / "tables").glob("*.md")
+    assert "| eager |" in table.read_text()
+    assert json.loads(table.with_suffix(".json").read_text())["samples"]
+
+
 def test_the_benchmark_needs_torch_alone():
     code = f"{HIDE}; from benchmarks.__main__ import main; sys.exit(main(['gpu']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -108,9 +125,10 @@ def test_the_benchmark_needs_torch_alone():
 def test_the_tests_for_a_gpu_are_collected_with_torch_and_pytest_alone(tmp_path: Path):
     """None of them may import, in its module, what a machine with a GPU need not have; nor may pytest need a plugin."""
     files = files_with_gpu_tests(TESTS)
-    assert TESTS / "strategies" / "test_mirrored_gpu.py" in files
-    _, _, *words = command(TESTS, files)
-    code = f"{HIDE}; import pytest; sys.exit(pytest.main({[*words[1:], '--collect-only']!r}))"
+    assert tuple(file.name for file in files[: len(FIRST)]) == FIRST
+    _, _, _, *words = command(TESTS, files[0], tmp_path / "lines")
+    words += [*map(str, files[1:]), "--collect-only"]
+    code = f"{HIDE}; import pytest; sys.exit(pytest.main({words!r}))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=ROOT,
@@ -128,18 +146,58 @@ def test_the_tests_for_a_gpu_are_collected_with_torch_and_pytest_alone(tmp_path:
 def test_a_python_without_pytest_runs_no_tests(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.gpu.gpu_tests.find_spec", lambda name: None)
 
-    assert run_gpu_tests(TESTS, limit_s=1) == "not run: this Python has no pytest"
+    found = run_gpu_tests(TESTS, limit_s=1, file_limit_s=1)
+    assert (found.ok, found.failures) == (False, ("not run: this Python has no pytest",))
+
+
+def run_files(folder: Path, *, limit_s: float = 120.0, file_limit_s: float = 120.0, **files: str) -> GpuTests:
+    """Runs tests that are written to ``folder``: by the name of a file the functions in it."""
+    for name, functions in files.items():
+        head = f"import os, pytest, signal\npytestmark = pytest.{MARK}\n"
+        (folder / f"test_{name}.py").write_text(head + functions)
+    (folder / "gpu.ini").write_text((TESTS / "gpu.ini").read_text())
+    return run_gpu_tests(folder, limit_s=limit_s, file_limit_s=file_limit_s)
+
+
+@pytest.mark.workers
+def test_what_each_test_has_come_to_and_seen_is_told(tmp_path: Path):
+    functions = (
+        "def test_sees(record_property): record_property('waits (limit 0)', 0)\n"
+        "def test_fails(): assert 1 == 2\n"
+        "def test_is_left_out(): pytest.skip('needs two GPUs')\n"
+    )
+    found = run_files(tmp_path, one=functions)
+
+    told = {test.name.partition("::")[2]: (test.outcome, test.seen) for test in found.ran}
+    assert told["test_sees"] == ("passed", "waits (limit 0): 0")
+    assert told["test_fails"] == ("failed", "assert 1 == 2")
+    assert told["test_is_left_out"] == ("skipped", "Skipped: needs two GPUs")
+    assert (found.ok, found.text) == (False, "1 passed, 1 failed, 1 skipped")
+    assert "needs two GPUs" in found.table
 
 
 @pytest.mark.workers
 @pytest.mark.parametrize(
-    ("body", "limit_s", "outcome"),
-    [("pass", 120.0, ""), ("assert False", 120.0, "pytest ended with 1;"), ("signal.pause()", 4.0, "ended after 4 s")],
+    ("body", "limits", "why"),
+    [
+        ("os.abort()", {}, "pytest ended with -6"),
+        ("signal.pause()", {"file_limit_s": 5.0}, "ended after 5 s"),
+    ],
 )
-def test_tests_that_fail_or_take_too_long_have_a_reason(body: str, limit_s: float, outcome: str, tmp_path: Path):
-    (tmp_path / "test_one.py").write_text(f"import pytest, signal\npytestmark = pytest.{MARK}\ndef test(): {body}\n")
-    (tmp_path / "gpu.ini").write_text((TESTS / "gpu.ini").read_text())
-    found = run_gpu_tests(tmp_path, limit_s=limit_s)
+def test_a_file_that_crashes_or_hangs_ends_no_other(body: str, limits: dict[str, float], why: str, tmp_path: Path):
+    bad = f"def test_first(): pass\ndef test_bad(): {body}\ndef test_after(): pass\n"
+    found = run_files(tmp_path, a=bad, b="def test_other(): pass\n", **limits)
 
-    assert found.startswith(outcome)
-    assert bool(found) == bool(outcome)
+    outcomes = {test.name.partition("::")[2]: test.outcome for test in found.ran}
+    assert outcomes["test_first"] == outcomes["test_other"] == "passed"
+    assert outcomes["test_bad"] in ("did not end", "failed")  # pytest itself ends one that hangs
+    assert "test_after" not in outcomes
+    assert list(found.failures) == [f"test_a.py: {why}"]
+    assert not found.ok
+
+
+@pytest.mark.workers
+def test_files_without_time_left_are_named(tmp_path: Path):
+    found = run_files(tmp_path, limit_s=0.0, a="def test(): pass\n")
+
+    assert (found.ok, list(found.failures)) == (False, ["test_a.py: no time was left"])

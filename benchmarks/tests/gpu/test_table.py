@@ -29,7 +29,7 @@ def figures(make: Any, *without: str) -> list[Figures]:
         replace(
             make.sample(name, *steps),
             workload=WORK.name,
-            extra=({"reserved_mb": 4000.0, "used_mb": 5500.0},),
+            extra=({"reserved_mb": 4000.0, "used_mb": 5500.0, "of_limit": 0.25},),
             notes=("graph: captured after 3 steps",) if name == "lockstep-1" else (),
         )
         for name, steps in MADE_UP.items()
@@ -46,6 +46,7 @@ def test_each_comparison_has_its_limit_and_its_verdict(make: Any):
         "lockstep-1 or lockstep-1 compiled / best loop": (0.7, pytest.approx(5.1 / 9.1), "yes"),
         "lockstep-4 / lockstep-1, the same global batch": (1.15, pytest.approx(7.1 / 6.1), "NO"),
         "lockstep-4 / ddp-4": (0.2, pytest.approx(0.1), "yes"),
+        "lockstep-4, memory of the fullest / its limit": (1.0, 0.25, "yes"),
         "lockstep-4, a step": (20.0, pytest.approx(7.1), "yes"),
     }
     assert not any("best loop" in each.text for each in comparisons_of("mobilenetv2-bf16", figures(make)))

@@ -20,6 +20,7 @@ from lockstep.atomic_files import atomic_file
 from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
+from lockstep.parallel.tensor_files import TensorReader
 
 _SHOWN = 4
 _ALIGNMENT = _LENGTH = 8
@@ -130,12 +131,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not source.is_file():
         raise CheckpointError(f"there is no weights file {source}; give the path of a file written by save_weights")
     try:
-        tensors: dict[str, Tensor] = require("safetensors.torch", "train").load_file(str(source))
+        return TensorReader(source).read_all()
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise CheckpointError(
             f"cannot read the weights in {source}: {error}; give a safetensors file written by save_weights"
         ) from error
-    return tensors
 
 
 def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:

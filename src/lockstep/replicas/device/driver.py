@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from lockstep._torch_compat import release_pool
+from lockstep._torch_compat import clear_failed_graph
 from lockstep.config import LogicalDevice, PhysicalDevice
 
 
@@ -46,9 +46,10 @@ class DeviceGraph:
         self._stream = stream
         self._generators = tuple(generators)
         self._pool = pool
-        self._graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            self._graph.register_generator_state(generator)
+        with torch.cuda.device(device):  # on which torch may keep what it tells the generators by
+            self._graph = torch.cuda.CUDAGraph()
+            for generator in self._generators:
+                self._graph.register_generator_state(generator)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -58,32 +59,25 @@ class DeviceGraph:
             torch.cuda.empty_cache()  # so that the capture can use what eager steps have cached
             self._stream.wait_stream(torch.cuda.current_stream())
             # Not torch.cuda.graph: if the end of a failed capture raises, it leaves its stream the current one.
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), ExitStack() as failed:
+                failed.callback(self._give_up)
                 self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
                     with suppress(RuntimeError):  # the same failure again
                         self._graph.capture_end()
-                    self._give_up()
                     raise
-                try:
-                    self._graph.capture_end()
-                except BaseException:  # never ended twice: torch counts the captures in progress
-                    self._give_up()
-                    raise
+                self._graph.capture_end()  # never twice: torch counts the captures in progress
+                failed.pop_all()
 
     def replay(self) -> None:
         """Runs the captured work on the current stream, without waiting for it."""
         self._graph.replay()
 
     def _give_up(self) -> None:
-        """Restores the stream, the allocator and the generators after a failed capture has ended."""
-        try:
-            self._graph.pool()
-        except RuntimeError:  # no graph was made that would release the pool
-            release_pool(self._device.index, self._pool)
-        self._graph.reset()
+        """Restores the allocator and the generators after a capture that has failed."""
+        clear_failed_graph(self._graph, self._device.index, self._pool)
         for generator in self._generators:  # one left in capture would refuse to draw
             generator.graphsafe_set_state(generator.clone_state())
 
