@@ -73,13 +73,14 @@ class SavedState:
         """This worker's item; on another layout the chief's."""
         return self.workers[self.worker_index if self.same_layout else 0]
 
-    def of_replicas(self, name: str) -> Sequence[Any] | None:
-        """As ``own``, of what each worker's item has under a name: a list with one item for each of its replicas."""
+    @property
+    def random_of_replicas(self) -> Sequence[Any] | None:
+        """As ``own``, of what each worker's item has under "replicas": a list with one item for each of its own."""
         if not self.same_replicas:
             return None
         if self.same_layout:  # where several workers hold a replica together, each has its own
-            return list(self.worker[name])
-        return self._local([item for worker in self.workers for item in worker[name]])
+            return list(self.worker["replicas"])
+        return self._local([item for worker in self.workers for item in worker["replicas"]])
 
     def _local(self, items: Sequence[Any]) -> Sequence[Any]:
         return items[self.first_replica : self.first_replica + self.local_replicas]
@@ -285,7 +286,7 @@ class RngAdapter(StateAdapter):
         return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
     def check(self, saved: SavedState) -> None:
-        ours, theirs = len(self._generators.states()), saved.of_replicas("replicas")
+        ours, theirs = len(self._generators.states()), saved.random_of_replicas
         if theirs and ours and ours != len(theirs):  # the default strategy has none: there, torch's own are used
             raise DamagedStateError(f"random numbers of {len(theirs)} replicas instead of {ours}")
 
@@ -298,7 +299,7 @@ class RngAdapter(StateAdapter):
         on_gpus = saved.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        states = saved.of_replicas("replicas")
+        states = saved.random_of_replicas
         if states and self._generators.states():
             self._generators.set_states(states)
         else:
