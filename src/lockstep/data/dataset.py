@@ -359,7 +359,7 @@ class DistributedDataset(DistributedIterable):
         source = _checked(dataset)
         if shard == "file":
             source = part_of_worker(source, workers)
-        layout = BatchLayout.of(source, lists, items=items)
+        layout = BatchLayout.of(source, lists, items=items, copies=workers.any_layout)
         reader: Reader
         sync: WorkerSync
         if shard == "batch":
@@ -367,12 +367,7 @@ class DistributedDataset(DistributedIterable):
             sync = WorkerSync() if workers.is_single else SameDataSync(workers, source, lambda: reader.generators)
         else:
             replicas = workers.replicas[workers.index]
-            reader = BatchReader(
-                source,
-                layout,
-                lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)),
-                any_layout=workers.any_layout,
-            )
+            reader = BatchReader(source, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
             sync = _own_data_sync(reader, workers)
         super().__init__(reader, sync, devices, prefetch=prefetch)
 
@@ -404,8 +399,8 @@ class PerReplicaDataset(DistributedIterable):
             num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
         )
         source = _checked(fn(context))
-        layout = BatchLayout.of(source, lists)
-        reader = PerReplicaReader(source, len(devices), layout, any_layout=workers.any_layout)
+        layout = BatchLayout.of(source, lists, copies=workers.any_layout)
+        reader = PerReplicaReader(source, len(devices), layout)
         super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
 
 
@@ -424,7 +419,7 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
     if loads_by_index(dataset) and (several or workers.any_layout):
         return ReplicaRowsReader(dataset, workers, layout)
     rows = partial(local_rows, workers=workers)
-    return BatchReader(dataset, layout, rows, with_digest=several, any_layout=workers.any_layout)
+    return BatchReader(dataset, layout, rows, with_digest=several)
 
 
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:

@@ -86,11 +86,9 @@ class BatchReader(Reader):
         rows: Callable[[int], LocalRows],
         *,
         with_digest: bool = False,
-        any_layout: bool = False,
     ) -> None:
         super().__init__(dataset, layout)
         self._rows = rows
-        self._any_layout = any_layout
         self._with_digest = with_digest
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
@@ -100,17 +98,16 @@ class BatchReader(Reader):
         return (self._shards(batch, to_devices) for batch in batches)
 
     def _shards(self, batch: Any, to_devices: ToDevices) -> Any:
-        shards = to_devices(local_shards(batch, self._rows, self.layout, any_layout=self._any_layout))
+        shards = to_devices(local_shards(batch, self._rows, self.layout))
         return CheckedBatch(shards, batch_digest(batch)) if self._with_digest else shards
 
 
 class PerReplicaReader(Reader):
     """Reads batches that are per-replica already, in rounds of one batch for each of ``replicas`` local replicas."""
 
-    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout, *, any_layout: bool = False) -> None:
+    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout) -> None:
         super().__init__(dataset, layout)
         self._replicas = replicas
-        self._any_layout = any_layout
 
     @property
     def length(self) -> int | None:
@@ -125,7 +122,7 @@ class PerReplicaReader(Reader):
         return (to_devices(self._joined(each)) for each in rounds)
 
     def _joined(self, batches: Sequence[Any]) -> Any:
-        return join_batches(batches, self._replicas, self.layout, any_layout=self._any_layout)
+        return join_batches(batches, self._replicas, self.layout)
 
 
 def _leave_out(batches: Iterator[Any], number: int) -> Any:

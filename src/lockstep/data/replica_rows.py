@@ -126,7 +126,7 @@ class ReplicaRowsReader(Reader):
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
         for part in loaded:
-            shards = join_shards(part.batches, part.empty, self.layout, any_layout=self._workers.any_layout)
+            shards = join_shards(part.batches, part.empty, self.layout)
             digest = part.digest
             del part
             yield to_devices(shards) if self._workers.is_single else CheckedBatch(to_devices(shards), digest)

@@ -61,14 +61,12 @@ def batch_rows(batch: Any) -> int:
     return _rows(map_leaves(as_tensor, batch))
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout, *, any_layout: bool = False) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
     """Divides some rows of a batch among the local replicas. Returns the same structure with ``PerReplica`` leaves.
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
     lists and tuples of one item a row; numbers, strings, None and tensors without a dimension go to every replica.
-    ``cut`` returns the wanted rows, given the number of rows of the batch. ``any_layout``: shards are copies. The last
-    bits of a product depend on the address and the strides of its operands (MKL on an EPYC: on the address modulo 16),
-    and those of a view depend on how the batch was read.
+    ``cut`` returns the wanted rows, given the number of rows of the batch.
 
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
@@ -81,7 +79,10 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
             return PerReplica([leaf] * len(rows.sizes))
         starts = accumulate(rows.sizes, initial=rows.start)
         return PerReplica(
-            [take_rows(leaf, start, size, copies=any_layout) for start, size in zip(starts, rows.sizes, strict=False)]
+            [
+                take_rows(leaf, start, size, copies=layout.copies)
+                for start, size in zip(starts, rows.sizes, strict=False)
+            ]
         )
 
     return map_leaves(divide, tensors)
@@ -102,24 +103,23 @@ def with_no_rows(batch: Any) -> Any:
     return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
 
 
-def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout, *, any_layout: bool = False) -> Any:
+def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout) -> Any:
     """Joins batches that are per-replica already, in replica order, to one structure with ``PerReplica`` leaves.
 
     If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
-    ``any_layout``: tensors are copied, for the reason that ``local_shards`` gives.
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
     given = [map_leaves(as_tensor, layout.marked(batch)) for batch in batches]
     empty = with_no_rows(given[0])
     joined = _joined([*given, *[empty] * (num_replicas - len(given))])
-    return _copied(joined) if any_layout else joined
+    return _copied(joined) if layout.copies else joined
 
 
-def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout, *, any_layout: bool = False) -> Any:
+def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout) -> Any:
     """Joins shards that were loaded one by one, in replica order, to one structure with ``PerReplica`` leaves.
 
-    ``empty`` says of each shard whether all its rows are left out. ``any_layout``: as in ``local_shards``.
+    ``empty`` says of each shard whether all its rows are left out.
 
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
@@ -128,7 +128,7 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     for shard in given:
         _rows(shard)
     joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)])
-    return _copied(joined) if any_layout else joined
+    return _copied(joined) if layout.copies else joined
 
 
 def _copied(joined: Any) -> Any:

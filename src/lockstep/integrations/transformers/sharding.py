@@ -147,7 +147,7 @@ def divided(
     marked = layout.marked(dict(batch))
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
-    local = local_shards(marked, lambda _: cut, layout, any_layout=workers.any_layout)
+    local = local_shards(marked, lambda _: cut, layout)
     total = _count_items(marked, rows, shifted=shifted)
     shards = []
     for replica, size in enumerate(cut.sizes):

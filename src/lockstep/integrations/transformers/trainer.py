@@ -64,7 +64,7 @@ class Trainer(transformers.Trainer):
         self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
-        self._layout = BatchLayout(records_are_rows=True)
+        self._layout = BatchLayout(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = False
         self._loss_check = sharding.LossCheck(0)
         arguments.check_arguments(args, workers=self._workers.size)
