@@ -157,7 +157,14 @@ class Agent(LocalElasticAgent):
         received: the signal that ended the launcher; None if none did.
     """
 
-    def __init__(self, spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, on_restart: OnRestart) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        setup: WorkerSetup,
+        *,
+        limits: Limits,
+        on_restart: OnRestart = lambda failure, restarts: None,
+    ) -> None:
         super().__init__(spec, setup, start_method=START_METHOD)
         self.values: Mapping[int, Any] = {}
         self.failure: WorkerFailure | None = None

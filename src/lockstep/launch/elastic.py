@@ -89,7 +89,7 @@ class ElasticAgent(Agent):
     """The agent of one host in an elastic job."""
 
     def __init__(self, spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, rounds: Rounds) -> None:
-        super().__init__(spec, setup, limits=limits, on_restart=lambda failure, restarts: None)
+        super().__init__(spec, setup, limits=limits)
         self._rounds, self._elastic = rounds, rounds.elastic
         self._places = list(range(setup.workers))  # those of the workers that run, by local rank
         self._lost_places: set[int] = set()

@@ -124,14 +124,16 @@ class Job:
             gpus_per_worker=self.gpus_per_worker,
         )
 
-    def spec(
+    def run_workers(
         self,
         entrypoint: Callable[..., Any] | str,
         args: tuple[Any, ...],
         rendezvous: Rendezvous | Rounds,
         setup: WorkerSetup,
-    ) -> WorkerSpec:
-        return WorkerSpec(
+        on_restart: OnRestart = lambda failure, restarts: None,
+    ) -> Agent:
+        """Starts the workers and waits until all have ended; the agent says how they did."""
+        spec = WorkerSpec(
             role="worker",
             local_world_size=setup.workers,
             entrypoint=entrypoint,
@@ -140,10 +142,10 @@ class Job:
             max_restarts=self.max_restarts,
             monitor_interval=_POLL_S,
         )
-
-    def start(self, spec: WorkerSpec, rendezvous: Rendezvous, setup: WorkerSetup, *, on_restart: OnRestart) -> Agent:
-        """Starts the workers and waits until all have ended; the agent says how they did."""
-        agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
+        if isinstance(rendezvous, Rounds):
+            agent: Agent = ElasticAgent(spec, setup, limits=self.limits, rounds=rendezvous)
+        else:
+            agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
         agent.run_to_end(rendezvous)
         return agent
 
@@ -184,8 +186,7 @@ class FunctionJob(Job):
         rendezvous = Hosts().meet(lambda line: None)
         with closing(OutputForwarder(logs=self.log_dir, sink=ChiefOutput())) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=call.folder)
-            spec = self.spec(run_function, (call,), rendezvous, setup)
-            return self.start(spec, rendezvous, setup, on_restart=lambda failure, restarts: None)
+            return self.run_workers(run_function, (call,), rendezvous, setup)
 
     def _add_stacks(self, error: ClusterError, folder: Path, workers: int) -> None:
         """Notes where each worker of the last attempt stood when its time was up."""
@@ -291,13 +292,8 @@ class ProgramJob(Job):
         sink = AllOutput() if self.output == "all" else ChiefOutput()
         with closing(OutputForwarder(logs=folder, sink=sink)) as forwarder:
             setup = WorkerSetup(forwarder, resources=resources, folder=folder)
-            spec = self.spec(sys.executable, self.program.command(folder), rendezvous, setup)
             try:
-                if not isinstance(rendezvous, Rounds):
-                    return self.start(spec, rendezvous, setup, on_restart=on_restart)
-                agent = ElasticAgent(spec, setup, limits=self.limits, rounds=rendezvous)
-                agent.run_to_end(rendezvous)
-                return agent
+                return self.run_workers(sys.executable, self.program.command(folder), rendezvous, setup, on_restart)
             finally:
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
