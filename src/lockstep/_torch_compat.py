@@ -116,6 +116,7 @@ with _probe("updates of many tensors in one call"):
 with _probe("random numbers of the replica's own"):
     standard_gamma: Any = torch._standard_gamma
     sample_dirichlet: Any = torch._sample_dirichlet
+    OpOverload = torch._ops.OpOverload
     safe_softmax: Callable[[torch.Tensor, int], torch.Tensor] = torch._safe_softmax
     _device.CURRENT_DEVICE  # noqa: B018
 

@@ -407,3 +407,29 @@ def test_a_function_that_the_step_calls_is_not_compiled_at_every_call(strategy: 
         torch.testing.assert_close(found, (x @ mirrored.weight) * torch.sigmoid(x))
 
     assert len(graphs) <= 4  # each replica at most for a first shape, and once more for all others
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.normal(x, 1.0)], ids=["seeds", "operator"])
+def test_a_compiled_function_that_the_step_calls_draws_from_each_replica(
+    split_cpu: Callable[[int], tuple[LogicalDevice, ...]],
+    nothing_compiled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    @torch.compile
+    def noisy(x: Tensor) -> Tensor:
+        return x + draw(torch.zeros_like(x))
+
+    def drawn() -> list[Tensor]:
+        with closing(MirroredStrategy(split_cpu(2), seed=3)) as strategy:
+            steps = [strategy.run(lambda: noisy(torch.ones(8))) for _ in range(2)]
+            return [outputs for step in steps for outputs in strategy.local_results(step)]
+
+    first = drawn()
+    torch.rand(5)  # what others draw from torch's default generator changes nothing
+    again = drawn()
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # as while another thread compiles
+    monkeypatch.setattr(IssuePolicy, "width", lambda policy, fn: 1)
+    in_turn = drawn()
+    assert all(torch.equal(*pair) for other in (again, in_turn) for pair in zip(first, other, strict=True))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(first, 2))

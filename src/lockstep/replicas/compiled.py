@@ -19,6 +19,7 @@ import torch
 from lockstep._torch_compat import compile_backward_at_once, graph_pass, inductor, release_gil_in_kernels
 from lockstep.errors import ConfigError
 from lockstep.replicas.cpu.linear import is_worth_onednn, matrix_product, onednn_is_faster
+from lockstep.replicas.rng.ops import draws
 from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
@@ -152,16 +153,6 @@ def _multiply_by_onednn(graph: torch.fx.Graph) -> None:
                 own.meta.update(node.meta)
                 own = graph.call_function(aten.add.Tensor, (own, other))
         _replace(node, own)
-
-
-def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
-        return False
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    # Attention is marked as random for its dropout, whatever that is.
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def _is_on_cpu(node: torch.fx.Node) -> bool:

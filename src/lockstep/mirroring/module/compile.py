@@ -28,8 +28,9 @@ from lockstep._torch_compat import (
     tree_leaves,
 )
 from lockstep.errors import ConfigError, LockstepError, ReplicaError
-from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas, draws
+from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
 from lockstep.replicas.rng.mode import without_replica_rng
+from lockstep.replicas.rng.ops import draws
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 

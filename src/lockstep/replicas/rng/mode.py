@@ -23,6 +23,7 @@ import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
 from lockstep._torch_compat import (
+    OpOverload,
     default_device,
     innermost_function_mode,
     num_function_modes,
@@ -31,7 +32,7 @@ from lockstep._torch_compat import (
     without_innermost_function_mode,
 )
 from lockstep.replicas.context import get_replica_context
-from lockstep.replicas.rng.ops import REWRITTEN
+from lockstep.replicas.rng.ops import REWRITTEN, draws
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
 
 DEFAULT_GENERATOR_LOCK = threading.Lock()
@@ -153,11 +154,12 @@ class ReplicaRng(TorchFunctionMode):
         if func in _METADATA:
             return func(*args)
         kwargs = kwargs or {}
-        if self.guard is not None and not torch.compiler.is_compiling():
+        if self.guard is not None and not torch.compiler.is_dynamo_compiling():
             result = self.guard(func, args, kwargs)
             if result is not PROCEED:
                 return result
-        if func not in _DRAWING or _on_accelerator(args, kwargs) or self._generator_here() is None:
+        random = func in _DRAWING or (isinstance(func, OpOverload) and _is_random_operator(func, args, kwargs))
+        if not random or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
@@ -212,6 +214,13 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return first.device.type != "cpu"
     default = default_device()
     return default is not None and default.type != "cpu"
+
+
+def _is_random_operator(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it draws, as in code of ``torch.compile``; Lockstep's own operators draw from the replica's generator."""
+    if torch.compiler.is_dynamo_compiling() or operator.namespace == "lockstep":  # is_compiling: in any thread
+        return False
+    return draws(operator, args, kwargs)
 
 
 def _drops_between_layers(*args: Any) -> bool:

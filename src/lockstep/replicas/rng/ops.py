@@ -1,7 +1,7 @@
-"""The two functions of torch's that hot loops draw with and that take no generator, written again with one.
+"""Which operators draw; and the two functions of torch's that hot loops draw with, written again with a generator.
 
-Each takes the generator, then the arguments of the function that it replaces, and has that function's meaning, scaling
-and gradients (see torch.nn.functional). Tensors are on the CPU.
+Each of the two takes the generator, then the arguments of the function that it replaces, and has that function's
+meaning, scaling and gradients (see torch.nn.functional). Tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -64,3 +64,13 @@ REWRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType(
     {F.dropout: dropout, F.scaled_dot_product_attention: attention}
 )
 """torch's functions, and what replaces each."""
+
+
+def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator, such as ``torch.ops.aten.bernoulli.p``, draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    # Attention is marked as random for its dropout, whatever that is.
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
