@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import Absence, Sample
-from benchmarks.results import Comparison, Figures
-from benchmarks.trial import Conditions
+from benchmarks.harness import Absence, Sample, run_rounds, trials_of
+from benchmarks.results import Comparison, Figures, figures_of
+from benchmarks.trial import Conditions, Contender, Workload
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import LockstepError
 from lockstep.report import markdown_table
@@ -85,6 +85,36 @@ class Report:
 def columns(*names: str) -> dict[str, Column]:
     """Some of ``COLUMNS``, in this order."""
     return {name: COLUMNS[name] for name in names}
+
+
+def report_in_turn(
+    name: str,
+    conditions: Conditions,
+    title: str,
+    work: Sequence[tuple[Workload, Sequence[Contender]]],
+    shown: Mapping[str, Column],
+    comparisons_of: Callable[[Sequence[Figures]], list[Comparison]],
+    *,
+    meanings: Mapping[str, str] | None = None,
+) -> Report:
+    """Measures the contenders of all workloads in turn, all on the cores of this machine; a section a workload.
+
+    ``shown``: the columns. The others are those of ``report_of``.
+    """
+    trials = [trial for workload, contenders in work for trial in trials_of(workload, contenders, conditions)]
+    rounds = run_rounds(trials, rounds=conditions.rounds)
+    sections = [
+        Section(
+            workload=workload.name,
+            title=workload.title,
+            columns=shown,
+            figures=(figures := figures_of(contenders, rounds.samples, workload.name)),
+            comparisons=comparisons_of(figures),
+            absences=[each for each in rounds.absences if each.workload == workload.name],
+        )
+        for workload, contenders in work
+    ]
+    return report_of(name, conditions, title, sections, rounds.samples, meanings=meanings)
 
 
 def report_of(

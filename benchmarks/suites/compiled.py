@@ -18,11 +18,10 @@ from functools import partial
 
 from torch import nn
 
-from benchmarks.harness import run_rounds, trials_of
 from benchmarks.loops import SETTINGS, Variant, layouts_of, run_replicas, train_alone, train_ddp
 from benchmarks.processes import SpawnedBody
-from benchmarks.report import Report, Section, columns, report_of
-from benchmarks.results import Comparison, Figures, compare_steps, fastest, figures_of, with_role
+from benchmarks.report import Report, columns, report_in_turn
+from benchmarks.results import Comparison, Figures, compare_steps, fastest, with_role
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Workload, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
 from lockstep.recipes.mlm.config import MlmConfig
@@ -151,30 +150,18 @@ def flags(parser: ArgumentParser) -> None:
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures all contenders in turn."""
-    chosen = {
-        name: select_contenders(
-            [each for precision in asked.precision for each in contenders(name, bf16=precision == "bf16")], asked.only
-        )
-        for name in asked.workload
-    }
-    trials = [trial for name in asked.workload for trial in trials_of(workload_of(name), chosen[name], conditions)]
+
+    def chosen(name: str) -> Sequence[Contender]:
+        every = [each for precision in asked.precision for each in contenders(name, bf16=precision == "bf16")]
+        return select_contenders(every, asked.only)
+
+    work = [(workload_of(name), chosen(name)) for name in asked.workload]
+    shown = columns("step ms", "p10", "p90", "CPU ms", "first step s", "peak MB", "loss")
+    name = f"compiled-cpu-{conditions.machine.cores}"
     with _empty_cache():
-        rounds = run_rounds(trials, rounds=conditions.rounds)
-    sections = [
-        Section(
-            workload=name,
-            title=workload_of(name).title,
-            columns=columns("step ms", "p10", "p90", "CPU ms", "first step s", "peak MB", "loss"),
-            figures=(figures := figures_of(chosen[name], rounds.samples, name)),
-            comparisons=comparisons_of(figures),
-            absences=[each for each in rounds.absences if each.workload == name],
+        return report_in_turn(
+            name, conditions, "Compiled steps on CPUs", work, shown, comparisons_of, meanings=_MEANINGS
         )
-        for name in asked.workload
-    ]
-    title = "Compiled steps on CPUs"
-    return report_of(
-        f"compiled-cpu-{conditions.machine.cores}", conditions, title, sections, rounds.samples, meanings=_MEANINGS
-    )
 
 
 _MEANINGS = {

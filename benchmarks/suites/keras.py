@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.frameworks import ENVIRONMENTS, PROGRAMS, peers_of
-from benchmarks.harness import run_rounds, trials_of
 from benchmarks.programs import Program
-from benchmarks.report import Report, Section, columns, report_of
-from benchmarks.results import Comparison, Figures, compare_steps, figures_of
+from benchmarks.report import Report, columns, report_in_turn
+from benchmarks.results import Comparison, Figures, compare_steps
 from benchmarks.trial import Conditions, Contender, Pace, Role, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
 
@@ -66,19 +66,8 @@ def flags(parser: ArgumentParser) -> None:
 
 def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures all contenders in turn."""
-    chosen = {name: select_contenders(contenders(name), asked.only) for name in asked.workload}
-    trials = [trial for name in asked.workload for trial in trials_of(WORKLOADS[name], chosen[name], conditions)]
-    rounds = run_rounds(trials, rounds=conditions.rounds)
-    sections = [
-        Section(
-            workload=name,
-            title=f"{WORKLOADS[name].title}, in Keras layers",
-            columns=columns("step ms", "p10", "p90", "CPU ms", "peak MB", "loss", "parameters"),
-            figures=(figures := figures_of(chosen[name], rounds.samples, name)),
-            comparisons=comparisons_of(figures),
-            absences=[each for each in rounds.absences if each.workload == name],
-        )
-        for name in asked.workload
-    ]
-    title = "Keras on CPUs"
-    return report_of(f"keras-cpu-{conditions.machine.cores}", conditions, title, sections, rounds.samples, meanings={})
+    in_keras = [replace(WORKLOADS[name], title=f"{WORKLOADS[name].title}, in Keras layers") for name in asked.workload]
+    work = [(each, select_contenders(contenders(each.name), asked.only)) for each in in_keras]
+    shown = columns("step ms", "p10", "p90", "CPU ms", "peak MB", "loss", "parameters")
+    name = f"keras-cpu-{conditions.machine.cores}"
+    return report_in_turn(name, conditions, "Keras on CPUs", work, shown, comparisons_of, meanings={})

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from benchmarks.harness import run_rounds, trials_of
 from benchmarks.loops import cluster_of, run_worker, split_cpu
 from benchmarks.processes import ProcessInfo, SpawnedBody
-from benchmarks.report import Report, Section, columns, report_of
-from benchmarks.results import Comparison, Figures, compare_steps, figures_of, with_role
+from benchmarks.report import Report, columns, report_in_turn
+from benchmarks.results import Comparison, Figures, compare_steps, with_role
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
@@ -109,18 +108,7 @@ def measure(asked: Namespace, conditions: Conditions) -> Report:
     """Measures all contenders in turn."""
     workloads = {each.name: each for each in [*_sizes(), *WORKLOADS.values()]}
     chosen = select_contenders(contenders(), asked.only)
-    trials = [trial for name in asked.workload for trial in trials_of(workloads[name], chosen, conditions)]
-    rounds = run_rounds(trials, rounds=conditions.rounds)
-    sections = [
-        Section(
-            workload=name,
-            title=workloads[name].title,
-            columns=columns("step ms", "p10", "p90", "CPU ms", "peak MB"),
-            figures=(figures := figures_of(chosen, rounds.samples, name)),
-            comparisons=comparisons_of(figures),
-            absences=[each for each in rounds.absences if each.workload == name],
-        )
-        for name in asked.workload
-    ]
-    title = "Sums between workers on CPUs"
-    return report_of(f"sums-cpu-{conditions.machine.cores}", conditions, title, sections, rounds.samples, meanings={})
+    work = [(workloads[name], chosen) for name in asked.workload]
+    shown = columns("step ms", "p10", "p90", "CPU ms", "peak MB")
+    name = f"sums-cpu-{conditions.machine.cores}"
+    return report_in_turn(name, conditions, "Sums between workers on CPUs", work, shown, comparisons_of, meanings={})

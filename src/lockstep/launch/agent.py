@@ -28,8 +28,7 @@ from lockstep.errors import ClusterError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
 from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
-from lockstep.launch.rendezvous import Rendezvous
-from lockstep.launch.rounds import Rounds
+from lockstep.launch.rendezvous import LauncherRendezvous
 from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
@@ -60,19 +59,16 @@ class WorkerSetup(LogsSpecs):
 
     torch's agent asks for the logs of the workers just before it starts them, at every attempt. This is the only place
     where it lets a caller add environment variables for one worker; torch's own class does that here too.
-    ``resources`` are those variables for cores and GPUs; ``opened_by_agent``: torch's agent opens the pipes, not the
-    workers themselves.
+    ``resources`` are those variables for cores and GPUs.
 
     Attributes:
         places: whose resources each worker gets, by local rank.
     """
 
-    def __init__(
-        self, forwarder: OutputForwarder, *, resources: Sequence[Mapping[str, str]], folder: Path, opened_by_agent: bool
-    ) -> None:
+    def __init__(self, forwarder: OutputForwarder, *, resources: Sequence[Mapping[str, str]], folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._forwarder, self._resources, self._opened_by_agent = forwarder, resources, opened_by_agent
+        self._forwarder, self._resources = forwarder, resources
         self.places: Sequence[int] = range(len(resources))
         self._guard: ParentDeathGuard | None = None
 
@@ -88,19 +84,17 @@ class WorkerSetup(LogsSpecs):
         """Opens the pipes of the workers that are about to start, and adds to their variables, by local rank."""
         self._guard = ParentDeathGuard()
         self._forwarder.close_pipes()  # the workers of the last attempt have ended
-        outs, errs = {}, {}
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt)
-            outs[local], errs[local] = (pipes["out"], pipes["err"]) if self._opened_by_agent else ("", "")
             variables.update(self._resources[self.places[local]])
             if (columns := console.width()) is not None:
                 variables[console.COLUMNS_VARIABLE] = str(columns)
-            if not self._opened_by_agent:
-                variables[OWN_VARIABLE] = " ".join(variables)
-                variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
+            variables[OWN_VARIABLE] = " ".join(variables)
+            variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
             variables[GUARD_VARIABLE] = self._guard.path
-        return LogsDest(outs, errs, {}, {}, dict.fromkeys(envs, ""), "", "")
+        none = dict.fromkeys(envs, "")  # workers open the pipes themselves
+        return LogsDest(none, none, {}, {}, none, "", "")
 
     def kill_all(self) -> None:
         """Kills what is left of the workers of the last attempt and of the processes that they started."""
@@ -179,7 +173,7 @@ class Agent(LocalElasticAgent):
         self._attempt = -1  # not started yet
         self._ignored_signals: list[signal.Signals] = []
 
-    def run_to_end(self, rendezvous: Rendezvous | Rounds) -> None:
+    def run_to_end(self, rendezvous: LauncherRendezvous) -> None:
         """Starts the workers and waits until all have ended; none outlives the call.
 
         Raises ClusterError if they took longer than the limits allow, or those of another host have failed for good.
@@ -307,11 +301,6 @@ class Agent(LocalElasticAgent):
         pids = dict(self._pcontext.pids()) if self._pcontext is not None and codes else {}
         _signal_and_wait([pid for local, pid in pids.items() if codes.get(local) is None], death_sig, limit_s)
         super()._shutdown(death_sig, 1)
-        if isinstance(self._pcontext, SubprocessContext):
-            for handler in self._pcontext.subprocess_handlers.values():
-                for file in (handler._stdout, handler._stderr):
-                    if file is not None:
-                        file.close()  # torch closes only those of the workers that it ends itself
         self._setup.kill_all()  # what the workers had started
 
     def _restarts(self) -> int:

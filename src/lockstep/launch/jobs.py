@@ -183,7 +183,7 @@ class FunctionJob(Job):
         multiprocessing.get_context(START_METHOD).set_forkserver_preload([*_PRELOADED, *self.preloaded])
         rendezvous = Hosts().meet(lambda line: None)
         with closing(OutputForwarder(logs=self.log_dir, sink=ChiefOutput())) as forwarder:
-            setup = WorkerSetup(forwarder, resources=resources, folder=call.folder, opened_by_agent=False)
+            setup = WorkerSetup(forwarder, resources=resources, folder=call.folder)
             spec = self.spec(run_function, (call,), rendezvous, setup)
             return self.start(spec, rendezvous, setup, on_restart=lambda failure, restarts: None)
 
@@ -290,7 +290,7 @@ class ProgramJob(Job):
 
         sink = AllOutput() if self.output == "all" else ChiefOutput()
         with closing(OutputForwarder(logs=folder, sink=sink)) as forwarder:
-            setup = WorkerSetup(forwarder, resources=resources, folder=folder, opened_by_agent=True)
+            setup = WorkerSetup(forwarder, resources=resources, folder=folder)
             spec = self.spec(sys.executable, self.program.command(folder), rendezvous, setup)
             try:
                 if not isinstance(rendezvous, Rounds):

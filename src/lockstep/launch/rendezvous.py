@@ -61,9 +61,18 @@ class Hosts:
 
 
 class LauncherRendezvous(RendezvousHandler):
-    """What every rendezvous of launchers answers torch's agent alike."""
+    """What launchers tell torch's agent and each other. They need no last word where they agree on the end before."""
 
     _run_id: str  # the job's id, which the workers find in TORCHELASTIC_RUN_ID
+
+    def finish(self) -> None:
+        """Ends normally when the workers of all hosts have ended; raises ClusterError if another launcher gave up."""
+
+    def give_up(self, cause: str, release: Callable[[], None]) -> None:
+        """Tells the other launchers why this one's workers will not go on; the first cause is kept.
+
+        ``release`` lets launchers go on that wait for this one's workers to finish.
+        """
 
     def get_backend(self) -> str:
         return "lockstep"  # for torch's event records
@@ -118,15 +127,10 @@ class Rendezvous(LauncherRendezvous):
         return 0
 
     def finish(self) -> None:
-        """Ends normally when the workers of all hosts have ended; raises ClusterError if another launcher gave up."""
         self.shutdown()
         self.num_nodes_waiting()
 
     def give_up(self, cause: str, release: Callable[[], None]) -> None:
-        """Tells the other launchers why this one's workers will not go on; the first cause is kept.
-
-        ``release`` lets launchers go on that wait for this one's workers to finish.
-        """
         if self._members is not None:
             self._members.end_job(f"{cause} (host {self._members.spec.index})")
             release()

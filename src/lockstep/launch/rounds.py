@@ -554,12 +554,6 @@ class Rounds(LauncherRendezvous):
         except RendezvousError:
             return 0
 
-    def finish(self) -> None:
-        """Does nothing: all launchers know already that all is done."""
-
-    def give_up(self, cause: str, release: Callable[[], None]) -> None:
-        """Does nothing: the launchers have agreed on the end."""
-
     def shutdown(self) -> bool:
         """Leaves the job. The first launcher, with which the store ends, lets the others leave before."""
         until = time.monotonic() + _GOODBYE_TIMEOUT_S

@@ -30,7 +30,7 @@ from lockstep.parent_death import die_with
 GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
 """The environment variable with the path of the ``ParentDeathGuard`` that ends a worker with its launcher."""
 OUTPUT_VARIABLE = "LOCKSTEP_OUTPUT"
-"""The environment variable with the paths of the pipes for a function's standard output and error."""
+"""The environment variable with the paths of the pipes for a worker's standard output and error."""
 OWN_VARIABLE = "LOCKSTEP_OWN_VARIABLES"
 """The environment variable with the names of those that the launcher sets for each worker."""
 
@@ -77,7 +77,9 @@ def run_function(call: FunctionCall) -> bytes | None:
     # What the function starts is started as in any program: a DataLoader's processes took 6 s in place of 0.3 when they
     # were started in the way that this one was, because they import torch anew.
     multiprocessing.set_start_method(None, force=True)
-    _redirect_output(os.environ[OUTPUT_VARIABLE].split())
+    _redirect_output(os.environ[OUTPUT_VARIABLE])
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     _take_environment(call)
     paths = _paths(call.folder)
     try:
@@ -107,6 +109,8 @@ def run_function(call: FunctionCall) -> bytes | None:
 def main() -> None:
     """Runs the program that ``sys.argv`` names, and writes down the error that ends it."""
     die_with(os.environ.pop(GUARD_VARIABLE))  # before all else: the launcher may have ended meanwhile
+    _redirect_output(os.environ.pop(OUTPUT_VARIABLE))
+    del os.environ[OWN_VARIABLE]
     folder, kind, target, *arguments = sys.argv[1:]
     paths = _paths(Path(folder))
     sys.argv = [target, *arguments]
@@ -172,14 +176,12 @@ def _take_environment(call: FunctionCall) -> None:
         torch.set_num_threads(int(threads))  # OpenMP is loaded and no longer reads its variable
 
 
-def _redirect_output(pipes: list[str]) -> None:
+def _redirect_output(pipes: str) -> None:
     """Sends standard output and error into this worker's pipes, also what is written without Python's streams."""
-    for descriptor, path in enumerate(pipes, start=1):
+    for descriptor, path in enumerate(pipes.split(), start=1):
         pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, descriptor)
         os.close(pipe)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def serialize_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
