@@ -2,6 +2,7 @@
 
     what the module calls   what inductor makes of it             what replicas run
     dropout, torch.rand     a seed, and numbers made from it      the seed is drawn by the replica's own generator
+    uniform_, normal_       the same operators                    the same, from a seed of that kind
     linear layers           products of matrices                  oneDNN, where it is faster
     all else                kernels that hold Python's lock       the same kernels without it
 
@@ -56,9 +57,9 @@ def _random(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(int(seed))
     numbers = torch.empty(size, dtype=torch.float32)
-    return (
-        numbers.uniform_(2.0**-26, 1.0, generator=generator) if mode == "rand" else numbers.normal_(generator=generator)
-    )
+    if mode == "rand":
+        return numbers.uniform_(2.0**-26, 1.0, generator=generator)
+    return numbers.normal_(generator=generator)
 
 
 @_random.register_fake
