@@ -472,3 +472,22 @@ def test_a_compiled_function_that_the_step_calls_draws_from_each_replica(
     in_turn = drawn()
     assert all(torch.equal(*pair) for other in (again, in_turn) for pair in zip(first, other, strict=True))
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(first, 2))
+
+
+def test_a_step_may_call_a_compiled_update(strategy: MirroredStrategy) -> None:
+    def trained(prepare: Callable[[Any], Any]) -> Tensor:
+        torch.manual_seed(0)
+        module = strategy.mirror(nn.Linear(4, 2))
+        optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
+        clear, update = prepare(optimizer.zero_grad), prepare(optimizer.step)
+
+        def step(x: Tensor) -> None:
+            clear()
+            (module(x).square().sum() / 8).backward()
+            update()
+
+        for batch in strategy.distribute_dataset([torch.ones(8, 4), torch.arange(20.0).view(5, 4)]):
+            strategy.run(step, (batch,))
+        return module.weight.detach().clone()
+
+    assert torch.equal(trained(torch.compile), trained(lambda method: method))
