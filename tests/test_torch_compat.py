@@ -105,3 +105,49 @@ def test_a_launcher_takes_part_in_rounds_without_serving_a_store():
 
     assert numbers == [(0, 1), (1, 1)]
     assert compat.rendezvous_round(handler) == (2, 0)
+
+
+class FailedGraph:
+    """A graph whose capture has failed, and the state of torch's allocator, as torch's sources have it by version.
+
+    Args:
+        version: of torch.
+        begun: whether the stream began the capture; only its end stops the routing, from 2.13 on.
+    """
+
+    def __init__(self, version: tuple[int, int], *, begun: bool) -> None:
+        self._resets_all = version >= (2, 14)
+        self.routed = not (begun and version >= (2, 13))
+        self.users = 2  # of the pool: this graph, and one that was captured before
+
+    def pool(self) -> object:
+        raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+    def end_routing(self, device: int, pool: object) -> None:
+        if not self.routed:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.routed = False
+
+    def release(self, device: int, pool: object) -> None:
+        self.users -= 1
+
+    def reset(self) -> None:
+        if self._resets_all:
+            self.routed = False
+            self.users -= 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.1"])
+def test_a_failed_graph_leaves_its_pool_to_the_others_alone(
+    version: str, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor, _ = version.split(".", 2)
+    graph = FailedGraph((int(major), int(minor)), begun=begun)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", graph.end_routing, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", graph.release, raising=False)
+
+    compat.clear_failed_graph(graph, 0, (0, 1))
+
+    assert (graph.routed, graph.users) == (False, 1)

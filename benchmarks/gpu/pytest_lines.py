@@ -32,8 +32,9 @@ class _Lines:
         # Of a test that passes, the call alone; of others, the phase that did not.
         if report.when != "call" and report.outcome == "passed":
             return
-        seen = "; ".join(f"{name}: {value}" for name, value in report.user_properties)
-        self._write(name=report.nodeid, outcome=report.outcome, seconds=report.duration, seen=seen or _why(report))
+        seen = [f"{name}: {value}" for name, value in report.user_properties] + [_why(report)]
+        text = "; ".join(filter(None, seen))
+        self._write(name=report.nodeid, outcome=report.outcome, seconds=report.duration, seen=text)
 
     def _write(self, **values: Any) -> None:
         with self._path.open("a", encoding="utf-8") as lines:
@@ -41,7 +42,7 @@ class _Lines:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """Why it did not pass, in a line."""
+    """Why it did not pass, in a line; empty where it did."""
     found: Any = report.longrepr
     text = found[2] if isinstance(found, tuple) else getattr(getattr(found, "reprcrash", None), "message", found or "")
     return str(text).strip().split("\n", 1)[0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import overrides
 from torch.utils import _device, _python_dispatch
 
 _GLOO_THREADS = 2
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 TESTED = ("2.13",)
 """The torch versions that the tests ran with."""
 
@@ -105,6 +106,10 @@ with _probe("telling reads and writes of gradients and data in a step"):
 with _probe("noticing writes into tensors, views and shared storage"):
     _tensor = torch.zeros(())
     _tensor._version, _tensor._is_view(), _tensor._base, _tensor.untyped_storage()._cdata
+
+with _probe("methods that torch.compile leaves as they are"):
+    # The public torch.compiler.disable would import dynamo here, for half a second.
+    not_compiled: Callable[[_Method], _Method] = torch._compile._disable_dynamo  # type: ignore[assignment]
 
 with _probe("updates of many tensors in one call"):
     foreach_add_: Any = torch._foreach_add_

@@ -193,6 +193,37 @@ def test_each_dropout_of_a_compiled_forward_draws_its_own_numbers(strategy: Mirr
         assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
 
 
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        drawn = (
+            torch.empty_like(x).uniform_(2, 4),
+            torch.empty_like(x).normal_(7, 2),
+            torch.distributions.Normal(x, 2),
+        )
+        return *drawn[:2], drawn[2].rsample(), nn.functional.rrelu(-x, 1 / 8, 1 / 3, training=True)
+
+
+def test_compiled_draws_in_place_are_those_that_were_asked_for(strategy: MirroredStrategy) -> None:
+    mirrored = strategy.mirror(InPlace())
+    mirrored.compile_as(Compilation())
+    x = torch.ones(10_000, requires_grad=True)
+    one, other = (strategy.local_results(strategy.run(mirrored, (x,)))[replica] for replica in range(2))
+    for found, differs, mean, deviation in zip(
+        one, other, (3, 7, 1, -11 / 48), (2 / 12**0.5, 2, 2, 5 / 24 / 12**0.5), strict=True
+    ):
+        assert not torch.equal(found, differs)
+        assert found.mean().item() == pytest.approx(mean, abs=0.05 * deviation)
+        assert found.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+def test_compiled_uniform_numbers_are_above_0_and_below_1() -> None:
+    seed, number = 12, 2**20
+    assert torch.empty(number).uniform_(generator=torch.Generator().manual_seed(seed)).min() == 0
+    numbers = torch.ops.lockstep.random([number], torch.tensor(seed), "rand")
+    assert numbers.min() > 0
+    assert numbers.max() < 1
+
+
 class Long(nn.Module):
     """One kernel that takes long."""
 
@@ -370,6 +401,14 @@ def test_a_forward_that_cannot_be_one_graph_is_refused(strategy: MirroredStrateg
         steps(strategy, Breaking(), Compilation(backend="aot_eager"))
 
 
+def test_a_failure_of_inductor_is_one_plain_error(strategy: MirroredStrategy) -> None:
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(ConfigError, match=r"cannot take the whole forward of Net: .*no-such-compiler"),
+    ):
+        steps(strategy, Net(), Compilation())
+
+
 def test_settings_that_cannot_be_used(strategy: MirroredStrategy) -> None:
     assert Compilation.of(False) is None
     assert Compilation.of({"dynamic": True}) == Compilation(dynamic=True)
@@ -433,3 +472,22 @@ def test_a_compiled_function_that_the_step_calls_draws_from_each_replica(
     in_turn = drawn()
     assert all(torch.equal(*pair) for other in (again, in_turn) for pair in zip(first, other, strict=True))
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(first, 2))
+
+
+def test_a_step_may_call_a_compiled_update(strategy: MirroredStrategy) -> None:
+    def trained(prepare: Callable[[Any], Any]) -> Tensor:
+        torch.manual_seed(0)
+        module = strategy.mirror(nn.Linear(4, 2))
+        optimizer = strategy.mirror(torch.optim.SGD(module.parameters(), 0.1))
+        clear, update = prepare(optimizer.zero_grad), prepare(optimizer.step)
+
+        def step(x: Tensor) -> None:
+            clear()
+            (module(x).square().sum() / 8).backward()
+            update()
+
+        for batch in strategy.distribute_dataset([torch.ones(8, 4), torch.arange(20.0).view(5, 4)]):
+            strategy.run(step, (batch,))
+        return module.weight.detach().clone()
+
+    assert torch.equal(trained(torch.compile), trained(lambda method: method))

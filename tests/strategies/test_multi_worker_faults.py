@@ -340,6 +340,21 @@ def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_b
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
 
 
+def test_an_exception_is_told_though_a_thread_of_the_program_lives_on(start_by_hand: StartByHand):
+    chief, other = start_by_hand(
+        "import os, sys, threading\n"
+        "if '\"index\": 1' in os.environ['TF_CONFIG']:\n"
+        "    threading.Thread(target=sys.stdin.read).start()\n"
+        "own_loop(1, 'loop', 'raises')"
+    )
+
+    _, errors = chief.communicate(timeout=60)
+
+    assert chief.returncode == 1
+    assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)} failed with ", errors, re.MULTILINE), errors
+    assert other.poll() is None  # it still waits for its thread
+
+
 SAYS_THAT_THE_INTERPRETER_ENDS = """
 import os
 

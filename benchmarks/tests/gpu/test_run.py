@@ -163,14 +163,14 @@ def run_files(folder: Path, *, limit_s: float = 120.0, file_limit_s: float = 120
 def test_what_each_test_has_come_to_and_seen_is_told(tmp_path: Path):
     functions = (
         "def test_sees(record_property): record_property('waits (limit 0)', 0)\n"
-        "def test_fails(): assert 1 == 2\n"
+        "def test_fails(record_property): record_property('waits (limit 0)', 2); assert 1 == 2\n"
         "def test_is_left_out(): pytest.skip('needs two GPUs')\n"
     )
     found = run_files(tmp_path, one=functions)
 
     told = {test.name.partition("::")[2]: (test.outcome, test.seen) for test in found.ran}
     assert told["test_sees"] == ("passed", "waits (limit 0): 0")
-    assert told["test_fails"] == ("failed", "assert 1 == 2")
+    assert told["test_fails"] == ("failed", "waits (limit 0): 2; assert 1 == 2")
     assert told["test_is_left_out"] == ("skipped", "Skipped: needs two GPUs")
     assert (found.ok, found.text) == (False, "1 passed, 1 failed, 1 skipped")
     assert "needs two GPUs" in found.table

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
+from weakref import WeakMethod
 
 from lockstep._torch_compat import PrefixStore, Store
 from lockstep.checks import check_seconds
@@ -111,8 +112,12 @@ class Membership:
             lost_after_s=lost_after_s,
             launcher=f"the launcher at {spec.workers[0]}" if spec.store_is_served else None,
         )
-        self._pid = os.getpid()
-        atexit.register(self._end_with_interpreter)
+        self._pid, self._closed = os.getpid(), False
+        atexit.register(self.close)
+        # Before the interpreter waits for the program's threads, which may wait for the other workers for ever. Python
+        # has no public function for that; concurrent.futures uses this one. It keeps what it is given.
+        report = WeakMethod(self._report_uncaught)
+        threading._register_atexit(lambda: (found := report()) and found())  # type: ignore[attr-defined]
 
     def store(self, prefix: str) -> Store:
         """A client of the job's store with a connection of its own, for a process group.
@@ -196,15 +201,16 @@ class Membership:
 
     def close(self) -> None:
         """Tells the others that this worker has ended. The chief lets them read that first. Idempotent."""
-        atexit.unregister(self._end_with_interpreter)
+        atexit.unregister(self.close)
+        self._closed = True
         if os.getpid() != self._pid:
             return  # a fork of the worker is not the worker
         self._monitor.close()
         self._server = None
 
-    def _end_with_interpreter(self) -> None:
+    def _report_uncaught(self) -> None:
+        """At the interpreter's end: tells the others of the exception that ended the program, if one has."""
         error = getattr(sys, "last_value", None)
         # A notebook keeps the error of an earlier cell there.
-        if error is not None and os.getpid() == self._pid and not hasattr(sys, "ps1"):
+        if error is not None and not self._closed and os.getpid() == self._pid and not hasattr(sys, "ps1"):
             self.report_failure(error)
-        self.close()

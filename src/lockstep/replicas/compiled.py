@@ -2,6 +2,7 @@
 
     what the module calls   what inductor makes of it             what replicas run
     dropout, torch.rand     a seed, and numbers made from it      the seed is drawn by the replica's own generator
+    uniform_, normal_       the same operators                    the same, from a seed of that kind
     linear layers           products of matrices                  oneDNN, where it is faster
     all else                kernels that hold Python's lock       the same kernels without it
 
@@ -24,7 +25,7 @@ from lockstep.replicas.rng.state import own_generator
 
 COMPILE_LIMIT_S = 1800.0
 """How many seconds a replica waits for another that compiles."""
-_SEEDS, _PRODUCTS = "lockstep-replica-seeds-3", "lockstep-products-1"
+_SEEDS, _PRODUCTS = "lockstep-replica-seeds-5", "lockstep-products-1"
 """What torch's cache of compiled code knows the changes of graphs by; a new number for each change of one."""
 
 
@@ -51,11 +52,14 @@ def _(number: int, call: int) -> torch.Tensor:
 def _random(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     """Random float32 numbers of this size from a seed [] int64: uniform for mode "rand", normal for "randn".
 
-    Inductor's own kernels compute each number by itself, and take 8 times as long on one core.
+    Inductor's own kernels compute each number by itself, and take 8 times as long on one core. No uniform number is 0,
+    of which the code of ``exponential_`` would make inf: one in 2**24 would be.
     """
     generator = torch.Generator().manual_seed(int(seed))
     numbers = torch.empty(size, dtype=torch.float32)
-    return numbers.uniform_(generator=generator) if mode == "rand" else numbers.normal_(generator=generator)
+    if mode == "rand":
+        return numbers.uniform_(2.0**-26, 1.0, generator=generator)
+    return numbers.normal_(generator=generator)
 
 
 @_random.register_fake
@@ -63,13 +67,16 @@ def _(size: list[int], seed: torch.Tensor, mode: str) -> torch.Tensor:
     return seed.new_empty(size, dtype=torch.float32)
 
 
-@torch.library.custom_op("lockstep::bernoulli", mutates_args=())
-def _bernoulli(like: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like).bernoulli_(p, generator=torch.Generator().manual_seed(int(seed)))
+@torch.library.custom_op("lockstep::random_like", mutates_args=())
+def _random_like(like: torch.Tensor, method: str, limits: list[float], seed: torch.Tensor) -> torch.Tensor:
+    """Random numbers in a new tensor, by a method of tensors such as "uniform_", from a seed [1] int64."""
+    draw = getattr(torch.empty_like(like), method)
+    numbers: torch.Tensor = draw(*limits, generator=torch.Generator().manual_seed(int(seed)))
+    return numbers
 
 
-@_bernoulli.register_fake
-def _(like: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+@_random_like.register_fake
+def _(like: torch.Tensor, method: str, limits: list[float], seed: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
 
 
@@ -101,6 +108,11 @@ def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
     """Replaces the operators of a graph that draw random numbers on a CPU."""
     calls = itertools.count()
     prims, own, aten = inductor().inductor_prims, torch.ops.lockstep, torch.ops.aten
+    methods = {  # operators that inductor has no code for; the first is that of dropout in place
+        aten.bernoulli.p: "bernoulli_",
+        aten.uniform.default: "uniform_",
+        aten.normal_functional.default: "normal_",
+    }
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_on_cpu(node):
             continue
@@ -109,11 +121,11 @@ def _draw_seeds_of_replica(graph: torch.fx.Graph) -> None:
                 _replace(node, graph.call_function(own.replica_seeds.default, (node.args[0], next(calls))))
             elif node.target is prims.random:
                 _replace(node, graph.call_function(own.random.default, node.args))
-            elif node.target is aten.bernoulli.p:  # of dropout in place
-                like, p = node.args
+            elif node.target in methods and not node.kwargs:
+                like, *limits = node.args
                 seed = graph.call_function(own.replica_seeds.default, (1, next(calls)))
                 seed.meta["val"] = like.meta["val"].new_empty(1, dtype=torch.int64)
-                _replace(node, graph.call_function(own.bernoulli.default, (like, p, seed)))
+                _replace(node, graph.call_function(own.random_like.default, (like, methods[node.target], limits, seed)))
             elif draws(node.target, node.args, node.kwargs):
                 raise ConfigError(
                     f"the compiled code draws random numbers by {node.target} on a CPU, which cannot draw from the "

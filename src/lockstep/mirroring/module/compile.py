@@ -109,14 +109,13 @@ class CompiledCopies:
                 if is_other:
                     _mark_what_differs(leaves, first)
                 outputs = (self._of_others if is_other else self._of_first)[replica](*args, **kwargs)
-        except dynamo().exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, LockstepError):
-                raise error.inner_exception from None
-            raise
         except dynamo().exc.TorchDynamoException as error:
-            reason = str(error).strip().split("\n", 1)[0]
+            cause = getattr(error, "inner_exception", error)
+            if isinstance(cause, LockstepError):
+                raise cause from None
+            reason = str(cause).strip().split("\n", 1)[0]
             raise ConfigError(
-                f"torch.compile cannot take the whole forward of {self._name}: {reason}; change it, or leave "
+                f"torch.compile cannot take the whole forward of {self._name}: {reason}; change that, or leave "
                 "compile_module out"
             ) from error
         self._seen[replica].add((mode, forms))

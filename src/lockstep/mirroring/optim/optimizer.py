@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep._torch_compat import DisableTorchFunction
+from lockstep._torch_compat import DisableTorchFunction, not_compiled
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
 from lockstep.mirroring.gradients.state import GradientState, Stage
@@ -81,6 +81,7 @@ class MirroredOptimizer(Optimizer):
         """The times of the last update, one item for each replica; None if it was skipped."""
         return self._update.times
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sums the gradients over all replicas and updates all copies of the weights. Every replica must call it.
 
@@ -219,6 +220,7 @@ class MirroredOptimizer(Optimizer):
     def _run_in_replicas(self, half: Callable[..., Any], *args: Any) -> Any:
         return self._owner.run(_in_replica, (half, *args))
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current replica; outside replicas, of all."""
         context = get_replica_context()

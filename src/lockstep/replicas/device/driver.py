@@ -7,6 +7,8 @@
 Only this module calls torch.cuda for these: ``tests/stand_in`` has a driver with the same methods that computes on the
 CPU and records its calls. torch's allocator reuses a freed block only on the stream on which it was allocated, so a
 share's stream is its memory pool as well.
+
+What is said of CUDA here was read in torch's documentation and sources; no GPU has shown it yet.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class DeviceGraph:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Captures a block's work, also on streams that fork and join. After a RuntimeError the device still works."""
+        """Captures a block's work, also on streams that fork and join. After an error all is meant to be as before."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the capture can use what eager steps have cached
