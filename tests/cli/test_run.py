@@ -261,12 +261,11 @@ signal.pause()
     assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
 
 
-def test_nohup_keeps_the_job_when_the_terminal_closes(start_lockstep: Start, write):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        process = start_lockstep("run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
-    finally:
-        signal.signal(signal.SIGHUP, before)
+NOHUP = "import signal, sys, lockstep.cli as cli; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(cli.main())"
+
+
+def test_nohup_keeps_the_job_when_the_terminal_closes(python: Start, write):
+    process = python("-c", NOHUP, "run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
     (handle,) = started_workers(process, 1)
 
     process.send_signal(signal.SIGHUP)
