@@ -7,16 +7,15 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.workers
 
 LIMIT_S = 60.0
-PEERS = Path(__file__).parents[1] / "peers"
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
 # Some frameworks' launchers start their processes in sessions of their own.
 PROGRAM = f"""
 import os, signal, sys
@@ -67,7 +66,7 @@ def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path
     (tmp_path / "program.py").write_text(PROGRAM)
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
-    variables = {**os.environ, "PIPE": str(tmp_path / "pipe"), "TMPDIR": str(tmp_path)}
+    variables = {**os.environ, "PIPE": str(tmp_path / "pipe"), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     with subprocess.Popen([sys.executable, "bench.py", launcher], cwd=tmp_path, env=variables) as bench:
         try:
@@ -82,16 +81,22 @@ def test_the_processes_of_a_trial_end_with_the_benchmark(launcher: str, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, python: Callable[..., Any], tmp_path: Path):
+def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path):
     own = tmp_path / "own"
     own.mkdir()
     asked = ["cpu", "--workload", "linear", "--only", "lockstep-2", "--rounds", "1000", "--output", "tables"]
     # torch keeps a folder of its own there, for good.
-    folders = {"TMPDIR": str(own), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
-    bench = python("-m", "benchmarks", *asked, **folders)
-    first = bench.stderr.readline()
-    bench.send_signal(number)
-    _, said = bench.communicate(timeout=LIMIT_S)
+    folders = {"TMPDIR": str(own), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "benchmarks", *asked]
+    variables = {**os.environ, **folders}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as bench:
+        try:
+            assert bench.stderr is not None
+            first = bench.stderr.readline()
+            bench.send_signal(number)
+            _, said = bench.communicate(timeout=LIMIT_S)
+        finally:
+            bench.kill()
 
     assert "linear" in first
     assert (bench.returncode, "interrupted" in said) == (130, True), said
