@@ -217,7 +217,7 @@ def clear_failed_graph(graph: Any, device: int, pool: Any) -> None:
     """Resets a ``torch.cuda.CUDAGraph`` whose capture into ``pool`` has failed.
 
     Before 2.14 torch's reset leaves the pool taken, for as long as the process runs. In 2.11 and 2.12, where the stream
-    refused to end the capture, the allocators also go on asking the graph which memory is its: it is kept for them.
+    refused to end the capture, the allocator also goes on calling the graph, which must therefore stay alive.
     """
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     try:

@@ -75,7 +75,7 @@ class SavedState:
 
     @property
     def random_of_replicas(self) -> Sequence[Any] | None:
-        """As ``own``, of what each worker's item has under "replicas": a list with one item for each of its own."""
+        """The random states of the local replicas, in order; None on another number of replicas."""
         if not self.same_replicas:
             return None
         if self.same_layout:  # where several workers hold a replica together, each has its own

@@ -25,7 +25,8 @@ from lockstep.errors import ClusterError, ConfigError, DataError, LockstepError,
 
 INTERRUPTED = 130
 _OBJECTS_PER_COLLECTION = 10_000
-"""New objects until Python looks for reference cycles. Its own 700 take a quarter of the time to the first step."""
+"""After how many new objects Python's garbage collector runs. By default it runs after 700, and that takes a quarter of
+the time to the first step of ``lockstep train``."""
 # Imported once in the process that the workers are forked from; in each worker they would take seconds.
 _PRELOADED = (
     "lockstep.cli.app",
@@ -65,7 +66,6 @@ def run_command(arguments: Sequence[str]) -> int | InWorkers:
     from lockstep.cli.app import parse
 
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
-
     with warnings.catch_warnings():
         warnings.showwarning = print_warning  # type: ignore[assignment]
         job = parse([argument for argument in arguments if argument != "--traceback"])

@@ -348,10 +348,10 @@ class ModelParts(PartitionPolicy):
         tied = {id(each): f"tied {number}" for number, each in enumerate(self.tied(parameters))}
         return [tied.get(id(each), "own" if id(each) in divided else "whole") for each in parameters]
 
-    def whole(self, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """By name, the parameters that all tensor ranks hold alike."""
+    def whole(self, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter] | None:
+        """By name, the parameters that all tensor ranks hold alike; None if there is one rank."""
         if self._layout.tensor == 1:
-            return {}
+            return None
         given = {id(each) for each in parameters}
         named = (pair for part in self._parts.values() for pair in part.whole().items())
         return {name: each for name, each in named if id(each) in given}

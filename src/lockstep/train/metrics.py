@@ -32,6 +32,8 @@ from lockstep.train.summed_metric import SummedMetric
 
 CERTAIN = 1e-3
 """A larger relative difference is no rounding."""
+_ADDITIVE = ("torchmetrics.", "lockstep.")
+"""Packages whose metrics add up sums and counts, or keep all rows."""
 LEAST_ROWS = 3
 """Fewer rows cannot be divided into parts of different sizes, whose means have different weights."""
 
@@ -185,12 +187,10 @@ def _combines(part: Any) -> bool:
 def check_metrics_additive(metrics: Mapping[str, Any], shard: ShardRows, context: ReplicaContext) -> None:
     """Refuses metrics that give another value for a shard of ``LEAST_ROWS`` or more in two merged updates than in one.
 
-    A metric that adds up means would give other numbers on another number of replicas. Our metrics and those of
-    torchmetrics add up sums and counts, or keep all rows, and are not checked.
+    A metric that adds up means would give other numbers on another number of replicas. Those of ``_ADDITIVE`` do not.
     """
     for name, metric in metrics.items():
-        own = isinstance(metric, SummedMetric)
-        if not own and any(not type(part).__module__.startswith("torchmetrics.") for part in nested_metrics(metric)):
+        if any(not type(part).__module__.startswith(_ADDITIVE) for part in nested_metrics(metric)):
             try:
                 with torch.no_grad(), checked_alone(context):
                     values = _compared(metric, shard)

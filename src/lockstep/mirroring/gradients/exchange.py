@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ class PartExchange(GradientExchange):
         tied: those that another stage holds too, in an order that is the same there.
         tied_group: this worker and the one that holds the same tied weights; None if there is none.
         sharing: the workers that hold this part, if the optimizer's state is sharded among them.
-        whole: by name, the parameters that all tensor ranks of this part hold alike.
+        whole: by name, the parameters that all tensor ranks of this part hold alike; None without tensor ranks.
         part: the replica and the stage that these tensor ranks divide.
     """
 
@@ -127,7 +127,7 @@ class PartExchange(GradientExchange):
     tied: Sequence[nn.Parameter] = ()
     tied_group: Communicator | None = None
     sharing: ShardingGroup | None = None
-    whole: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    whole: Mapping[str, nn.Parameter] | None = None
     part: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -142,13 +142,13 @@ class PartExchange(GradientExchange):
 
     def run(self, context: ReplicaContext, mine: Sequence[int]) -> None:
         self.between_replicas.run(context, mine)
-        if not self._compared:
+        if self.whole is not None and not self._compared:
             self._compared = True
-            self._compare_whole()
+            self._compare_whole(self.whole)
 
-    def _compare_whole(self) -> None:
+    def _compare_whole(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Raises a UsageError on all workers if tensor ranks have different gradients of a weight that each holds."""
-        own = {name: _summary(each.grad) for name, each in self.whole.items()}
+        own = {name: _summary(each.grad) for name, each in whole.items()}
         gathered = all_gather_object(self.holders, "gradients of whole weights", {"part": self.part, "gradients": own})
         first: dict[tuple[int, int], Mapping[str, tuple[float, float]]] = {}
         for each in gathered:
@@ -192,7 +192,7 @@ def _summary(gradient: torch.Tensor | None) -> tuple[float, float]:
 
 
 def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two summaries differ by no more than rounding. Gradients that overflowed are not told apart."""
+    """Whether two summaries differ by no more than rounding. Gradients with inf or NaN are not compared."""
     if not all(map(math.isfinite, (*one, *other))):
         return True
     return all(abs(a - b) <= _ROUNDING * max(one[1], other[1]) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""BERT with a masked-token head that computes logits at the masked positions only, and its loss.
+"""BERT with a masked-token head that computes logits at the masked positions only, its loss and its accuracy.
 
     input_ids [rows, tokens] -> BertModel -> [rows, tokens, hidden] -> the masked positions -> [masked, hidden]
       -> transform -> times the word embeddings -> logits [masked, vocabulary]
@@ -20,6 +20,7 @@ from lockstep.extras import require
 from lockstep.recipes.from_hub import check_embeddings, load_named
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.text.tokenizer import load_tokenizer
+from lockstep.train.summed_metric import SummedMetric
 
 IGNORED_LABEL = -100
 """Label of an unused slot in a row's list of masked positions (the default ``ignore_index`` of torch)."""
@@ -188,3 +189,29 @@ def _losses(logits: Tensor, targets: Tensor, rows: slice, softmax: Tensor | None
     probabilities = torch.softmax(chosen, dim=1, out=None if softmax is None else softmax[rows])
     difference = chosen.amax(dim=1) - chosen.gather(1, targets[rows, None])[:, 0]
     return difference - probabilities.amax(dim=1).log()
+
+
+class MaskedTokenAccuracy(SummedMetric):
+    """The fraction of masked tokens whose likeliest prediction is correct.
+
+    torchmetrics' MulticlassAccuracy expects as many labels as rows of logits, and our labels are padded row by row. At
+    [608, 30522] on one core an update takes 12 ms here, 12 ms in MulticlassAccuracy(average="micro"), and 6,050 ms with
+    its default average.
+    """
+
+    correct: Tensor
+    masked: Tensor
+
+    def __init__(self) -> None:
+        super().__init__("correct", "masked")
+
+    def count(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds logits [masked, vocabulary] or [rows, slots, vocabulary], and padded labels [rows, slots]."""
+        real = labels != IGNORED_LABEL
+        targets = labels if logits.ndim == 3 else labels[real]
+        self.correct += (logits.argmax(dim=-1) == targets).sum()
+        self.masked += real.sum()
+
+    def compute(self) -> Tensor:
+        """Returns correct tokens / masked tokens; NaN before the first batch."""
+        return self.correct / self.masked

@@ -29,10 +29,10 @@ from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.metrics import MaskedTokenAccuracy
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
+    MaskedTokenAccuracy,
     load_pretrained,
     masked_token_loss,
     new_bert,

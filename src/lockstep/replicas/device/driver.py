@@ -48,7 +48,7 @@ class DeviceGraph:
         self._stream = stream
         self._generators = tuple(generators)
         self._pool = pool
-        with torch.cuda.device(device):  # on which torch may keep what it tells the generators by
+        with torch.cuda.device(device):  # where older torch keeps the seeds and offsets of these generators
             self._graph = torch.cuda.CUDAGraph()
             for generator in self._generators:
                 self._graph.register_generator_state(generator)
