@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,23 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
 
+@dataclass(slots=True)
+class RunCount:
+    """How often a step function has run since the last of so many modules was mirrored."""
+
+    modules: int
+    runs: int = 0
+    with_rows: int = 0  # runs in which a shard had several rows
+    is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
+
+
+def _step_of(fn: Callable[..., Any]) -> type | CodeType:
+    """What tells a step function from others, and is the same for each object that a loop makes anew of it."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return code_of(inspect.unwrap(fn))
+
+
 class MirroredObjects:
     """What one strategy has mirrored, held weakly: a mirrored module keeps its strategy alive, and not vice versa."""
 
@@ -47,7 +65,7 @@ class MirroredObjects:
         self._make_exchange = make_exchange
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
-        self._looked_at: WeakKeyDictionary[type | CodeType, int] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
         self._made = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
@@ -234,16 +252,26 @@ class MirroredObjects:
             self._guarded = len(self._modules)
         return self._guards
 
-    def is_first_run(self, fn: Callable[..., Any]) -> bool:
-        """Whether ``fn`` runs for the first time since a module was mirrored."""
-        while isinstance(fn, partial):
-            fn = fn.func
-        key = code_of(inspect.unwrap(fn))
-        # The look at a first run uses hooks, which torch.compile would compile into the module.
-        if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
-            return False
-        self._looked_at[key] = self._made
-        return True
+    def count_run(self, fn: Callable[..., Any], *, has_rows: bool) -> RunCount:
+        """Counts a run of ``fn``; ``has_rows`` says whether a shard of it has several rows.
+
+        The counts are 0 where modules are compiled: watches use hooks, which torch.compile would compile too.
+        """
+        if any(module.is_compiled for module in self.modules):
+            return RunCount(self._made)
+        key = _step_of(fn)
+        count = self._counts.get(key)
+        if count is None or count.modules != self._made:
+            count = self._counts[key] = RunCount(self._made)
+        count.runs += 1
+        count.with_rows += has_rows
+        return count
+
+    def begin_training(self, fn: Callable[..., Any]) -> None:
+        """Begins to count the runs of ``fn`` anew, except that it has run before."""
+        count = self._counts.get(_step_of(fn))
+        if count is not None:
+            count.with_rows, count.is_open = 0, False
 
     def _propagations(self) -> list[Propagation]:
         return [module.propagation for module in self.modules]

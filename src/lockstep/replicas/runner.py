@@ -237,6 +237,11 @@ class ReplicaRunner:
         for random, guard in zip(self._random, guards, strict=True):
             random.guard = guard
 
+    @property
+    def function_modes(self) -> Sequence[ReplicaRng]:
+        """The mode of each replica, through which its calls of torch functions go."""
+        return self._random
+
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         """The memory of each replica's GPU, or share of one, in replica order; those on a CPU are left out."""
         return tuple(gpu.memory() for gpu in self._on_gpus)

@@ -10,15 +10,15 @@ the shard, or a penalty that each replica adds, would count once for each replic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep._torch_compat import DisableTorchFunction
 from lockstep.mirroring.module.buffers import tensor_digest
+from lockstep.watch.rows import MIXING_ADVICE, Mixing
 
 # Names of functions in the autograd graph.
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
@@ -26,15 +26,6 @@ _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
 _MEANS = ("MeanBackward", "SumBackward")
 _LISTS = ("StackBackward", "CatBackward")
-_OVER_A_DIM = (
-    *("MeanBackward", "VarBackward", "StdBackward", "VarMeanBackward", "StdMeanBackward", "LogsumexpBackward"),
-    *("LinalgVectorNormBackward", "SoftmaxBackward", "LogSoftmaxBackward", "TopkBackward", "SortBackward"),
-    *("MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "KthvalueBackward"),
-)
-"""Functions that compare or combine items along a dimension; a sum is not one of them."""
-_SPREADS = frozenset([getattr(home, name) for home in (torch, Tensor) for name in ("std", "var")])
-_OF_DATA = _SPREADS | {torch.std_mean, torch.var_mean, torch.flip, Tensor.flip, torch.bincount, Tensor.bincount}
-"""Functions that compare rows when a step calls them on data, without gradients. A mean does too, in metrics."""
 _LEAF = "AccumulateGrad"
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
@@ -57,11 +48,10 @@ class Passes:
     """The backward passes of one replica, in a step's first run."""
 
     losses: list[list[Term]] = field(default_factory=list)  # the terms of each
-    mixed: set[tuple[str, int]] = field(default_factory=set)  # functions that combine items along dim 0, with its size
     gradients: dict[str, list[Tensor]] = field(
         default_factory=dict
     )  # from torch.autograd.grad, by the line of the call
-    twice: bool = False  # whether losses may hold gradients, which are matrix products over rows by themselves
+    is_quotient: bool = False  # whether a loss is divided by a sum over rows
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
@@ -70,20 +60,8 @@ class Passes:
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None and not any(root is each for each in self._seen):
                 self._seen.append(root)
-                found = list(_terms(root))
-                self.losses.append([_term(node, factors, saved=saved) for node, factors in found])
-                self.mixed.update(_mixed(root, {node for node, _ in found}, saved=saved, twice=self.twice))
-
-    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The step calls a function of torch, perhaps on data."""
-        if func in _OF_DATA and args and isinstance(args[0], Tensor):
-            with DisableTorchFunction():
-                sizes, is_data = tuple(args[0].shape), not args[0].requires_grad
-            given = (*args[1:], *(kwargs[name] for name in ("dim", "dims") if name in kwargs))
-            dims = [each for each in given if type(each) is not bool]
-            dims = [dim for each in dims for dim in _listed(each) if isinstance(dim, int)]
-            if is_data and sizes and (not dims or any(dim % len(sizes) == 0 for dim in dims)):
-                self.mixed.add((func.__name__, sizes[0]))
+                self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
+                self.losses.append([_term(node, factors, saved=saved) for node, factors in _terms(root)])
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
@@ -98,13 +76,17 @@ class Passes:
                 del self.gradients[line]
 
 
-def loss_warnings(passes: Sequence[Passes], rows: Sequence[int | None], replicas: int) -> Iterator[str]:
-    """What is to be said of a step's losses, given each local replica's passes and rows."""
+def loss_warnings(
+    passes: Sequence[Passes], rows: Sequence[int | None], replicas: int, mixing: Mixing | None
+) -> Iterator[str]:
+    """What is to be said of a step's losses, given each local replica's passes and rows, and what was found of rows."""
     known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
     side_by_side = list(_side_by_side([each.losses for each, _ in known]))
     counts = [count for _, count in known]
     enough = len(known) >= min(2, len(rows))
-    if enough and any(_is_mean_over_shards(terms, counts, len(rows), replicas) for terms in side_by_side):
+    is_mean = enough and any(_is_mean_over_shards(terms, counts, len(rows), replicas) for terms in side_by_side)
+    quotient = enough and all(each.is_quotient for each, _ in known)
+    if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
             'compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
@@ -115,14 +97,9 @@ def loss_warnings(passes: Sequence[Passes], rows: Sequence[int | None], replicas
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
         )
-    several = [{name for name, size in each.mixed if size == n} for each, n in known if n > 1 and each.losses]
-    mixing = sorted(set.intersection(*several)) if len(several) >= 2 else []
-    if mixing:
-        yield (
-            f"compares or combines the rows of its shard ({', '.join(mixing)}), where one device has all rows of the "
-            "batch; gather them first with ls.get_replica_context().all_gather(value, axis=0), or take means and "
-            'variances from sums, all_reduce("sum", value.sum(0))'
-        )
+    combined = mixing is not None and not (is_mean and mixing.is_mean)
+    if combined or (quotient and not is_mean):
+        yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
     lines = dict.fromkeys(line for each in passes for line in each.gradients)
     if lines:
         yield (
@@ -264,35 +241,22 @@ def _sample(tensor: Tensor) -> int:
     return tensor_digest(tensor.flatten()[::step])
 
 
-def _mixed(root: Any, terms: set[Any], *, saved: bool, twice: bool) -> Iterator[tuple[str, int]]:
-    """The functions behind a loss, except its own terms, that go over a dimension 0, with its size."""
+def _divides_by_a_sum(root: Any) -> bool:
+    """Whether a loss is divided by a sum over rows that depends on weights, as a Dice loss is."""
+    return any(
+        name.startswith("DivBackward") and any(_summed_in(node.next_functions[1][0])) for name, node in _nodes(root)
+    )
+
+
+def _nodes(root: Any) -> Iterator[tuple[str, Any]]:
+    """All functions behind a loss, by name."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        name = _name(node)
-        if name.startswith(_OVER_A_DIM) and node not in terms and not _is_weight(node.next_functions[0][0]):
-            sizes = _sizes(node, saved=saved)
-            if sizes and _goes_over_the_first(node, len(sizes)):
-                yield name.split("Backward")[0].lower(), sizes[0]
-        elif name.startswith("MmBackward") and saved:
-            yield from (("a matrix product", size) for size in _multiplied(node, twice=twice))
-        elif name.startswith("DivBackward"):
-            yield from (("a quotient of sums", size) for size in _summed_in(node.next_functions[1][0]))
-        for each, _ in node.next_functions:
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
-
-
-def _multiplied(node: Any, *, twice: bool) -> Iterator[int]:
-    """The number of items that a matrix product adds up, and the number of which it takes each with each."""
-    one, other = _saved(node, "_saved_self"), _saved(node, "_saved_mat2")
-    if any(_is_weight(each) for each, _ in node.next_functions):
-        return
-    if not twice and (one is not None or other is not None):
-        yield int(other.shape[0] if one is None else one.shape[1])
-    if one is not None and other is not None and one.shape[0] == other.shape[1]:
-        yield int(one.shape[0])
+        yield _name(node), node
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting += following
 
 
 def _summed_in(node: Any) -> Iterator[int]:
@@ -319,15 +283,6 @@ def _is_weight(node: Any) -> bool:
             return False
         node = following[0]
     return node is not None
-
-
-def _sizes(node: Any, *, saved: bool) -> Sequence[int]:
-    sizes: Sequence[int] | None = _saved(node, "_saved_self_sym_sizes")
-    if sizes or not saved:
-        return sizes or ()
-    given = _saved(node, "_saved_self")
-    given = _saved(node, "_saved_result") if given is None else given
-    return tuple(given.shape) if isinstance(given, Tensor) else ()
 
 
 def _goes_over_the_first(node: Any, dims: int) -> bool:

@@ -49,12 +49,14 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context, in_co
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.hooks import current_observer
-from lockstep.replicas.rng.mode import Guard
+from lockstep.replicas.rng.mode import Guard, ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
+from lockstep.strategies.row_check import RowCheck, shard_leaves
 from lockstep.tracebacks import OwnFramesHidden
+from lockstep.watch.rows import is_due
 
 Surround = Callable[
     ["Strategy", Callable[..., Any], Sequence[int | None]],
@@ -155,6 +157,11 @@ class Strategy(ABC):
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """Sets the guard of each local replica, which looks at its calls of torch functions."""
 
+    @property
+    @abstractmethod
+    def _function_modes(self) -> Sequence[ReplicaRng]:
+        """The mode of each local replica, through which its calls of torch functions go."""
+
     @abstractmethod
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         """The memory in use and the peak of each local replica's GPU, or share of one, in bytes; none for a CPU.
@@ -233,18 +240,42 @@ class Strategy(ABC):
         bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
-        looking: AbstractContextManager[None] = nullcontext()
-        if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
-            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
-            first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
-            bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
-        with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)), ExitStack() as around:
+        bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs))
+        settled = self._mirrored.settled(len(self.devices))
+        with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
             for surround in self._surrounds:
                 in_replica = around.enter_context(surround(self, fn, rows))
                 bodies = [partial(_guarded, in_replica, body) for body in bodies]
             results = merge(self._execute(fn, bodies, rows))
         self._mirrored.sum_after_run(self)
         return results
+
+    def _looked_at(
+        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], given: Any
+    ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
+        """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks."""
+        first: AbstractContextManager[None] = nullcontext()
+        check: AbstractContextManager[None] = nullcontext()
+        if self.num_replicas_in_sync == 1:
+            return bodies, first, check
+        count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
+        modules, row_check = self._mirrored.modules, None
+        due = is_due(count.with_rows, on_cpu=self.devices[0].kind == "CPU") or count.is_open
+        if due and not any(module.is_part or module.shards_weights for module in modules):
+            row_check = RowCheck(fn, modules, self._function_modes, rows, count=count)
+            shards = [shard_leaves(given, replica) for replica in range(len(bodies))]
+            bodies = [partial(row_check.run, *each) for each in zip(range(len(bodies)), shards, bodies, strict=True)]
+            check = row_check.looked_at()
+        if count.runs == 1:
+            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves(given))
+            look = FirstRun(fn, modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            look.row_check = row_check
+            bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
+        return bodies, first, check
+
+    def begin_training(self, fn: Callable[..., Any]) -> None:
+        """Has the losses of the step function ``fn`` checked anew, as those of another training."""
+        self._mirrored.begin_training(fn)
 
     def surround_steps(self, surround: Surround) -> None:
         """Has every run from now on surrounded by what another library keeps for each run and each thread."""
@@ -427,6 +458,10 @@ class ThreadedStrategy(Strategy):
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         self._runner.guard(guards)
 
+    @property
+    def _function_modes(self) -> Sequence[ReplicaRng]:
+        return self._runner.function_modes
+
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
@@ -520,6 +555,10 @@ class DefaultStrategy(Strategy):
 
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
         """There is one replica."""
+
+    @property
+    def _function_modes(self) -> Sequence[ReplicaRng]:
+        return ()
 
     def _execute(
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]

@@ -31,8 +31,9 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
-from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, loss_warnings
+from lockstep.strategies.row_check import RowCheck
+from lockstep.strategies.step_names import LIBRARIES, description_of_step, is_of_the_package, plain_function
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Captured = dict[tuple[str, str], tuple[Any, Any]]
@@ -41,8 +42,6 @@ _CONTAINERS = (list, dict, set, deque)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _ARRAY_BYTES = 2**20
 """The contents of larger NumPy arrays are not compared."""
-_LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
-"""The folders of torch and of this package, whose own functions are not looked at."""
 _DRAW_ADVICE = (
     "numbers differ from run to run; draw with torch, where each replica has its own, or give each replica a generator "
     "with ls.PerReplica"
@@ -50,7 +49,6 @@ _DRAW_ADVICE = (
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
-_TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
@@ -59,7 +57,7 @@ class FirstRun:
     """The first run of one step function ``fn``.
 
     ``replicas`` are those of all workers, ``rows`` those of each local replica's batch or None, and ``distributed``
-    says whether any argument has a value for each replica.
+    says whether any argument has a value for each replica. ``row_check`` is what checks the losses in the same run.
     """
 
     def __init__(
@@ -73,6 +71,7 @@ class FirstRun:
     ) -> None:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
         self._distributed = distributed
+        self.row_check: RowCheck | None = None
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
@@ -87,7 +86,7 @@ class FirstRun:
         before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
         drawn = _generator_states()
         for module in self._modules:
-            module.on_call = self._called
+            module.on_call.append(self._called)
         try:
             with refusing_plain_calls(self._modules):
                 yield
@@ -97,7 +96,7 @@ class FirstRun:
             raise
         finally:
             for module in self._modules:
-                module.on_call = None
+                module.on_call.remove(self._called)
         if len(self._rows) > 1:
             self._refuse_hooks(captured)
             self._warn_of_draws(drawn)
@@ -122,12 +121,7 @@ class FirstRun:
             if code is _FORWARD_MODE:
                 refuse_forward_mode()
             self._ran[id(code)] = code, frame.f_globals
-        if event == "call" and code is _TORCH:
-            context = get_replica_context()
-            if context is not None:
-                local = frame.f_locals
-                self._passes[context.local_replica].called(local["func"], local["args"], local["kwargs"] or {})
-        elif code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
+        if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
             with _unseen():
                 self._differentiates(frame, event, given)
 
@@ -142,8 +136,6 @@ class FirstRun:
             for leaf in tree_leaves(local["value"]):
                 if isinstance(leaf, Tensor):
                     passes.summed(leaf)
-        elif event == "call" and frame.f_code is _GRADIENTS:
-            passes.twice = True
         elif event == "return" and frame.f_code is _GRADIENTS and isinstance(given, tuple):
             asked = {id(each) for each in tree_leaves(local["inputs"])}
             passes.differentiated(local["outputs"], given if asked & self._weights else (), _line_of(frame))
@@ -239,17 +231,13 @@ class FirstRun:
                 return
 
     def _warn_of_losses(self) -> None:
-        code = getattr(_plain_function(self._fn), "__code__", None)
-        if self._distributed and not (code is not None and code.co_filename.startswith(_LIBRARIES)):
-            for message in loss_warnings(self._passes, self._rows, self._replicas):
+        if self._distributed and not is_of_the_package(self._fn):
+            mixing = None if self.row_check is None else self.row_check.mixing
+            for message in loss_warnings(self._passes, self._rows, self._replicas, mixing):
                 self._warn(message)
 
     def _warn(self, what: str) -> None:
-        plain = _plain_function(self._fn)
-        code = getattr(plain, "__code__", None)
-        where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-        name = getattr(plain, "__qualname__", type(self._fn).__qualname__)
-        warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
+        warnings.warn(f"{description_of_step(self._fn)} {what}", stacklevel=6)
 
 
 @contextmanager
@@ -261,7 +249,7 @@ def _unseen() -> Iterator[None]:
 
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
@@ -297,7 +285,7 @@ def _generator_states() -> dict[str, Any]:
 def _draws(ran: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[str]:
     """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
-    libraries = (*_LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
+    libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     found: dict[str, None] = {}
     for code, names in ran:
         values = [names.get(each) for each in code.co_names]
@@ -309,13 +297,6 @@ def _draws(ran: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[st
     return list(found)
 
 
-def _plain_function(fn: Any) -> Any:
-    """The function under partials and bound methods."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    return getattr(fn, "__func__", fn)
-
-
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     """Names and values that a function can reach and change: in its closure, its object and its module's globals.
 
@@ -325,9 +306,9 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
         yield from _mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
         fn = fn.func
     owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
-    plain = _plain_function(fn)
+    plain = plain_function(fn)
     code: CodeType | None = getattr(plain, "__code__", None)
-    if code is not None and code.co_filename.startswith(_LIBRARIES):
+    if code is not None and code.co_filename.startswith(LIBRARIES):
         return
     if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
         yield from _mutable_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
@@ -360,7 +341,7 @@ def _is_of_the_user(value: Any) -> bool:
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *_LIBRARIES)))
+    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *LIBRARIES)))
 
 
 def _is_array(value: Any) -> bool:

@@ -162,6 +162,7 @@ class TrainLoop:
         self._states = PerReplica([ReplicaState(metrics) for metrics in self.metrics.per_replica])
         replicas = setup.strategy.num_replicas_in_sync
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
+        self._strategy.begin_training(train_step)
         self._graphs = GraphedSteps.create(setup, self._states)
         if setup.optimizer is not None:
             setup.optimizer.zero_grad()

@@ -34,17 +34,9 @@ from lockstep.train.batch import FAILURES, ShardRows, Sums, checked_alone
 from lockstep.train.compile import Loss
 from lockstep.train.loss_reduction import LabelMean, ReductionTracer
 from lockstep.train.names import NamedLoss, without_partial
+from lockstep.watch.rows import bounds, current_row_watch, is_due
 
 MOST_PARTS = 8
-CHECKED_STEPS = 8
-"""On a CPU, a scalar that is taken as a mean is checked in so many steps, and in steps 16, 32 and 64: the first may
-have nothing that tells means apart, such as no padding, or a last layer of zeros. On a GPU only the first step is
-checked, as the host would have to wait for it."""
-LAST_CHECKED_STEP = 64
-SUSPECT = 100
-"""Larger differences than so many roundings of the loss's dtype get a warning."""
-CERTAIN = 4096
-"""Larger differences than so many roundings are no rounding. Half precision, which the loss may use inside, has 16."""
 _ADVICE = "return one value per row (of torch's losses: reduction='none'), or a pair (total, count)"
 _RETURN = "return a tensor with one value per example, a pair (total, count), or a scalar mean"
 
@@ -137,8 +129,7 @@ def checked_sums(loss: Loss, shard: ShardRows, context: ReplicaContext, *, shard
         on_cpu = context.device.kind == "CPU"
         if sums.label_means and (on_cpu or step == 1):
             _check_label_means(loss, sums.label_means, on_cpu)
-        again = step <= CHECKED_STEPS or (step <= LAST_CHECKED_STEP and step.bit_count() == 1)
-        if step == 1 or (on_cpu and sums.assumed_mean and again):
+        if is_due(step, on_cpu=on_cpu):
             _check_parts(loss, shard, sums, context)
     return sums.total, sums.count
 
@@ -241,7 +232,7 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch
         whole = measure(shard.take(index)).numbers()
     pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
     parts = [measure(shard.take(piece)).numbers() for piece in pieces]
-    difference, (suspect, _) = _difference(whole, parts), _bounds(sums.rounding)
+    difference, (suspect, _) = _difference(whole, parts), bounds(sums.rounding)
     if difference <= suspect:
         depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
         return "it takes from the outputs what the module has computed over its rows" if depends else None
@@ -249,10 +240,10 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch
         return "it gives another value for the same rows when it is called again"
     if shard.has_other_outputs():
         return "the outputs hold what has no row for each example"
-    if difference <= _bounds(max(sums.rounding, _rounding((shard.outputs, shard.batch.y))))[1]:
+    if difference <= bounds(max(sums.rounding, _rounding((shard.outputs, shard.batch.y))))[1]:
         return f"its parts differ from the whole by {difference:.1g} of it, which may be rounding"
     means = sum(total / count for total, count in parts if count)
-    return _Mismatch(sums.assumed_mean and math.isclose(means, whole[0] / whole[1], rel_tol=_bounds(sums.rounding)[1]))
+    return _Mismatch(sums.assumed_mean and math.isclose(means, whole[0] / whole[1], rel_tol=bounds(sums.rounding)[1]))
 
 
 def _difference(whole: _Numbers, parts: Sequence[_Numbers]) -> float:
@@ -281,14 +272,32 @@ def _rounding(values: Any) -> float:
     return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes))
 
 
-def _bounds(rounding: float) -> tuple[float, float]:
-    """The relative differences above which a difference is suspect, and certainly no rounding."""
-    return (rounding * 4, rounding * 16) if rounding > 1e-4 else (rounding * SUSPECT, rounding * CERTAIN)
-
-
 def _name_of(loss: Any) -> str:
     loss = without_partial(loss)
     return repr(loss.name) if isinstance(loss, NamedLoss) else repr(getattr(loss, "__qualname__", type(loss).__name__))
+
+
+def refuse_mixed_rows(loss: Loss) -> None:
+    """After the backward pass of a replica: refuses a module or a loss that combines the rows of its shard.
+
+    It is warned of where rounding may explain it, and where rows are combined at random, as by mixup.
+
+    Raises:
+        ConfigError: rows are combined.
+    """
+    watch = current_row_watch()
+    for mixing in () if watch is None else watch.mixings:
+        what = (
+            f"the module, or the loss {_name_of(loss)}, compares or combines the rows of its shard ({mixing}), so its "
+            "shards do not add up to what one device computes of the global batch"
+        )
+        if mixing.is_certain and not mixing.is_random:
+            raise ConfigError(
+                f"{what}; rows are dimension 0 of the inputs: give recurrent and attention layers batch_first=True, "
+                "take statistics by a norm layer of torch, and compare rows in a loop of your own, with "
+                "ls.get_replica_context().all_gather"
+            )
+        warnings.warn(f"{what}; it is taken as intended, or as rounding: {mixing.difference:.1g} of it", stacklevel=2)
 
 
 @contextmanager

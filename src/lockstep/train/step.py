@@ -34,7 +34,7 @@ from lockstep.train.batch import (
     unpack_labelled,
 )
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.loss import checked_sums, no_examples
+from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
@@ -105,6 +105,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             if isinstance(total, Tensor):
                 _check_graph(total)
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
+                refuse_mixed_rows(setup.config.loss)
                 total = total.detach()
     state.add(total, count)
     result = update_weights(setup, state) if update else None

@@ -58,6 +58,9 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: function(self._here(), *args)
 
 
+OnCall = Callable[["MirroredModule", Any, Any], Callable[[Any], None] | None]
+
+
 class MirroredModule(nn.Module):
     """A module with one copy for each replica. Made by ``strategy.mirror(module)``.
 
@@ -70,7 +73,8 @@ class MirroredModule(nn.Module):
         pipeline: runs a step through a pipeline stage, which cannot be called by itself; else None.
         is_part: whether other workers hold other parts of the model.
         shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
-        on_call: None, or called with this module and the arguments of each call in a replica.
+        on_call: called with this module and the arguments of each call in a replica. What they return, unless None, is
+            called with the outputs.
     """
 
     _parameters = _member("_parameters")
@@ -103,7 +107,7 @@ class MirroredModule(nn.Module):
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
-        self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
+        self.on_call: list[OnCall] = []
         self.__dict__[_MADE] = True
 
     @property
@@ -123,8 +127,7 @@ class MirroredModule(nn.Module):
             if here.training and self._workers.is_single and len(self._copies) > 1:
                 self.sync_buffers()  # this pass updates the statistics of all replicas
             return here(*args, **kwargs)
-        if self.on_call is not None:
-            self.on_call(self, args, kwargs)
+        on_return = [called(self, args, kwargs) for called in self.on_call]
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
         guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
@@ -134,7 +137,11 @@ class MirroredModule(nn.Module):
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
-            return here(*args, **kwargs)
+            outputs = here(*args, **kwargs)
+        for returned in on_return:
+            if returned is not None:
+                returned(outputs)
+        return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import Token
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,13 @@ Guard = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Given a torch function, its arguments and keyword arguments: PROCEED, or the result to use instead of the call's."""
 
 
+class Watch(Protocol):
+    """Sees every call of a torch function in a replica, and makes it."""
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call by ``ReplicaRng.unwatched``, and returns its result."""
+
+
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether a torch function draws random numbers."""
     return func in _DRAWING
@@ -123,7 +130,7 @@ class ReplicaRng(TorchFunctionMode):
         generator: a CPU generator that no other thread draws from.
         applies: called before each draw; if it returns False, torch's default generator is used. None is always True.
         instead: replacements of other torch functions, here because every mode costs time at every call. The ``guard``,
-            if one is set, is called before every torch function for the same reason.
+            if one is set, is called before every torch function for the same reason; the ``watch`` makes every call.
     """
 
     def __init__(
@@ -137,6 +144,7 @@ class ReplicaRng(TorchFunctionMode):
         self._applies = applies
         self._instead = {F.l1_loss: _l1_loss, **instead}
         self.guard: Guard | None = None
+        self.watch: Watch | None = None
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRng:
@@ -154,6 +162,8 @@ class ReplicaRng(TorchFunctionMode):
         if func in _METADATA:
             return func(*args)
         kwargs = kwargs or {}
+        if self.watch is not None and not torch.compiler.is_dynamo_compiling():
+            return self.watch.call(func, args, kwargs)
         if self.guard is not None and not torch.compiler.is_dynamo_compiling():
             result = self.guard(func, args, kwargs)
             if result is not PROCEED:
@@ -162,6 +172,24 @@ class ReplicaRng(TorchFunctionMode):
         if not random or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
         return self._draw(func, args, kwargs)
+
+    def unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call as without a watch. Of calls inside it the watch sees none."""
+        watch, self.watch = self.watch, None
+        try:
+            return self.__torch_function__(func, (), args, kwargs)
+        finally:
+            self.watch = watch
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block of calls, in a call of the watch, that the guard and the watch do not see."""
+        guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
+        try:
+            with self:
+                yield
+        finally:
+            self.guard, self.watch = guard, watch
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that draws random numbers, with the replica's generator."""

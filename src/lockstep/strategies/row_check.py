@@ -1,0 +1,96 @@
+"""Checks in some runs of a step whether its losses are sums over rows, and warns once for each step function.
+
+``watch/rows.py`` follows the rows in each replica; here it is begun and ended, and its findings are told. Steps of this
+package, such as that of ``fit``, ask ``current_row_watch`` themselves, and refuse such a loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep._torch_compat import tree_leaves
+from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.structure import replica_leaves
+from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.registry import RunCount
+from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.strategies.step_names import description_of_step, is_of_the_package
+from lockstep.watch.rows import ALL_CHECKED_FROM, MIXING_ADVICE, Mixing, RowWatch, is_due
+
+
+class RowCheck:
+    """The watches of one run's local replicas.
+
+    Args:
+        fn: the step function.
+        modules: the mirrored modules in use.
+        modes: the function mode of each local replica.
+        rows: of each local replica's shard, or None.
+        count: how often the step function has run, this run included; it learns whether the check saw a loss.
+
+    Attributes:
+        mixing: what was found, after the run. The look at a first run tells of it, beside what it finds itself.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        modules: Sequence[MirroredModule],
+        modes: Sequence[ReplicaRng],
+        rows: Sequence[int | None],
+        *,
+        count: RunCount,
+    ) -> None:
+        self.mixing: Mixing | None = None
+        self._fn, self._modules, self._count = fn, modules, count
+        through = count.with_rows == 1 or (count.with_rows >= ALL_CHECKED_FROM and is_due(count.with_rows))
+        self._watches = [
+            RowWatch(mode, number, through_modules=through) if number is not None and number > 1 else None
+            for mode, number in zip(modes, rows, strict=True)
+        ]
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """A block around the run."""
+        for module in self._modules:
+            module.on_call.append(self._called)
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.on_call.remove(self._called)
+        watches = [watch for watch in self._watches if watch is not None]
+        self._count.is_open = bool(watches) and not any(watch.compared for watch in watches)
+        self.mixing = next((mixing for watch in watches for mixing in watch.mixings), None)
+        if self.mixing is not None and self._count.runs > 1 and not is_of_the_package(self._fn):
+            self._warn(self.mixing)
+
+    def run(self, replica: int, shard: Sequence[Any], body: Callable[[], Any]) -> Any:
+        """One replica's part of the run; ``shard`` are the leaves of its shard."""
+        watch = self._watches[replica]
+        if watch is None:
+            return body()
+        with watch.watching(shard):
+            return body()
+
+    def _called(self, module: MirroredModule, _: Any, __: Any) -> Callable[[Any], None] | None:
+        context = get_replica_context()
+        watch = None if context is None else self._watches[context.local_replica]
+        if watch is None:
+            return None
+        watch.module_begins()
+        return watch.module_ends
+
+    def _warn(self, mixing: Mixing) -> None:
+        what = description_of_step(self._fn)
+        warnings.warn(f"{what} compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}", stacklevel=5)
+
+
+def shard_leaves(given: Any, replica: int) -> list[Any]:
+    """The leaves of a replica's shard: of the arguments that have a value for each replica."""
+    shards = [leaf.values[replica] for leaf in tree_leaves(given) if isinstance(leaf, PerReplica)]
+    return [leaf for shard in shards for leaf in replica_leaves(shard)]

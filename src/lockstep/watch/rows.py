@@ -1,0 +1,448 @@
+"""Follows the rows of a replica's shard through its step, and finds losses that are no sum over rows.
+
+Replicas compute with their shards, so N replicas equal one device only if no row's part of the loss depends on another
+row. The rows of a shard are divided into two groups, A and B. Beside each call of a torch function whose arguments
+depend on rows, the function is called four more times, without gradients, on copies of which three have other rows of
+the same shard as A, as B, or as both, in the same places and of the same shapes:
+
+    loss(A, B) + loss(A', B') - loss(A', B) - loss(A, B')  is 0 if, and only if, the loss is f(A) + g(B)
+
+Nothing of the user's is called twice, only torch's functions. Random functions draw the same numbers in all calls. The
+four copies are computed alike, so that what one row gives is the same to the bit whatever the other rows are: the call
+itself may take another kernel, as one with gradients.
+
+A tensor that was made unseen, as by NumPy or a collective, is the same constant in all four: such a constant cannot
+make a sum over rows look like something else, so what cannot be followed gives no false warning. Batch norms are
+allowed to take statistics of a shard: the copies are normalised by those of the shard itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep._torch_compat import functorch_interpreter, tree_flatten, tree_leaves, tree_unflatten
+from lockstep.collectives.communicator import call_site
+from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.rng.mode import ReplicaRng, is_random
+
+SUSPECT = 100
+"""Larger relative differences than so many roundings of the least exact dtype get a warning."""
+CERTAIN = 4096
+"""Larger differences than so many roundings are no rounding."""
+FIRST_STEPS = 8
+ALL_CHECKED_FROM = 512
+"""From this step on modules are followed again. Before, only in the first step: following one costs about as much as a
+step (four forward passes), and all checks together may take 1% of a training."""
+
+MIXING_ADVICE = (
+    "where one device has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, "
+    'axis=0), or take means and variances from sums, all_reduce("sum", value.sum(0)). Rows are dimension 0 of what '
+    "strategy.run is given; where that is time, as torch's recurrent and attention layers have it without "
+    "batch_first=True, give batches [rows, time]"
+)
+"""What to do about it in a loop of one's own."""
+
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError)
+"""Errors of a call on copies: of lengths that must be sorted, or of shapes that depend on the data."""
+_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_SHUFFLES = frozenset([torch.randperm, torch.multinomial, Tensor.multinomial])
+_UNFOLLOWED = frozenset([Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_hook, Tensor.numpy])
+_ADDITIONS = frozenset(
+    [torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__]
+)
+_LINEAR = _ADDITIONS | frozenset(
+    [
+        *(torch.sum, torch.mean, torch.mul, torch.div, torch.true_divide, torch.neg),
+        *(Tensor.sum, Tensor.mean, Tensor.mul, Tensor.div, Tensor.neg, Tensor.__mul__, Tensor.__rmul__),
+        *(Tensor.__truediv__, Tensor.__neg__, Tensor.float, Tensor.double, Tensor.to, Tensor.clone, Tensor.squeeze),
+    ]
+)
+_COPIES = 4
+_SAMPLED = 8  # entries along each dimension in which origins are looked for
+_NAMED = 3  # origins that a message names, at most
+
+
+def is_due(step: int, *, on_cpu: bool = True) -> bool:
+    """Whether losses are checked in this step of a training, counted from 1: in the 1st, 2nd, 4th, 8th, ...
+
+    On a CPU in all of the first eight: some may lack a mask, a class or an event. On a GPU the host would have to wait.
+    """
+    return 0 < step <= (FIRST_STEPS if on_cpu else 1) or (step > 0 and step.bit_count() == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """A loss that is no sum over the rows of its shard.
+
+    Attributes:
+        origins: the calls that combined rows first, such as "roll (train.py:12 in step)".
+        difference: by how much the loss is off, relative to its terms.
+        is_certain: whether no rounding can explain that.
+        is_random: whether the step draws a random order of rows, as mixup does.
+    """
+
+    origins: tuple[str, ...]
+    difference: float
+    is_certain: bool
+    is_random: bool
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether only means and sums combined rows, as where a mask leaves the rows of a mean."""
+        return all(origin.split()[0] in ("mean", "sum") for origin in self.origins)
+
+    def __str__(self) -> str:
+        return ", ".join(self.origins[:_NAMED]) or "an operation on all rows"
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A tensor that depends on rows: what it is for (A, B), (A', B), (A, B') and (A', B')."""
+
+    tensor: ref[Tensor]
+    copies: tuple[Tensor, ...]
+    origins: tuple[str, ...] = ()  # the calls that combined rows of both groups first
+    is_mixed: bool = False  # whether it is no sum over the groups
+    magnitude: Tensor | None = None  # of a number: the sum of its terms' absolute values, to judge roundings by
+
+
+_watch: ContextVar[RowWatch | None] = ContextVar("lockstep_row_watch", default=None)
+
+
+def current_row_watch() -> RowWatch | None:
+    """The watch of the replica whose step this thread runs; None in most steps."""
+    return _watch.get()
+
+
+class RowWatch:
+    """Follows the rows of one replica's shard in one run.
+
+    Args:
+        rng: the replica's function mode, through which all calls of torch functions come.
+        rows: the number of rows of the shard, at least 2.
+        through_modules: whether to follow rows through mirrored modules. Otherwise the rows of a module's outputs
+            are exchanged as those of its inputs are.
+
+    Attributes:
+        mixings: what was found, one for each loss.
+        compared: whether a loss has been compared that is not 0.
+    """
+
+    def __init__(self, rng: ReplicaRng, rows: int, *, through_modules: bool) -> None:
+        self.mixings: list[Mixing] = []
+        self.compared = False
+        self.through_modules = through_modules
+        self._rng, self._rows = rng, rows
+        self._followed: dict[int, _Followed] = {}
+        self._orders = _orders(rows)
+        self._modules = 0  # mirrored modules that are running, through which nothing is followed
+        self._rounding = torch.finfo(torch.float32).eps
+        self._shuffles = False
+        self._names_mixed: tuple[str, ...] | None = None
+
+    @contextmanager
+    def watching(self, batch: Sequence[Any]) -> Iterator[None]:
+        """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
+        token = _watch.set(self)
+        self._rng.watch = self
+        try:
+            self.follow_rows(batch)
+            yield
+        finally:
+            self._rng.watch = None
+            self._followed.clear()
+            _watch.reset(token)
+
+    def follow_rows(self, leaves: Sequence[Any]) -> None:
+        """Follows tensors whose dimension 0 are the rows of the shard."""
+        with torch.no_grad(), self._rng.aside():
+            for leaf in leaves:
+                if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
+                    copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
+                    self._add(leaf, _Followed(ref(leaf), tuple(copies)))
+
+    def module_begins(self) -> None:
+        """A mirrored module is called."""
+        self._modules += not self.through_modules
+
+    def module_ends(self, outputs: Any) -> None:
+        """A mirrored module has returned."""
+        if not self.through_modules:
+            self._modules -= 1
+            if not self._modules:
+                self.follow_rows(tree_leaves(outputs))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call of a torch function, beside it those on the copies, and returns its result."""
+        self._shuffles = self._shuffles or func in _SHUFFLES
+        # Without a context it is a collective's part for all replicas: what it gives is a constant here.
+        if self._modules or get_replica_context() is None or functorch_interpreter() is not None:
+            return self._rng.unwatched(func, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [found for leaf in tensors if (found := self._get(leaf)) is not None]
+        if inputs and func in _BACKWARDS:
+            self._differentiated(func, args, kwargs)
+        if not inputs or func in _BACKWARDS or func in _UNFOLLOWED:
+            return self._rng.unwatched(func, args, kwargs)
+        constants = [leaf for leaf in tensors if self._get(leaf) is None]
+        versions = [_version(leaf) for leaf in constants]
+        with self._redrawing(func, tensors, leaves) as again:
+            result = self._rng.unwatched(func, args, kwargs)
+            written = [leaf for leaf, old in zip(constants, versions, strict=True) if _version(leaf) != old]
+            targets = [*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), *written]
+            if targets:
+                with torch.no_grad(), self._rng.aside():
+                    self._follow(_Call(func, leaves, structure, written, again), result, inputs)
+        return result
+
+    def _follow(self, call: _Call, result: Any, inputs: Sequence[_Followed]) -> None:
+        """Calls the function on the copies, and follows its results."""
+        try:
+            results, written = call.on_copies(self._get)
+        except _FAILURES:
+            return
+        flat = [tree_leaves(each) for each in results]
+        leaves = tree_leaves(result)
+        for target, copies in zip(call.written, zip(*written, strict=True), strict=True):
+            self._note(call, target, copies, inputs)
+        if any(len(each) != len(leaves) for each in flat):
+            return
+        for leaf, *copies in zip(leaves, *flat, strict=True):
+            if (
+                isinstance(leaf, Tensor)
+                and self._get(leaf) is None
+                and all(isinstance(each, Tensor) for each in copies)
+            ):
+                self._note(call, leaf, tuple(copies), inputs)
+
+    def _note(self, call: _Call, target: Tensor, copies: tuple[Tensor, ...], inputs: Sequence[_Followed]) -> None:
+        if any(each.shape != copies[0].shape for each in copies) or not _is_plain(target):
+            self._add(target, _Followed(ref(target), copies))
+            return
+        if target.is_floating_point():
+            self._rounding = max(self._rounding, torch.finfo(target.dtype).eps)
+        origins = tuple(dict.fromkeys(name for each in inputs for name in each.origins))
+        if self._names_mixed is None:
+            samples = [_sample(each.detach()) for each in copies]
+            if not origins and _depends_on_both(samples):
+                origins = (_described(call.func),)
+            if origins and self._is_mixed(samples):
+                self._names_mixed = origins
+        magnitude = None if target.ndim else call.magnitude(target, self._get)
+        self._add(target, _Followed(ref(target), copies, origins, magnitude=magnitude))
+
+    def _is_mixed(self, samples: Sequence[Tensor]) -> bool:
+        """Whether a value of (A, B), given with those of the copies, is no sum over the groups."""
+        if not samples[0].is_floating_point() or not samples[0].numel():
+            return False
+        neither, a, b, both = (each.double() for each in samples)
+        off = (neither + both - a - b).abs()
+        size = torch.stack([each.abs().max() for each in (neither, a, b, both)]).max()
+        return bool((off > size * (self._rounding * SUSPECT)).any())
+
+    def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A backward pass is about to begin: is its loss a sum over the two groups of rows?"""
+        roots = kwargs.get("tensors", kwargs.get("outputs", args[0] if args else None))
+        weights = args[1] if len(args) > 1 and func is not torch.autograd.grad else None
+        weights = kwargs.get("gradient", kwargs.get("grad_tensors", kwargs.get("grad_outputs", weights)))
+        with torch.no_grad(), self._rng.aside():
+            for root, weight in zip(_listed(roots), _listed(weights, roots), strict=False):
+                followed = self._get(root) if isinstance(root, Tensor) else None
+                if followed is not None and root.is_floating_point():
+                    self._compare(root, weight, followed)
+
+    def _compare(self, root: Tensor, weight: Any, followed: _Followed) -> None:
+        if any(each.shape != root.shape for each in followed.copies):
+            return
+        factor = weight.detach() if isinstance(weight, Tensor) and weight.shape == root.shape else 1.0
+        neither, a, b, both = totals = [float((each.double() * factor).sum()) for each in followed.copies]
+        sizes = [*map(abs, totals), *([] if followed.magnitude is None else [float(followed.magnitude)])]
+        if not all(map(math.isfinite, sizes)) or not max(sizes):
+            return
+        self.compared = True
+        off = abs(neither + both - a - b) / max(sizes)
+        suspect, certain = bounds(self._rounding)
+        if off > suspect:
+            origins = self._names_mixed or followed.origins
+            self.mixings.append(Mixing(origins, off, off > certain, self._shuffles))
+
+    @contextmanager
+    def _redrawing(
+        self, func: Callable[..., Any], tensors: Sequence[Tensor], leaves: Sequence[Any]
+    ) -> Iterator[Callable[[], None]]:
+        """A block around the calls of a function. What it yields has the next call draw the numbers of the first."""
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        if not generators and not is_random(func):
+            yield lambda: None
+            return
+        generators.append(self._rng.generator)
+        on_device = next((each.device for each in tensors if each.device.type == "cuda"), None)
+        before = [each.get_state() for each in generators]
+        device_before = None if on_device is None else torch.cuda.get_rng_state(on_device)
+        after: list[Tensor] = []
+
+        def again() -> None:
+            if not after:
+                after.extend(each.get_state() for each in generators)
+                if on_device is not None:
+                    after.append(torch.cuda.get_rng_state(on_device))
+            self._set_states(generators, before)
+            if on_device is not None and device_before is not None:
+                torch.cuda.set_rng_state(device_before, on_device)
+
+        try:
+            yield again
+        finally:
+            if after:
+                self._set_states(generators, after)
+                if on_device is not None:
+                    torch.cuda.set_rng_state(after[-1], on_device)
+
+    @staticmethod
+    def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+
+    def _add(self, tensor: Tensor, followed: _Followed) -> None:
+        known = self._followed
+
+        def forget(_: object, key: int = id(tensor)) -> None:
+            if key in known and known[key].tensor() is None:
+                del known[key]
+
+        followed.tensor = ref(tensor, forget)
+        known[id(tensor)] = followed
+
+    def _get(self, tensor: Any) -> _Followed | None:
+        followed = self._followed.get(id(tensor))
+        return followed if followed is not None and followed.tensor() is tensor else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a torch function that is made again on copies."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    structure: Any
+    written: list[Tensor]  # arguments that depend on no row, into which the call has written
+    again: Callable[[], None]  # called before each call: random numbers begin as in the first
+
+    def on_copies(self, get: Callable[[Any], _Followed | None]) -> tuple[list[Any], list[list[Tensor]]]:
+        """The results for the four copies, and for each what was written into."""
+        results, written = [], []
+        for number in range(_COPIES):
+            fresh = {id(each): each.detach().clone() for each in self.written}
+            leaves = [fresh.get(id(leaf), _copy_of(leaf, get(leaf), number)) for leaf in self.leaves]
+            args, kwargs = tree_unflatten(leaves, self.structure)
+            self.again()
+            results.append(self._make(args, kwargs))
+            written.append([fresh[id(each)] for each in self.written])
+        return results, written
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.func is not F.batch_norm:
+            return self.func(*args, **kwargs)
+        (first, *_), own = tree_unflatten(self.leaves, self.structure)
+        return _normalised(first if isinstance(first, Tensor) else own["input"], args, kwargs)
+
+    def magnitude(self, result: Tensor, get: Callable[[Any], _Followed | None]) -> Tensor:
+        """The sum of the absolute values of the terms of a number."""
+        known = [each.magnitude for leaf in self.leaves if (each := get(leaf)) and each.magnitude is not None]
+        least = [result.detach().abs().double(), *(each for each in known if self.func in _ADDITIONS)]
+        if self.func in _LINEAR and result.is_floating_point():
+            args, kwargs = tree_unflatten([_absolute(leaf, get(leaf)) for leaf in self.leaves], self.structure)
+            least.append(self.func(*args, **kwargs).abs().double())
+        return torch.stack([each.to(result.device) for each in least]).max()
+
+
+def _absolute(leaf: Any, followed: _Followed | None) -> Any:
+    if followed is not None and followed.magnitude is not None:
+        return followed.magnitude
+    if isinstance(leaf, Tensor):
+        return leaf.detach().abs() if leaf.dtype is not torch.bool else leaf
+    return abs(leaf) if type(leaf) is float else leaf
+
+
+def _copy_of(leaf: Any, followed: _Followed | None, number: int) -> Any:
+    return leaf if followed is None else followed.copies[number]
+
+
+def _normalised(own: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Batch norm of a copy, in training by the statistics of the shard itself; nothing is written."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mean, variance = arguments.get("running_mean"), arguments.get("running_var")
+    if arguments.get("training") or mean is None or variance is None:
+        over = [dim for dim in range(own.ndim) if dim != 1]
+        variance, mean = torch.var_mean(own.detach().float(), over, correction=0)
+    return F.batch_norm(
+        arguments["input"],
+        mean,
+        variance,
+        arguments.get("weight"),
+        arguments.get("bias"),
+        training=False,
+        eps=arguments.get("eps", 1e-5),
+    )
+
+
+def bounds(rounding: float) -> tuple[float, float]:
+    """The relative differences above which a difference is suspect, and certainly no rounding."""
+    return (rounding * 4, rounding * 16) if rounding > 1e-4 else (rounding * SUSPECT, rounding * CERTAIN)
+
+
+def _orders(rows: int) -> tuple[Tensor, ...]:
+    """The rows of (A, B), (A', B), (A, B') and (A', B')."""
+    half = rows // 2
+    plain = torch.arange(rows)
+    moved = plain.roll(-half)
+    return (
+        plain,
+        torch.cat([moved[:half], plain[half:]]),
+        torch.cat([plain[:half], moved[half:]]),
+        moved,
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A few entries along each dimension, the first and the last half of each among them."""
+    return tensor[tuple(slice(None, None, max(1, -(-size // _SAMPLED))) for size in tensor.shape)]
+
+
+def _depends_on_both(samples: Sequence[Tensor]) -> bool:
+    """Whether some entry depends on rows of A and on rows of B; the copies differ from each other in one of them."""
+    _, of_a, of_b, both = samples
+    if not of_a.numel():
+        return False
+    return bool(((of_a != both) & (of_b != both)).any())
+
+
+def _described(func: Any) -> str:
+    name, line = getattr(func, "__name__", str(func)), call_site()
+    return f"{name.strip('_')} ({line})" if line else name.strip("_")
+
+
+def _listed(values: Any, like: Any = None) -> Sequence[Any]:
+    if values is None:
+        return [None] * len(_listed(like)) if like is not None else []
+    return values if isinstance(values, (list, tuple)) else [values]
