@@ -260,7 +260,8 @@ class Strategy(ABC):
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
         modules, row_check = self._mirrored.modules, None
-        due = is_due(count.with_rows, on_cpu=self.devices[0].kind == "CPU") or count.is_open
+        on_cpu = self.devices[0].kind == "CPU"
+        due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
         if due and not any(module.is_part or module.shards_weights for module in modules):
             row_check = RowCheck(fn, modules, self._function_modes, rows, count=count)
             shards = [shard_leaves(given, replica) for replica in range(len(bodies))]

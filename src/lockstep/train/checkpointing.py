@@ -104,7 +104,7 @@ class TrainingState(StateAdapter):
         if loop.pending:
             raise UsageError("a checkpoint cannot hold the gradients of an accumulation cycle; save after the update")
         loop.loss.settle()  # nobody can go on after a loss that is NaN
-        shared |= {"loss": [loop.loss.total, loop.loss.count], "callbacks": callbacks.state_dict()}
+        shared |= {"loss": loop.loss.state(), "callbacks": callbacks.state_dict()}
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
         return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())
 
@@ -123,7 +123,7 @@ class TrainingState(StateAdapter):
         self._model.stop_training = shared["stopped"]
         if "loss" not in shared:  # saved outside fit
             return
-        loop.loss = RunningLoss(*shared["loss"])
+        loop.loss = RunningLoss.restored(shared["loss"])
         loop.metrics.reset()
         workers = self._model.strategy.workers
         load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)

@@ -73,11 +73,12 @@ _NAMED = 3  # origins that a message names, at most
 
 
 def is_due(step: int, *, on_cpu: bool = True) -> bool:
-    """Whether losses are checked in this step of a training, counted from 1: in the 1st, 2nd, 4th, 8th, ...
+    """Whether losses are checked in this step of a training, counted from 1.
 
-    On a CPU in all of the first eight: some may lack a mask, a class or an event. On a GPU the host would have to wait.
+    On a CPU in the first eight, of which some may lack a mask, a class or an event, and in the 16th, 32nd, 64th, ... On
+    a GPU in the first alone: the host would have to wait for the results, and captured steps cannot.
     """
-    return 0 < step <= (FIRST_STEPS if on_cpu else 1) or (step > 0 and step.bit_count() == 1)
+    return step == 1 or (on_cpu and step > 0 and (step <= FIRST_STEPS or step.bit_count() == 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,8 @@ class RowWatch:
                 origins = (_described(call.func),)
             if origins and self._is_mixed(samples):
                 self._names_mixed = origins
-        magnitude = None if target.ndim else call.magnitude(target, self._get)
+        is_number = not target.ndim and target.is_floating_point()
+        magnitude = call.magnitude(target, self._get) if is_number else None
         self._add(target, _Followed(ref(target), copies, origins, magnitude=magnitude))
 
     def _is_mixed(self, samples: Sequence[Tensor]) -> bool:
@@ -286,7 +288,7 @@ class RowWatch:
         if not generators and not is_random(func):
             yield lambda: None
             return
-        generators.append(self._rng.generator)
+        generators.append(self._rng.default_generator())
         on_device = next((each.device for each in tensors if each.device.type == "cuda"), None)
         before = [each.get_state() for each in generators]
         device_before = None if on_device is None else torch.cuda.get_rng_state(on_device)
@@ -361,7 +363,7 @@ class _Call:
         """The sum of the absolute values of the terms of a number."""
         known = [each.magnitude for leaf in self.leaves if (each := get(leaf)) and each.magnitude is not None]
         least = [result.detach().abs().double(), *(each for each in known if self.func in _ADDITIONS)]
-        if self.func in _LINEAR and result.is_floating_point():
+        if self.func in _LINEAR:
             args, kwargs = tree_unflatten([_absolute(leaf, get(leaf)) for leaf in self.leaves], self.structure)
             least.append(self.func(*args, **kwargs).abs().double())
         return torch.stack([each.to(result.device) for each in least]).max()

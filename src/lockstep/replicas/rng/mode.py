@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import (
     OpOverload,
     default_device,
+    disable_dispatch_modes,
     innermost_function_mode,
     num_function_modes,
     sample_dirichlet,
@@ -183,13 +184,17 @@ class ReplicaRng(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A block of calls, in a call of the watch, that the guard and the watch do not see."""
+        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
         guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
         try:
-            with self:
+            with self, disable_dispatch_modes():
                 yield
         finally:
             self.guard, self.watch = guard, watch
+
+    def default_generator(self) -> torch.Generator:
+        """The generator that random functions on CPU tensors draw from here."""
+        return self._generator_here() or torch.default_generator
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that draws random numbers, with the replica's generator."""
