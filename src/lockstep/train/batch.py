@@ -18,6 +18,7 @@ from lockstep.data.structure import RowList, RowTuple, is_sequence
 from lockstep.errors import DataError, UsageError
 from lockstep.mirroring.gradients.exchange import Number
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
+from lockstep.watch.rows import rows_not_followed
 
 Sums = tuple[Tensor, Number]
 """The losses of some rows: their total, a scalar that carries the gradient, and how many were counted."""
@@ -144,7 +145,7 @@ FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, Attribute
 @contextmanager
 def checked_alone(context: ReplicaContext) -> Iterator[None]:
     """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
-    with preserving_rng(context), in_context(context.alone()):
+    with rows_not_followed(), preserving_rng(context), in_context(context.alone()):
         yield
 
 

@@ -19,8 +19,8 @@ allowed to take statistics of a shard: the copies are normalised by those of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +125,17 @@ def current_row_watch() -> RowWatch | None:
     return _watch.get()
 
 
+@contextmanager
+def rows_not_followed() -> Iterator[None]:
+    """A block of calls that are no part of the step, such as those of another check."""
+    watch = _watch.get()
+    if watch is None:
+        yield
+        return
+    with watch.paused():
+        yield
+
+
 class RowWatch:
     """Follows the rows of one replica's shard in one run.
 
@@ -164,6 +175,15 @@ class RowWatch:
             self._followed.clear()
             _watch.reset(token)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which nothing is followed."""
+        self._rng.watch = None
+        try:
+            yield
+        finally:
+            self._rng.watch = self
+
     def follow_rows(self, leaves: Sequence[Any]) -> None:
         """Follows tensors whose dimension 0 are the rows of the shard."""
         with torch.no_grad(), self._rng.aside():
@@ -189,6 +209,8 @@ class RowWatch:
         # Without a context it is a collective's part for all replicas: what it gives is a constant here.
         if self._modules or get_replica_context() is None or functorch_interpreter() is not None:
             return self._rng.unwatched(func, args, kwargs)
+        if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
+            return self._rng.unwatched(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [found for leaf in tensors if (found := self._get(leaf)) is not None]
@@ -196,21 +218,28 @@ class RowWatch:
             self._differentiated(func, args, kwargs)
         if not inputs or func in _BACKWARDS or func in _UNFOLLOWED:
             return self._rng.unwatched(func, args, kwargs)
-        constants = [leaf for leaf in tensors if self._get(leaf) is None]
-        versions = [_version(leaf) for leaf in constants]
+        versions = [_version(leaf) for leaf in tensors]
         with self._redrawing(func, tensors, leaves) as again:
             result = self._rng.unwatched(func, args, kwargs)
-            written = [leaf for leaf, old in zip(constants, versions, strict=True) if _version(leaf) != old]
-            targets = [*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), *written]
-            if targets:
+            written = [leaf for leaf, old in zip(tensors, versions, strict=True) if _version(leaf) != old]
+            if written or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                constants = [leaf for leaf in written if self._get(leaf) is None]
                 with torch.no_grad(), self._rng.aside():
-                    self._follow(_Call(func, leaves, structure, written, again), result, inputs)
+                    self._follow(_Call(func, leaves, structure, constants, again), result, inputs)
         return result
+
+    def _concerns(self, arguments: Iterable[Any]) -> bool:
+        """Whether an argument, or an item of one, may depend on rows; most calls are of weights and shapes."""
+        return any(
+            id(each) in self._followed or (isinstance(each, (list, tuple, dict)) and self._concerns(_items(each)))
+            for each in arguments
+        )
 
     def _follow(self, call: _Call, result: Any, inputs: Sequence[_Followed]) -> None:
         """Calls the function on the copies, and follows its results."""
         try:
-            results, written = call.on_copies(self._get)
+            with self._rng if is_random(call.func) else nullcontext():
+                results, written = call.on_copies(self._get)
         except _FAILURES:
             return
         flat = [tree_leaves(each) for each in results]
@@ -408,6 +437,7 @@ def bounds(rounding: float) -> tuple[float, float]:
 def _orders(rows: int) -> tuple[Tensor, ...]:
     """The rows of (A, B), (A', B), (A, B') and (A', B')."""
     half = rows // 2
+    half -= half % 2 if rows > 3 else 0  # pairs of neighbours are no reason to refuse shards that leave them whole
     plain = torch.arange(rows)
     moved = plain.roll(-half)
     return (
@@ -442,6 +472,10 @@ def _depends_on_both(samples: Sequence[Tensor]) -> bool:
 def _described(func: Any) -> str:
     name, line = getattr(func, "__name__", str(func)), call_site()
     return f"{name.strip('_')} ({line})" if line else name.strip("_")
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _listed(values: Any, like: Any = None) -> Sequence[Any]:

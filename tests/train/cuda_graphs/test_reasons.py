@@ -71,8 +71,9 @@ class Averaging(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)
-        self.average = self.average * 0.5 + out.detach().mean(0)
-        return self.outer(out - self.average)  # type: ignore[no-any-return]
+        average = self.average
+        self.average = average * 0.5 + out.detach().mean(0)
+        return self.outer(out - average)  # type: ignore[no-any-return]
 
 
 class Hooked(Net):

@@ -27,6 +27,7 @@ from lockstep._torch_compat import (
     default_device,
     disable_dispatch_modes,
     innermost_function_mode,
+    num_dispatch_modes,
     num_function_modes,
     sample_dirichlet,
     standard_gamma,
@@ -187,7 +188,7 @@ class ReplicaRng(TorchFunctionMode):
         """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
         guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
         try:
-            with self, disable_dispatch_modes():
+            with disable_dispatch_modes() if num_dispatch_modes() else nullcontext():
                 yield
         finally:
             self.guard, self.watch = guard, watch
