@@ -159,7 +159,7 @@ class Strategy(ABC):
 
     @property
     @abstractmethod
-    def _function_modes(self) -> Sequence[ReplicaRng]:
+    def function_modes(self) -> Sequence[ReplicaRng]:
         """The mode of each local replica, through which its calls of torch functions go."""
 
     @abstractmethod
@@ -263,7 +263,7 @@ class Strategy(ABC):
         on_cpu = self.devices[0].kind == "CPU"
         due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
         if due and not any(module.is_part or module.shards_weights for module in modules):
-            row_check = RowCheck(fn, modules, self._function_modes, rows, count=count)
+            row_check = RowCheck(fn, modules, self.function_modes, rows, count=count)
             shards = [shard_leaves(given, replica) for replica in range(len(bodies))]
             bodies = [partial(row_check.run, *each) for each in zip(range(len(bodies)), shards, bodies, strict=True)]
             check = row_check.looked_at()
@@ -460,7 +460,7 @@ class ThreadedStrategy(Strategy):
         self._runner.guard(guards)
 
     @property
-    def _function_modes(self) -> Sequence[ReplicaRng]:
+    def function_modes(self) -> Sequence[ReplicaRng]:
         return self._runner.function_modes
 
     def _execute(
@@ -558,7 +558,7 @@ class DefaultStrategy(Strategy):
         """There is one replica."""
 
     @property
-    def _function_modes(self) -> Sequence[ReplicaRng]:
+    def function_modes(self) -> Sequence[ReplicaRng]:
         return ()
 
     def _execute(

@@ -27,12 +27,13 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
+from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
+from lockstep.watch.rows import ALL_CHECKED_FROM, RowWatch
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
 _EXACT, _ROUGH = 1e-4, 5e-2
-_LAST_CHECK = 32
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -171,7 +172,35 @@ class LossCheck:
     def is_due(self) -> bool:
         """Whether the loss is checked in this step, on all workers: the 1st, 2nd, 4th, ...; one may have few labels."""
         self._steps += 1
-        return self._replicas > 1 and self._steps <= _LAST_CHECK and self._steps.bit_count() == 1
+        return self._replicas > 1 and self._steps.bit_count() == 1
+
+    def row_watches(self, strategy: Strategy, rows: Sequence[int]) -> PerReplica[RowWatch | None]:
+        """What follows the rows of each local replica's shard through this step: in the first one, and late ones."""
+        late = self._steps >= ALL_CHECKED_FROM and self._steps.bit_count() == 1
+        follows = self._replicas > 1 and (self._steps == 1 or late)
+        modes = strategy.function_modes
+        return PerReplica(
+            [
+                RowWatch(mode, number, through_modules=True) if follows and number > 1 else None
+                for mode, number in zip(modes, rows, strict=True)
+            ]
+            if modes
+            else [None] * len(rows)
+        )
+
+    def warn_of_mixed_rows(self, watches: Sequence[RowWatch | None]) -> None:
+        """Warns once, if a replica has found that its loss is no sum over rows."""
+        mixing = next((mixing for watch in watches if watch is not None for mixing in watch.mixings), None)
+        if mixing is None or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the model or its loss compares or combines the rows of a replica's shard ({mixing}), so "
+            f"{self._replicas} replicas train with other numbers than one device; rows are dimension 0 of the inputs: "
+            "give layers batch_first=True, gather what is compared with ls.get_replica_context().all_gather(value, "
+            "axis=0) in compute_loss, or use one replica",
+            stacklevel=3,
+        )
 
     def warn(self, found: Sequence[tuple[float, float] | None]) -> None:
         """Warns once, if a replica has found a difference."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from lockstep._torch_compat import tree_map
+from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.collectives.per_replica import PerReplica
@@ -36,6 +36,7 @@ from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
+from lockstep.watch.rows import RowWatch
 
 
 class Trainer(transformers.Trainer):
@@ -203,7 +204,9 @@ class Trainer(transformers.Trainer):
             if self._loss_check.is_due():
                 found = self.strategy.run(self._check_loss, (shards, num_items_in_batch))
                 self._loss_check.warn(self.strategy.local_results(found))
-            losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch))
+            watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
+            losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch, watches))
+            self._loss_check.warn_of_mixed_rows(self.strategy.local_results(watches))
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
 
@@ -220,7 +223,7 @@ class Trainer(transformers.Trainer):
         with preserving_rng(replica_of_step()):
             return sharding.loss_difference(loss_of, shard, copy, shifted=sharding.shifts_labels(self.model))
 
-    def _train_shard(self, shard: sharding.Shard, items: Any) -> Tensor:
+    def _train_shard(self, shard: sharding.Shard, items: Any, watch: RowWatch | None) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -228,6 +231,7 @@ class Trainer(transformers.Trainer):
             sends = nullcontext() if self.accelerator.sync_gradients else self._mirrored_module.no_sync()
             with (
                 sends,
+                nullcontext() if watch is None else watch.watching(tree_leaves(shard.inputs)),
                 sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
                 guard_single_row(copy, (), shard.inputs),
             ):
