@@ -247,3 +247,37 @@ def test_a_mean_of_equal_shards_over_the_replicas_is_right(make_strategy: MakeSt
 
     assert not differ(module, alone(loss))
     assert told == []
+
+
+def accumulated(make_strategy: MakeStrategy, *, divisor: int, cycle: int, parts: int = 1) -> list[str]:
+    """What is told of means over shards that are divided and added up over ``cycle`` runs of ``parts`` losses each."""
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(net())
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.5))
+
+    def step(x: Tensor, y: Tensor, due: bool) -> None:
+        for some_x, some_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (F.cross_entropy(mirrored(some_x), some_y) / divisor).backward()
+        if due:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number, (x, y) in enumerate(strategy.distribute_dataset([(X, Y)] * 4), start=1):
+            strategy.run(step, (x, y, number % cycle == 0))
+    return [str(each.message) for each in told if each.filename == __file__]
+
+
+@pytest.mark.parametrize(("divisor", "cycle", "parts"), [(2, 1, 1), (4, 2, 1), (8, 4, 1), (8, 2, 2), (4, 1, 2)])
+def test_a_mean_that_accumulation_divides_too_is_right(
+    make_strategy: MakeStrategy, divisor: int, cycle: int, parts: int
+):
+    assert accumulated(make_strategy, divisor=divisor, cycle=cycle, parts=parts) == []
+
+
+@pytest.mark.parametrize(("divisor", "cycle"), [(1, 1), (4, 4), (4, 1)])
+def test_a_mean_is_judged_by_the_runs_that_are_accumulated(make_strategy: MakeStrategy, divisor: int, cycle: int):
+    (told,) = accumulated(make_strategy, divisor=divisor, cycle=cycle)
+
+    assert "back-propagates a mean" in told

@@ -48,6 +48,7 @@ class RunCount:
     modules: int
     runs: int = 0
     with_rows: int = 0  # runs in which a shard had several rows
+    look: Any = None  # what looked at the first run, if it still waits for an update
     is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
 
 

@@ -10,7 +10,7 @@ the shard, or a penalty that each replica adds, would count once for each replic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,10 @@ class Passes:
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
             self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, Tensor)]
 
+    def forget_graphs(self) -> None:
+        """Lets go of the graphs that have been looked at."""
+        self._seen.clear()
+
     def summed(self, value: Tensor) -> None:
         """The step sums a tensor over the replicas."""
         for line, gradients in list(self.gradients.items()):
@@ -77,14 +81,25 @@ class Passes:
 
 
 def loss_warnings(
-    passes: Sequence[Passes], rows: Sequence[int | None], replicas: int, mixing: Mixing | None
+    passes: Sequence[Passes], rows: Sequence[int | None], replicas: int, *, mixing: Mixing | None, cycle: int
 ) -> Iterator[str]:
-    """What is to be said of a step's losses, given each local replica's passes and rows, and what was found of rows."""
+    """What is to be said of a step's losses.
+
+    Args:
+        passes: of each local replica.
+        rows: of each local replica's shard.
+        replicas: those of all workers.
+        mixing: what was found of rows.
+        cycle: the number of runs whose gradients are accumulated for an update.
+    """
     known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
     side_by_side = list(_side_by_side([each.losses for each, _ in known]))
     counts = [count for _, count in known]
     enough = len(known) >= min(2, len(rows))
-    is_mean = enough and any(_is_mean_over_shards(terms, counts, len(rows), replicas) for terms in side_by_side)
+    divisors = {1, cycle, cycle * len(side_by_side)}  # a step may divide each of its losses by their number
+    is_mean = enough and any(
+        _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
+    )
     quotient = enough and all(each.is_quotient for each, _ in known)
     if is_mean:
         yield (
@@ -109,8 +124,13 @@ def loss_warnings(
         )
 
 
-def _is_mean_over_shards(terms: Sequence[Term], counts: Sequence[int], local: int, replicas: int) -> bool:
-    """Whether a term of all replicas is a mean over each one's rows that nothing turns into a part of one mean."""
+def _is_mean_over_shards(
+    terms: Sequence[Term], counts: Sequence[int], local: int, replicas: int, divisors: Iterable[int]
+) -> bool:
+    """Whether a term of all replicas is a mean over each one's rows that nothing turns into a part of one mean.
+
+    Such a part may be divided by one of ``divisors`` beside.
+    """
     total, uneven = sum(counts), len(set(counts)) > 1
 
     def wrong(term: Term, count: int) -> bool:
@@ -119,7 +139,7 @@ def _is_mean_over_shards(terms: Sequence[Term], counts: Sequence[int], local: in
             return False
         parts = [float(count), count / total, 1 / total]
         if size == total or not uneven:
-            parts.append(1 / replicas)
+            parts += [1 / (replicas * divisor) for divisor in divisors]
         if replicas != local and term.factors:
             return False  # the global batch is not known here
         return not any(math.isclose(factor, part) for factor in term.factors for part in parts if part != 1)

@@ -270,8 +270,10 @@ class Strategy(ABC):
         if count.runs == 1:
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves(given))
             look = FirstRun(fn, modules, self.num_replicas_in_sync, rows, distributed=distributed)
-            look.row_check = row_check
+            look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
+        elif count.look is not None and count.look.waits:
+            first = count.look.until_update(count.runs)
         return bodies, first, check
 
     def begin_training(self, fn: Callable[..., Any]) -> None:

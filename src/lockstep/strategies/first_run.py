@@ -72,6 +72,7 @@ class FirstRun:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
         self._distributed = distributed
         self.row_check: RowCheck | None = None
+        self.waits = False  # for an update, before what is said of losses: how many runs are accumulated shows then
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
@@ -103,7 +104,11 @@ class FirstRun:
             self._warn_of_captured(captured)
         self._warn_of_buffers(before)
         self._warn_of_inputs()
-        self._warn_of_losses()
+        for passes in self._passes:
+            passes.forget_graphs()
+        self._inputs.clear()
+        if not self._accumulates():
+            self._warn_of_losses(cycle=1)
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
@@ -230,10 +235,25 @@ class FirstRun:
                 )
                 return
 
-    def _warn_of_losses(self) -> None:
+    @contextmanager
+    def until_update(self, runs: int) -> Iterator[None]:
+        """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
+        yield
+        if not self._accumulates():
+            self._warn_of_losses(cycle=runs)
+
+    def _accumulates(self) -> bool:
+        """Whether the run has left gradients for an update that has not come: then replicas have their own."""
+        others = [
+            parameter for module in self._modules for copy in module.copies[1:] for parameter in copy.parameters()
+        ]
+        self.waits = any(parameter.grad is not None for parameter in others)
+        return self.waits
+
+    def _warn_of_losses(self, *, cycle: int) -> None:
         if self._distributed and not is_of_the_package(self._fn):
             mixing = None if self.row_check is None else self.row_check.mixing
-            for message in loss_warnings(self._passes, self._rows, self._replicas, mixing):
+            for message in loss_warnings(self._passes, self._rows, self._replicas, mixing=mixing, cycle=cycle):
                 self._warn(message)
 
     def _warn(self, what: str) -> None:
