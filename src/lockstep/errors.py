@@ -61,7 +61,15 @@ class CheckpointError(LockstepError, RuntimeError):
 
 
 class NonFiniteLossError(LockstepError, ArithmeticError):
-    """The loss became NaN or infinite; the message names the step. The weights are those of the last good update."""
+    """The loss became NaN or infinite; the message names the step. The weights are those of the last good update.
+
+    Attributes:
+        finding, advice: the two parts of the message, without the step.
+    """
+
+    def __init__(self, finding: str, advice: str = "") -> None:
+        super().__init__(f"{finding}. {advice}" if advice else finding)
+        self.finding, self.advice = finding, advice
 
 
 class CallbackError(LockstepError, RuntimeError):

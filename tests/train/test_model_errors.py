@@ -34,6 +34,18 @@ def test_nan_names_epoch_and_step_and_keeps_the_last_good_weights(make_strategy:
     assert equal(weights(model), weights(good))
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_nan_in_the_data_is_said_to_be_there(make_strategy: MakeStrategy, batches: Batches, replicas: int):
+    x, y = batches[1][0].clone(), batches[1][1]
+    x[2, 1] = float("nan")
+    model = compiled(nn.Linear(3, 1), make_strategy(replicas))
+
+    with pytest.raises(
+        NonFiniteLossError, match=r"^epoch 1, step 2: .*; .* x of this step's batch .*, first in row 2;"
+    ):
+        model.fit([batches[0], (x, y)], verbose=0)
+
+
 def test_nan_is_found_in_a_cycle_that_the_epoch_cuts_short(make_strategy: MakeStrategy, batches: Batches):
     model = compiled(nn.Linear(3, 1), make_strategy(2), accumulate=4)
     before = weights(model)

@@ -67,6 +67,7 @@ class MirroredObjects:
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
+        self._trains: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
         self._made = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
@@ -270,9 +271,14 @@ class MirroredObjects:
 
     def begin_training(self, fn: Callable[..., Any]) -> None:
         """Begins to count the runs of ``fn`` anew, except that it has run before."""
-        count = self._counts.get(_step_of(fn))
-        if count is not None:
+        key = _step_of(fn)
+        self._trains[key] = True
+        if (count := self._counts.get(key)) is not None:
             count.with_rows, count.is_open = 0, False
+
+    def is_training(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``begin_training`` was called for ``fn``."""
+        return _step_of(fn) in self._trains
 
     def _propagations(self) -> list[Propagation]:
         return [module.propagation for module in self.modules]

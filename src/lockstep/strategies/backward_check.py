@@ -30,6 +30,7 @@ _LEAF = "AccumulateGrad"
 _OF_PYTHON = torch.autograd.function.BackwardCFunction
 _MEAN_REDUCTION = 1
 _SAMPLED = 1024  # values, at least, that the digest of a larger tensor is made of
+_LONGEST_CYCLE = 1025  # runs, that gradients may be accumulated over
 _NODES = 5000  # a term whose graph has more nodes is no penalty, and not looked into
 
 
@@ -90,13 +91,14 @@ def loss_warnings(
         rows: of each local replica's shard.
         replicas: those of all workers.
         mixing: what was found of rows.
-        cycle: the number of runs whose gradients are accumulated for an update.
+        cycle: the number of runs whose gradients are accumulated for an update; 0 while it is not known.
     """
     known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
     side_by_side = list(_side_by_side([each.losses for each, _ in known]))
     counts = [count for _, count in known]
     enough = len(known) >= min(2, len(rows))
-    divisors = {1, cycle, cycle * len(side_by_side)}  # a step may divide each of its losses by their number
+    # A step may divide each of its losses by their number.
+    divisors = {1, cycle, cycle * len(side_by_side)} if cycle else range(1, _LONGEST_CYCLE)
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )

@@ -42,7 +42,7 @@ from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
 from lockstep.mirroring.partition import PartitionPolicy, WholeModels
-from lockstep.mirroring.registry import MirroredObjects
+from lockstep.mirroring.registry import MirroredObjects, RunCount
 from lockstep.mirroring.variable import Aggregation, MirroredVariable, Synchronization
 from lockstep.parallel.mesh_layout import MeshLayout
 from lockstep.replicas.context import ReplicaContext, get_replica_context, in_context
@@ -55,6 +55,7 @@ from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
 from lockstep.strategies.row_check import RowCheck, shard_leaves
+from lockstep.strategies.step_names import is_of_the_package
 from lockstep.tracebacks import OwnFramesHidden
 from lockstep.watch.rows import is_due
 
@@ -260,9 +261,7 @@ class Strategy(ABC):
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
         modules, row_check = self._mirrored.modules, None
-        on_cpu = self.devices[0].kind == "CPU"
-        due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
-        if due and not any(module.is_part or module.shards_weights for module in modules):
+        if self._checks_rows(fn, count):
             row_check = RowCheck(fn, modules, self.function_modes, rows, count=count)
             shards = [shard_leaves(given, replica) for replica in range(len(bodies))]
             bodies = [partial(row_check.run, *each) for each in zip(range(len(bodies)), shards, bodies, strict=True)]
@@ -276,8 +275,19 @@ class Strategy(ABC):
             first = count.look.until_update(count.runs)
         return bodies, first, check
 
+    def _checks_rows(self, fn: Callable[..., Any], count: RunCount) -> bool:
+        """Whether the rows of the shards are followed in this run: in some runs of the user's steps, and of fit's."""
+        on_cpu = self.devices[0].kind == "CPU"
+        due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
+        if not due or any(module.is_part or module.shards_weights for module in self._mirrored.modules):
+            return False
+        return not is_of_the_package(fn) or self._mirrored.is_training(fn)
+
     def begin_training(self, fn: Callable[..., Any]) -> None:
-        """Has the losses of the step function ``fn`` checked anew, as those of another training."""
+        """Has the losses of ``fn``, a step function of this package, checked, as those of a new training.
+
+        The step asks ``current_row_watch`` what was found, after its backward pass.
+        """
         self._mirrored.begin_training(fn)
 
     def surround_steps(self, surround: Surround) -> None:

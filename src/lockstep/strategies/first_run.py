@@ -72,7 +72,8 @@ class FirstRun:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
         self._distributed = distributed
         self.row_check: RowCheck | None = None
-        self.waits = False  # for an update, before what is said of losses: how many runs are accumulated shows then
+        self.waits = False  # for an update, when it shows over how many runs gradients are accumulated
+        self._told = False  # whether something was said of losses
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
@@ -107,8 +108,7 @@ class FirstRun:
         for passes in self._passes:
             passes.forget_graphs()
         self._inputs.clear()
-        if not self._accumulates():
-            self._warn_of_losses(cycle=1)
+        self._warn_of_losses(cycle=0 if self._accumulates() else 1)
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
@@ -239,7 +239,7 @@ class FirstRun:
     def until_update(self, runs: int) -> Iterator[None]:
         """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
         yield
-        if not self._accumulates():
+        if not self._accumulates() and not self._told:
             self._warn_of_losses(cycle=runs)
 
     def _accumulates(self) -> bool:
@@ -254,6 +254,7 @@ class FirstRun:
         if self._distributed and not is_of_the_package(self._fn):
             mixing = None if self.row_check is None else self.row_check.mixing
             for message in loss_warnings(self._passes, self._rows, self._replicas, mixing=mixing, cycle=cycle):
+                self._told = True
                 self._warn(message)
 
     def _warn(self, what: str) -> None:

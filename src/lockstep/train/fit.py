@@ -186,7 +186,7 @@ class TrainLoop:
                     self._workers.set_flags(ControlFlags.LOGS)
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
                 watching, self._watching_loss = self._watching_loss, nullcontext()
-                with naming_step(self.epoch, self.batch + 1), watching:
+                with naming_step(self.epoch, self.batch + 1, batch), watching:
                     outputs = None if self._graphs is None else self._graphs.run(batch, epoch=self.epoch)
                     if outputs is None:
                         results = self._strategy.run(train_step, (self._setup, self._states, batch, due))

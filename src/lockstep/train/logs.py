@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.collectives.tree import tree_sum
+from lockstep.data.structure import is_plain, named_leaves
 from lockstep.errors import DataError, NonFiniteLossError
 from lockstep.extras import require
 from lockstep.mirroring.optim.step import check_finite
@@ -127,12 +132,32 @@ class RunningLoss:
 
 
 @contextmanager
-def naming_step(epoch: int, step: int) -> Iterator[None]:
-    """Puts the epoch, given from 0, and the step, given from 1, into the message of a NonFiniteLossError."""
+def naming_step(epoch: int, step: int, batch: Any = None) -> Iterator[None]:
+    """Puts the epoch, given from 0, and the step, given from 1, into the message of a NonFiniteLossError.
+
+    If the batch of the step itself holds what is not finite, the message says where, in place of its advice.
+    """
     try:
         yield
     except NonFiniteLossError as error:
-        raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error}") from error
+        found = _not_finite(batch)
+        advice = f"{found}; clean the data, or leave such rows out" if found else error.advice
+        raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error.finding}", advice) from error
+
+
+def _not_finite(batch: Any) -> str:
+    """Which leaf of this worker's shards of a batch holds NaN or infinite numbers, and in which row; else nothing."""
+    for name, leaf in named_leaves(batch):
+        shards = [shard for shard in (leaf if isinstance(leaf, PerReplica) else (leaf,)) if _has_rows_of_floats(shard)]
+        bad = [row for shard in shards for row in (~torch.isfinite(shard)).unsqueeze(-1).flatten(1).any(1).tolist()]
+        if any(bad):
+            where = f"{sum(bad)} of {len(bad)} rows, first in row {bad.index(True)}"
+            return f"{name} of this step's batch is not finite in {where}"
+    return ""
+
+
+def _has_rows_of_floats(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 0 and is_plain(leaf)
 
 
 class LazyLogs(dict[str, float]):

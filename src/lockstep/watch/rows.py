@@ -254,11 +254,11 @@ class RowWatch:
                 and self._get(leaf) is None
                 and all(isinstance(each, Tensor) for each in copies)
             ):
-                self._note(call, leaf, tuple(copies), inputs)
+                self._note(call, leaf, copies, inputs)
 
-    def _note(self, call: _Call, target: Tensor, copies: tuple[Tensor, ...], inputs: Sequence[_Followed]) -> None:
+    def _note(self, call: _Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[_Followed]) -> None:
         if any(each.shape != copies[0].shape for each in copies) or not _is_plain(target):
-            self._add(target, _Followed(ref(target), copies))
+            self._add(target, _Followed(ref(target), tuple(copies)))
             return
         if target.is_floating_point():
             self._rounding = max(self._rounding, torch.finfo(target.dtype).eps)
@@ -271,7 +271,7 @@ class RowWatch:
                 self._names_mixed = origins
         is_number = not target.ndim and target.is_floating_point()
         magnitude = call.magnitude(target, self._get) if is_number else None
-        self._add(target, _Followed(ref(target), copies, origins, magnitude=magnitude))
+        self._add(target, _Followed(ref(target), tuple(copies), origins, magnitude=magnitude))
 
     def _is_mixed(self, samples: Sequence[Tensor]) -> bool:
         """Whether a value of (A, B), given with those of the copies, is no sum over the groups."""

@@ -105,8 +105,8 @@ def check_finite(total: float) -> None:
     """Raises NonFiniteLossError for a loss that is NaN or infinite."""
     if not math.isfinite(total):
         raise NonFiniteLossError(
-            f"the loss is {total}; the weights are those before this update. "
-            "Lower the learning rate, clip the gradients (clip_norm=1.0), or look for bad values in the data"
+            f"the loss is {total}; the weights are those before this update",
+            "Lower the learning rate, clip the gradients (clip_norm=1.0), or look for bad values in the data",
         )
 
 
