@@ -248,12 +248,8 @@ class RowWatch:
             self._note(call, target, copies, inputs)
         if any(len(each) != len(leaves) for each in flat):
             return
-        for leaf, *copies in zip(leaves, *flat, strict=True):
-            if (
-                isinstance(leaf, Tensor)
-                and self._get(leaf) is None
-                and all(isinstance(each, Tensor) for each in copies)
-            ):
+        for leaf, copies in zip(leaves, zip(*flat, strict=True), strict=True):
+            if all(isinstance(each, Tensor) for each in (leaf, *copies)) and self._get(leaf) is None:
                 self._note(call, leaf, copies, inputs)
 
     def _note(self, call: _Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[_Followed]) -> None:
