@@ -29,6 +29,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"collectives"}),
     frozenset({"replicas"}),
     frozenset({"mirroring", "parallel", "data"}),
+    frozenset({"watch"}),
     frozenset({"strategies"}),
     frozenset({"checkpoint"}),
     frozenset({"train"}),

@@ -1,4 +1,4 @@
-"""Rows are followed through a step: what combines them is refused by fit and told of in own loops; what does not, is not.
+"""Rows are followed through a step: what combines them is refused by fit and told of in loops, what does not is not.
 
 Every operation stands between two layers of a module that a hand-written loop on one device trains too.
 """
