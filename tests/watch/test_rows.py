@@ -164,6 +164,29 @@ def test_what_keeps_rows_apart_is_neither_refused_nor_told_of(make_strategy: Mak
     assert looped(make_strategy(3), APART[name]) == []
 
 
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("name", ["an LSTM over rows", "mean", "indexing"])
+def test_evaluate_and_predict_refuse_it_too(make_strategy: MakeStrategy, method: str, name: str):
+    with make_strategy(2).scope():
+        model = ls.Model(Net(MIXING[name]))
+        model.compile(loss=nn.CrossEntropyLoss())
+
+    with pytest.raises(ConfigError, match=r"the module.* combines the rows of its shard"):
+        getattr(model, method)(BATCHES)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["batch norm, whose statistics may be a shard's", "group norm", "transposed"])
+def test_evaluate_and_predict_take_what_keeps_rows_apart(make_strategy: MakeStrategy, name: str):
+    with make_strategy(3).scope():
+        model = ls.Model(Net(APART[name]))
+        model.compile(loss=nn.CrossEntropyLoss())
+    alone = Net(APART[name]).eval()
+
+    assert torch.allclose(model.predict(BATCHES), alone(X))
+    model.evaluate(BATCHES)
+
+
 def test_a_random_order_of_rows_is_told_of_and_not_refused(make_strategy: MakeStrategy):
     def mixup(_: Net, h: Tensor) -> Tensor:
         return 0.7 * h + 0.3 * h[torch.randperm(len(h))].tanh()

@@ -67,7 +67,7 @@ class MirroredObjects:
         self._partition = partition
         self._modules: WeakValueDictionary[int, MirroredModule] = WeakValueDictionary()
         self._counts: WeakKeyDictionary[type | CodeType, RunCount] = WeakKeyDictionary()
-        self._trains: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
+        self._with_rows: WeakKeyDictionary[type | CodeType, bool] = WeakKeyDictionary()
         self._made = 0  # modules mirrored so far
         self._metrics: WeakValueDictionary[int, MirroredMetric] = WeakValueDictionary()
         self._without_optimizer_cache: list[tuple[nn.Parameter, ...]] | None = None
@@ -271,14 +271,22 @@ class MirroredObjects:
 
     def begin_training(self, fn: Callable[..., Any]) -> None:
         """Begins to count the runs of ``fn`` anew, except that it has run before."""
-        key = _step_of(fn)
-        self._trains[key] = True
-        if (count := self._counts.get(key)) is not None:
+        self.check_rows_in(fn)
+        if (count := self._counts.get(_step_of(fn))) is not None:
             count.with_rows, count.is_open = 0, False
 
-    def is_training(self, fn: Callable[..., Any]) -> bool:
-        """Whether ``begin_training`` was called for ``fn``."""
-        return _step_of(fn) in self._trains
+    def check_rows_in(self, fn: Callable[..., Any]) -> None:
+        """Has the rows of ``fn``, a step function of this package, followed in some runs."""
+        self._with_rows[_step_of(fn)] = True
+
+    def checks_rows_in(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``check_rows_in`` was called for ``fn``."""
+        return _step_of(fn) in self._with_rows
+
+    def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
+        """Whether rows have been followed through ``fn`` since the last module was mirrored."""
+        count = self._counts.get(_step_of(fn))
+        return count is not None and count.modules == self._made and count.with_rows > 0
 
     def _propagations(self) -> list[Propagation]:
         return [module.propagation for module in self.modules]

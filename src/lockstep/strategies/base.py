@@ -281,7 +281,15 @@ class Strategy(ABC):
         due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
         if not due or any(module.is_part or module.shards_weights for module in self._mirrored.modules):
             return False
-        return not is_of_the_package(fn) or self._mirrored.is_training(fn)
+        return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
+
+    def check_rows_in(self, fn: Callable[..., Any]) -> None:
+        """Has the rows of ``fn``, a step function of this package, followed in some runs; it asks for what is found."""
+        self._mirrored.check_rows_in(fn)
+
+    def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
+        """Whether the rows of ``fn`` have been followed with the modules that are mirrored now."""
+        return self._mirrored.has_checked_rows_in(fn)
 
     def begin_training(self, fn: Callable[..., Any]) -> None:
         """Has the losses of ``fn``, a step function of this package, checked, as those of a new training.

@@ -22,7 +22,7 @@ from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.logs import RunningLoss, StepClock, batch_logs
 from lockstep.train.metrics import ReplicaMetrics
-from lockstep.train.step import ReplicaState, evaluate_step, predict_step
+from lockstep.train.step import ReplicaState, evaluate_step, predict_step, train_step
 
 
 @contextmanager
@@ -43,6 +43,7 @@ def run_evaluation(
     metrics = ReplicaMetrics(strategy, setup.config.metrics)
     states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
     loss = RunningLoss()
+    strategy.check_rows_in(evaluate_step)
 
     def run(batch: Any) -> tuple[int, Logs]:
         outputs = strategy.local_results(strategy.run(evaluate_step, (setup, states, batch)))
@@ -77,6 +78,8 @@ def run_prediction(
 ) -> Any:
     """The module's outputs for all rows, in the order of the data, on the CPU. Every worker must call it."""
     collected = CollectedOutputs()
+    if not any(strategy.has_checked_rows_in(step) for step in (train_step, evaluate_step)):
+        strategy.check_rows_in(predict_step)
 
     def run(batch: Any) -> tuple[int, Logs]:
         shards = strategy.local_results(strategy.run(predict_step, (module, precision, batch)))

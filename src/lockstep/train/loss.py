@@ -278,8 +278,8 @@ def _name_of(loss: Any) -> str:
     return repr(loss.name) if isinstance(loss, NamedLoss) else repr(getattr(loss, "__qualname__", type(loss).__name__))
 
 
-def refuse_mixed_rows(loss: Loss) -> None:
-    """After the backward pass of a replica: refuses a module or a loss that combines the rows of its shard.
+def refuse_mixed_rows(loss: Loss | None) -> None:
+    """After the pass of a replica: refuses a module, or a loss if there is one, that combines the rows of its shard.
 
     It is warned of where rounding may explain it, and where rows are combined at random, as by mixup.
 
@@ -288,8 +288,9 @@ def refuse_mixed_rows(loss: Loss) -> None:
     """
     watch = current_row_watch()
     for mixing in () if watch is None else watch.mixings:
+        of_loss = "" if loss is None else f", or the loss {_name_of(loss)},"
         what = (
-            f"the module, or the loss {_name_of(loss)}, compares or combines the rows of its shard ({mixing}), so its "
+            f"the module{of_loss} compares or combines the rows of its shard ({mixing}), so its "
             "shards do not add up to what one device computes of the global batch"
         )
         if mixing.is_certain and not mixing.is_random:

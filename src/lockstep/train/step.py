@@ -38,6 +38,7 @@ from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.names import logits_of
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
+from lockstep.watch.rows import current_row_watch
 
 if TYPE_CHECKING:
     from lockstep.parallel.pipeline import Pipeline
@@ -128,6 +129,9 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
             outputs = setup.module(*args, **kwargs)
             total, count = _loss_sums(setup, state, outputs, batch, rows)
         _update_metrics(state, outputs, batch, rows)
+    if (watch := current_row_watch()) is not None:
+        watch.check_total(total)
+        refuse_mixed_rows(setup.config.loss)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -141,6 +145,9 @@ def predict_step(module: MirroredModule, precision: Precision, item: Any) -> Pre
         if module.pipeline is None:
             args, kwargs = module_arguments(x)
             outputs = module(*args, **kwargs)
+            if (watch := current_row_watch()) is not None:
+                watch.check_outputs(outputs)
+                refuse_mixed_rows(None)
             return Prediction(rows=rows, outputs=outputs if rows else None)
         parts: list[Any] = []
 

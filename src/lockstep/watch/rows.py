@@ -156,7 +156,8 @@ class RowWatch:
         self.through_modules = through_modules
         self._rng, self._rows = rng, rows
         self._followed: dict[int, _Followed] = {}
-        self._orders = _orders(rows)
+        self._half = _first_group(rows)
+        self._orders = _orders(rows, self._half)
         self._modules = 0  # mirrored modules that are running, through which nothing is followed
         self._rounding = torch.finfo(torch.float32).eps
         self._shuffles = False
@@ -191,6 +192,33 @@ class RowWatch:
                 if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
                     self._add(leaf, _Followed(ref(leaf), tuple(copies)))
+
+    def check_total(self, total: Any) -> None:
+        """Compares a total over rows that no backward pass begins at, as an evaluation's."""
+        followed = self._get(total)
+        if followed is not None and total.is_floating_point():
+            with torch.no_grad(), self._rng.aside():
+                self._compare(total, None, followed)
+
+    def check_outputs(self, outputs: Any) -> None:
+        """Compares outputs: those of the rows of one group must be the same beside any other rows."""
+        with torch.no_grad(), self._rng.aside():
+            for leaf in tree_leaves(outputs):
+                followed = self._get(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
+                if followed is not None and leaf.shape[0] == self._rows and leaf.is_floating_point():
+                    self._compare_rows(followed)
+
+    def _compare_rows(self, followed: _Followed) -> None:
+        neither, a, b, _ = (each.double() for each in followed.copies)
+        if any(each.shape != neither.shape for each in (a, b)) or not neither.numel():
+            return
+        self.compared = True
+        half = self._half
+        off = torch.stack([(neither - b)[:half].abs().max(), (neither - a)[half:].abs().max()]).max()
+        difference = float(off / neither.abs().max().clamp(min=1e-30))
+        suspect, certain = bounds(self._rounding)
+        if difference > suspect:
+            self.mixings.append(Mixing(followed.origins, difference, difference > certain, self._shuffles))
 
     def module_begins(self) -> None:
         """A mirrored module is called."""
@@ -430,10 +458,14 @@ def bounds(rounding: float) -> tuple[float, float]:
     return (rounding * 4, rounding * 16) if rounding > 1e-4 else (rounding * SUSPECT, rounding * CERTAIN)
 
 
-def _orders(rows: int) -> tuple[Tensor, ...]:
-    """The rows of (A, B), (A', B), (A, B') and (A', B')."""
+def _first_group(rows: int) -> int:
+    """The number of rows in A. Pairs of neighbours, which shards may leave whole, are left whole here too."""
     half = rows // 2
-    half -= half % 2 if rows > 3 else 0  # pairs of neighbours are no reason to refuse shards that leave them whole
+    return half - half % 2 if rows > 3 else half
+
+
+def _orders(rows: int, half: int) -> tuple[Tensor, ...]:
+    """The rows of (A, B), (A', B), (A, B') and (A', B')."""
     plain = torch.arange(rows)
     moved = plain.roll(-half)
     return (
