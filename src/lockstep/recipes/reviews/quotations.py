@@ -124,8 +124,8 @@ class QuotationCheck:
             # The last line below may be cut before its label.
             if len(rows) > 1 and len(rows) >= below - 1 and not _counts_up(rows):
                 raise DataError(
-                    f"{self._name}, line {line}: the {below} lines below are within the quotation marks that begin here,"
-                    f" and {len(rows)} of them look like rows, with a label and a review; {_ADVICE}"
+                    f"{self._name}, line {line}: the {below} lines below are within the quotation marks that begin"
+                    f" here, and {len(rows)} of them look like rows, with a label and a review; {_ADVICE}"
                 )
             if rows:
                 suspects.append(line)
