@@ -259,6 +259,8 @@ class TrainingCommand(ABC):
         lines = [
             f"\n{epochs_table(result.history)}\n",
             *trained.notes,
+            *([] if result.stopping is None else [f"best    {result.stopping}"]),
+            *([] if result.few_updates is None else [f"updates {result.few_updates}"]),
             f"test    {metrics_line(result.test_metrics)}",
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
             f"logs    tensorboard --logdir {folders.output / 'logs'}",

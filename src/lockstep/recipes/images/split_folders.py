@@ -28,8 +28,10 @@ _WORDS: Mapping[str, Split] = {
     **dict.fromkeys(("test", "testing", "tst", "测试"), "test"),
     **dict.fromkeys(("valid", "val", "validation", "validate", "validating", "dev", "development", "验证"), "valid"),
 }
-_FILLERS = ("set", "data", "dataset", "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos")
-_FILLERS += ("sample", "samples", "split", "part", "folder", "dir", "数据", "图片", "图像", "样本", "集")
+_FILLERS = (
+    *("set", "data", "dataset", "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos"),
+    *("sample", "samples", "split", "part", "folder", "dir", "数据", "图片", "图像", "样本", "集"),
+)
 _ALTERNATIVES = "|".join(sorted((*_WORDS, *_FILLERS), key=len, reverse=True))
 _COMPOUND = re.compile(f"(?:{_ALTERNATIVES})+")
 _WORD = re.compile(_ALTERNATIVES)
