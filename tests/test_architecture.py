@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"tracebacks"}),
     frozenset({"errors", "_torch_compat"}),
-    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tensorflow_names"}),
+    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tensorflow_names", "weights_formats"}),
     frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),
@@ -54,6 +54,7 @@ WRITES_FILES = (
     "report.py",
     "scaling/plots.py",  # savefig writes the SVG to memory
     "train/callbacks/loggers.py",
+    "train/torch_weights.py",  # torch.save for programs that read weights with torch.load
     "recipes/images/dataset.py",  # `lockstep data digits DIR` writes the pictures that it is asked for
     "launch/",  # a log file of each worker; how it failed, for the launcher to read
     "integrations/transformers/sync.py",  # the replicas' numbers beside transformers' own in its checkpoints

@@ -51,8 +51,10 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     assert printed[0][:5] == ["MobileNetV2", "on", "3", "logical", "devices:"]
     assert ["cpu:2", "cpu:0", "1", "of", "3"] in printed
     assert [row[0] for row in printed[printed.index(HEADER) + 2 :][:2]] == ["1", "2"]
-    assert [row[0] for row in printed[printed.index(HEADER) + 5 :] if row][:5] == [
+    assert [row[0] for row in printed[printed.index(HEADER) + 5 :] if row][:7] == [
         "data",
+        "best",
+        "updates",
         "test",
         "model",
         "logs",

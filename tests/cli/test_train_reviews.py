@@ -62,7 +62,7 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     assert [line[:9] for line in printed if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2", "epoch    "]
     assert [row[0] for row in words[words.index(HEADER) + 2 :][:2]] == ["1", "2"]
     last = [row[0] for row in words[words.index(HEADER) + 5 :] if row]
-    assert last[:5] == ["best", "test", "model", "logs", "curves"]
+    assert last[:6] == ["best", "updates", "test", "model", "logs", "curves"]
     answers = [line for line in printed if line.endswith(("书不错。", "服务很差。"))]
     assert len(answers) == 2
     assert all(re.match(r"(好评！|差评！)  [01]\.\d{3}  ", line) for line in answers)

@@ -21,10 +21,11 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.format import RECORD, damage_in, damaged, weights_of
 from lockstep.checkpoint.weights import FileHeader, stream_weights, write_file
 from lockstep.checks import check_kind, check_path
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.extras import require
 from lockstep.parallel.regions import Region
 from lockstep.parallel.tensor_files import TensorReader, TensorShard
+from lockstep.weights_formats import weights_format
 
 Place = tuple[str, tuple[int, ...]]
 """The name of a tensor, and the index in it of the first element."""
@@ -78,6 +79,11 @@ def export_weights(
         listed = ", ".join(map(repr, sorted(known))) or "none"
         raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {listed}")
     if like is None:
+        if weights_format(target, "export_weights(path)") == "torch":
+            raise ConfigError(
+                f"export_weights(path) is {str(target)!r}, and weights are exported as safetensors; call the file"
+                f" {target.stem}.safetensors"
+            )
         stream_weights(target, reader.tensors, ((key, reader.read_whole(key)) for key in reader.tensors))
     else:
         _write_like(reader, Path(check_path(like, "export_weights(like)")), target)

@@ -38,10 +38,15 @@ def write_weights(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
     Raises CheckpointError if an entry is not a tensor, or the file cannot be written.
     """
+    check_tensors(state)
+    stream_weights(path, state, state.items())
+
+
+def check_tensors(state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if an entry is not a tensor."""
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the state has {key!r}, a {type(value).__name__}; weights files hold tensors only")
-    stream_weights(path, state, state.items())
 
 
 def stream_weights(

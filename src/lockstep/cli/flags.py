@@ -223,3 +223,16 @@ def check_file(file: Path) -> None:
     """Raises ConfigError if a folder is in the place of a file."""
     if file.is_dir():
         raise ConfigError(f"--output has a folder {str(file)!r}, expected a file; move it away")
+
+
+def check_no_results(output: Path) -> None:
+    """Raises ConfigError if a finished run has left its model or its curves in the folder."""
+    model, curves = output / "model", output / "curves.png"
+    present = [curves] if curves.exists() else []
+    if model.is_dir():  # a hidden file is what a killed process has not finished
+        present = [path for path in sorted(model.iterdir()) if not path.name.startswith(".")] + present
+    if present:
+        raise ConfigError(
+            f"--output has the results of a finished run, {str(present[0])!r}; give another --output, or --overwrite to"
+            " replace them"
+        )

@@ -37,6 +37,7 @@ from lockstep.cli.flags import (
     Nested,
     check_file,
     check_folder,
+    check_no_results,
     command,
 )
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
@@ -64,7 +65,7 @@ from lockstep.train.fit import Verbose
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep train`` and its commands."""
     train = typer.Typer(cls=CommandsHelp)
-    own = {"devices": "Devices", "output": "Output"}
+    own = {"devices": "Devices", "output": "Output", "overwrite": "Output"}
     backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
     text = {"data": "Data", "pretrained": "Model"}
     mlm = {**text, "sequence_length": "Data", "batch_size": "Training"}
@@ -130,6 +131,7 @@ class TrainingCommand(ABC):
     Args:
         devices: how to divide the devices.
         output: folder for logs, weights and curves.
+        overwrite: replace the results of a finished run in the same --output.
         check_exact: then repeat the first steps on one device, without dropout, and compare.
         quiet: print the result only, no progress.
         config: the recipe's configuration.
@@ -139,6 +141,7 @@ class TrainingCommand(ABC):
 
     devices: DevicesFlag = None
     output: FolderFlag
+    overwrite: bool = False
     check_exact: Annotated[bool, NO_FLAG] = False
     quiet: bool = False
     config: Any
@@ -203,7 +206,13 @@ class TrainingCommand(ABC):
             check_folder(folder)
         check_file(output / "curves.png")
         self.backup.check(output)
+        if not self.overwrite and not self.continues_run_in(output):
+            check_no_results(output)
         return output
+
+    def continues_run_in(self, output: Path) -> bool:
+        """Whether this run goes on from a backup in ``output``, and so may replace what that run has left."""
+        return self.backup.resume and self.backup.newest(output) is not None
 
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
@@ -250,6 +259,8 @@ class TrainingCommand(ABC):
         lines = [
             f"\n{epochs_table(result.history)}\n",
             *trained.notes,
+            *([] if result.stopping is None else [f"best    {result.stopping}"]),
+            *([] if result.few_updates is None else [f"updates {result.few_updates}"]),
             f"test    {metrics_line(result.test_metrics)}",
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
             f"logs    tensorboard --logdir {folders.output / 'logs'}",
@@ -367,6 +378,10 @@ class TrainReviews(TrainingCommand):
         for package in ("transformers", "accelerate", "torchmetrics"):
             find_package(package, "text")
         return output
+
+    def continues_run_in(self, output: Path) -> bool:
+        """Whether the checkpoint to resume from is of a run with this output."""
+        return self.resume is not None and output.resolve() in self.resume.expanduser().resolve().parents
 
     def resume_flag(self, folders: RunFolders) -> str | None:
         """Names the newest checkpoint of the Trainer; workers began, and named their folder, a little later."""

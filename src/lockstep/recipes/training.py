@@ -5,6 +5,7 @@ A recipe builds a ``Task`` from its config; what differs between recipes is in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -23,6 +24,8 @@ from lockstep.train.fit import Verbose
 from lockstep.train.logs import History
 from lockstep.train.model import Model
 
+FEW_UPDATES = 80
+"""With fewer updates in all the result is told to rest on few: the digits are learnt in 100, to an accuracy of 0.9."""
 LOGGED_EVERY = 10
 """Updates, or global batches, from one point of the batch curves to the next."""
 
@@ -46,6 +49,7 @@ class Task:
         scheduler: makes the learning rate schedule of an optimizer; None for a constant rate.
         metrics: name -> metric, as ``Model.compile`` takes them.
         sync_batchnorm: whether batch norm statistics are those of the global batch.
+        callbacks: callbacks of the recipe, which run before early stopping.
         settings: returns name -> number, string or None of everything that the results depend on, except the devices.
     """
 
@@ -61,6 +65,7 @@ class Task:
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     metrics: Mapping[str, Any]
     sync_batchnorm: bool = False
+    callbacks: Sequence[Callback] = ()
     settings: Callable[[], Mapping[str, Any]]
 
 
@@ -69,7 +74,9 @@ class Result:
     """The result of a run.
 
     ``parameters`` is the number of parameters of the whole model, tied ones counted once, and ``fingerprint`` that of
-    the end of the training.
+    the end of the training, with the weights that were tested. ``updates`` counts the updates of all epochs.
+    ``stopping`` says which epoch they are of; None if it
+    is the last one, because ``patience`` is 0.
     """
 
     source: str
@@ -77,6 +84,40 @@ class Result:
     fingerprint: str
     test_metrics: Mapping[str, float]
     parameters: int
+    updates: int
+    stopping: Stopping | None = None
+
+    @property
+    def few_updates(self) -> str | None:
+        """What to tell of a run with fewer updates than a model of random weights needs to learn; None of others."""
+        if self.updates >= FEW_UPDATES:
+            return None
+        epochs = len(self.history.epoch)
+        return f"{self.updates} in {epochs} epochs are few to learn from; give more --epochs or smaller batches"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """Which epoch was the best, and whether the training ended early because none of the next ones was better.
+
+    Args:
+        monitor: the number that says which epoch is best: the lowest is.
+        best_epoch: the best epoch, from 1, whose weights are tested and saved.
+        last_epoch: the last epoch that was trained, from 1.
+        patience: number of epochs without a better one after which training stops.
+        early: whether it did.
+    """
+
+    monitor: str
+    best_epoch: int
+    last_epoch: int
+    patience: int
+    early: bool
+
+    def __str__(self) -> str:
+        best = f"epoch {self.best_epoch} by {self.monitor}, which is tested and saved"
+        after = f"stopped early after epoch {self.last_epoch}, {self.patience} epochs without a lower {self.monitor}"
+        return f"{best}; {after}" if self.early else best
 
 
 def compile_task(task: Task, strategy: Strategy) -> Model:
@@ -104,9 +145,12 @@ def fit_and_test(
     Every worker must call it. Raises a CheckpointError if the backup is of a run with other settings.
     """
     config = task.config
-    all_callbacks = [*callbacks, ResumeCheck(task.settings)]
+    all_callbacks = [*callbacks, ResumeCheck(task.settings), *task.callbacks]
+    early_stopping: EarlyStopping | None = None
     if config.patience:
-        all_callbacks.append(EarlyStopping("val_loss" if task.valid else "loss", patience=config.patience))
+        monitor, patience = "val_loss" if task.valid else "loss", patience_epochs(config, len(task.train))
+        early_stopping = EarlyStopping(monitor, patience=patience, restore_best_weights=True)
+        all_callbacks.append(early_stopping)
     if log_dir is not None:
         all_callbacks.append(TensorBoard(log_dir, update_freq=LOGGED_EVERY))
     history = model.fit(
@@ -119,6 +163,31 @@ def fit_and_test(
         fingerprint=fingerprint,
         test_metrics=model.evaluate(task.test, verbose=0),
         parameters=task.parameters,
+        updates=len(history.epoch) * updates_per_epoch(config, len(task.train)),
+        stopping=None if early_stopping is None else _stopping_of(early_stopping, history),
+    )
+
+
+def patience_epochs(config: Any, batches: int) -> int:
+    """Returns ``patience``, or as many epochs as have ``patience_updates`` updates if these are more.
+
+    Early epochs of small data sets have few updates, and none of them may be better than the first.
+    """
+    return max(int(config.patience), math.ceil(int(config.patience_updates) / updates_per_epoch(config, batches)))
+
+
+def updates_per_epoch(config: Any, batches: int) -> int:
+    """Returns the updates of an epoch; a cycle of accumulation that its end cuts short counts."""
+    return math.ceil(batches / int(config.accumulate))
+
+
+def _stopping_of(callback: EarlyStopping, history: History) -> Stopping:
+    return Stopping(
+        monitor=callback.monitor,
+        best_epoch=callback.best_epoch + 1,
+        last_epoch=history.epoch[-1] + 1,
+        patience=callback.patience,
+        early=callback.stopped_epoch > 0,
     )
 
 

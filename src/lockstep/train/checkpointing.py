@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
+from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
@@ -26,6 +28,8 @@ from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.fit import TrainLoop
 from lockstep.train.logs import History, RunningLoss
 from lockstep.train.metrics import load_states, replica_states
+from lockstep.train.torch_weights import is_of_torch, read_torch_weights, write_torch_weights
+from lockstep.weights_formats import weights_format
 
 if TYPE_CHECKING:
     from lockstep.parallel.sharded_module import ShardedModule
@@ -135,10 +139,12 @@ class TrainingState(StateAdapter):
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Writes the module's state_dict to a safetensors file. Every worker must call it; the chief writes.
+    """Writes the module's state_dict, in the format of the file's suffix. Every worker must call it; the chief writes.
 
     The chief gathers a model that is divided among workers in its host memory, one tensor after another.
     """
+    target = Path(check_path(path, "the path of the weights"))
+    write = write_torch_weights if weights_format(target, "the path of the weights") == "torch" else write_weights
     module.exchange_buffers()
     part = _part_of(module)
     state: dict[str, Tensor] = module.state_dict() if part is None else {}
@@ -147,17 +153,30 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
         for name, tensor in part.stream():
             if workers.is_chief:
                 state[name] = averages.get(name, tensor).cpu()
-    run_on_chief(workers, "save the weights", lambda: write_weights(state, path))
+    run_on_chief(workers, "save the weights", lambda: write(state, target))
+
+
+def host_state(module: MirroredModule) -> dict[str, Tensor]:
+    """Returns a copy of the module's state_dict on the CPU, made one tensor after another.
+
+    Every worker must call it; each of them gets the whole of a model that is divided among them.
+    """
+    module.exchange_buffers(always=False)
+    part = _part_of(module)
+    state = module.state_dict().items() if part is None else part.stream()
+    averages = {} if part is None else dict(module.named_buffers())
+    return {name: averages.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in state}
 
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
-    """Loads a safetensors file into all copies if everything fits. Every worker must call it; the chief reads."""
+    """Loads a file of weights into all copies if everything fits. Every worker must call it; the chief reads."""
+    source = Path(check_path(path, "the path of the weights"))
     part = _part_of(module)
     state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
 
     def read() -> dict[str, Tensor]:
-        weights = read_weights(path)
-        check_fit(weights, state, path)
+        weights = read_torch_weights(source) if is_of_torch(source) else read_weights(source)
+        check_fit(weights, state, source)
         return weights
 
     weights = run_on_chief(workers, "load the weights", read)

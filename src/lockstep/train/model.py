@@ -39,6 +39,7 @@ from lockstep.train.callbacks.progress import ProgressBar, write_fingerprint
 from lockstep.train.checkpointing import (
     Position,
     TrainingState,
+    host_state,
     load_weights,
     save_weights,
 )
@@ -446,16 +447,27 @@ class Model:
         self._module.exchange_buffers(always=False)
         return self._module.state_dict()
 
+    def host_state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of ``state_dict()`` on the CPU, for which no device holds more than one tensor of other workers."""
+        return host_state(self._module)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state_dict of the plain module into every replica's copy."""
         self._module.load_state_dict(state)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Writes the state_dict to a safetensors file, atomically. Every worker must call it; the chief writes."""
+        """Writes the state_dict to a file, atomically. Every worker must call it; the chief writes.
+
+        The file has the format of safetensors, and that of ``torch.save`` if its suffix is .pt, .pth or .bin. Suffixes
+        of other formats, such as .h5, .keras and .ckpt, are a ConfigError.
+        """
         save_weights(self._module, self.strategy.workers, path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads a safetensors file into every copy, or raises a CheckpointError. Every worker must call it."""
+        """Loads a file of weights into every copy, or raises a CheckpointError. Every worker must call it.
+
+        The file is a safetensors file, or a state_dict that ``torch.save`` wrote, whatever its name.
+        """
         load_weights(self._module, self.strategy.workers, path)
 
     def checkpoint(self) -> Checkpoint:

@@ -34,9 +34,10 @@ from lockstep.train.batch import (
     unpack_labelled,
 )
 from lockstep.train.compile import Precision, TrainSetup
+from lockstep.train.label_shift import shifted, shifts_labels
 from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
-from lockstep.train.names import logits_of
+from lockstep.train.names import logits_of, takes_tensors
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 from lockstep.watch.rows import current_row_watch
 
@@ -50,6 +51,7 @@ class ReplicaState:
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
         self.metrics_checked = not metrics
+        self.labels_shift: bool | None = None  # whether the module's own loss shifts labels; None: not known yet
         self.losses = 0  # how many shards, or microbatches, had a loss
         self.sums = Totals(0.0, 0.0)
 
@@ -100,7 +102,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
                 with setup.precision.autocast(), keep_logits_sharded():
                     outputs = module(*args, **kwargs)
                     total, count = _loss_sums(setup, state, outputs, batch, rows)
-                _update_metrics(state, outputs, batch, rows)
+                _update_metrics(setup, state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(replica_of_step(), count)
             if isinstance(total, Tensor):
@@ -128,7 +130,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
         with setup.precision.autocast(), keep_logits_sharded():
             outputs = setup.module(*args, **kwargs)
             total, count = _loss_sums(setup, state, outputs, batch, rows)
-        _update_metrics(state, outputs, batch, rows)
+        _update_metrics(setup, state, outputs, batch, rows)
     if (watch := current_row_watch()) is not None:
         watch.check_total(total)
         refuse_mixed_rows(setup.config.loss)
@@ -176,7 +178,7 @@ def _own_sums(
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
         loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
-    _update_metrics(state, loss.outputs, loss.batch, loss.rows)
+    _update_metrics(setup, state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
 
 
@@ -196,7 +198,7 @@ def _pipeline_sums(
         )
         microbatch = LabelledBatch(batch.x, y, weight)
         total, count = _loss_sums(setup, state, outputs, microbatch, number)
-        _update_metrics(state, outputs, microbatch, number)
+        _update_metrics(setup, state, outputs, microbatch, number)
         if trains:
             _check_graph(total)
         sums.append((total.detach(), count))
@@ -240,7 +242,10 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
         sharded = has_sharded_logits(outputs)
         for name, metric in state.metrics.items():
             try:
-                update_metric(metric, outputs, targets)
+                if state.labels_shift and takes_tensors(metric):
+                    update_metric(metric, *shifted(outputs, targets))
+                else:
+                    update_metric(metric, outputs, targets)
                 if sharded:
                     gather_states(metric)
             except Exception as error:
@@ -248,7 +253,7 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
                 raise
 
 
-def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
+def _update_metrics(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
     if not rows or not state.metrics:
         return
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
@@ -257,6 +262,8 @@ def _update_metrics(state: ReplicaState, outputs: Any, batch: LabelledBatch, row
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)
+    if state.labels_shift is None:  # a loss of torch compares what the metrics compare
+        state.labels_shift = not setup.config.loss_takes_tensors and shifts_labels(detached, batch.y)
     update_metrics(state, [(detached, batch.y)])
 
 

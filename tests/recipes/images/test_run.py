@@ -71,11 +71,13 @@ def test_any_number_of_replicas_and_workers_sees_the_same_pictures(
 
 def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     # A rate this small moves no float32 weight, and a momentum this small no statistics: the second epoch is no better.
-    still = {"data": colors, "epochs": 3, "learning_rate": 1e-30, "sync_batchnorm": True}
+    still = {"data": colors, "epochs": 3, "learning_rate": 1e-30, "sync_batchnorm": True, "patience_updates": 0}
     with_validation = train_images(tiny(**still, patience=1, batch_norm_momentum=1e-9), make_strategy(2), verbose=0)
     patient = train_images(tiny(**still, patience=0), make_strategy(2), verbose=0)
 
     assert len(with_validation.history.epoch) == 2
+    assert with_validation.stopping is not None
+    assert with_validation.stopping.early
     assert len(patient.history.epoch) == 3
 
 

@@ -3,8 +3,8 @@
     DIR/CLASS/*.jpg                                 one tree, from which validation and test images are held out
     DIR/train/CLASS/*.jpg, DIR/test/CLASS/*.jpg     split already; DIR/valid may be there too
 
-Other files (LICENSE.txt, Thumbs.db) and hidden files are ignored. Worker processes of torch's DataLoader decode;
-epochs read the array, so no image is decoded twice.
+``split_folders`` reads the names of the parts. Other files (LICENSE.txt, Thumbs.db) and hidden files are ignored.
+Worker processes of torch's DataLoader decode; epochs read the array, so no image is decoded twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.errors import DataError
 from lockstep.extras import find_package, require
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.split_folders import Split, folders_in, is_hidden, split_folders
 from lockstep.replicas.cpu.memory import available_mb
-
-Split = Literal["train", "valid", "test"]
 
 FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 """Suffixes of image files, in lower case; of an animation the first frame is used."""
@@ -38,13 +37,6 @@ FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 _DECODERS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 MAX_BROKEN = 0.05
 """Fraction of the images that may be broken and are skipped; more is an error."""
-_SPLIT_NAMES: Mapping[str, Split] = {
-    "train": "train",
-    "test": "test",
-    "valid": "valid",
-    "val": "valid",
-    "validation": "valid",
-}
 _CHUNK = 16  # images that a worker sends together
 _MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
 
@@ -130,14 +122,16 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
             the training split does not have.
     """
     check_data(folder)
-    found = {split: (path, _images_by_class(path)) for split, path in _split_folders(folder).items()}
+    found = {split: (path, _images_by_class(path)) for split, path in split_folders(folder).items()}
     classes = tuple(sorted(found["train"][1]))
     for path, by_class in found.values():
         if len(classes) < 2 or not by_class.keys() <= set(classes) or not all(by_class.values()):
             counts = ", ".join(f"{name}: {len(images)}" for name, images in list(by_class.items())[:10]) or "none"
+            inside = [str(path / name) for name in by_class if folders_in(path / name)]
+            deeper = f"; if they are deeper, give --data {inside[0]}" if len(by_class) == 1 and inside else ""
             raise DataError(
                 f"the image folder {str(path)!r} has these classes and images: {counts}; expected at least two folders,"
-                f" the same ones in every split, each with an image ({', '.join(sorted(FORMATS))})"
+                f" the same ones in every split, each with an image ({', '.join(sorted(FORMATS))}){deeper}"
             )
     splits = {
         split: tuple(
@@ -150,23 +144,6 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
     return classes, splits
 
 
-def _split_folders(root: Path) -> dict[Split, Path]:
-    """Split -> its folder. A folder "train" of folders is a split, one of images is a class."""
-    inside = _folders_in(root)
-    if not any(path.name == "train" and _folders_in(path) for path in inside):
-        return {"train": root}
-    if unknown := [path.name for path in inside if path.name not in _SPLIT_NAMES]:
-        raise DataError(
-            f"the image folder {str(root)!r} holds 'train' and {unknown[0]!r}, which is not a split; expected folders"
-            " called train, test and valid; move the other away"
-        )
-    return {_SPLIT_NAMES[path.name]: path for path in inside}
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not _is_hidden(path.name))
-
-
 def _images_by_class(split: Path) -> dict[str, list[Path]]:
     return {
         folder.name: sorted(
@@ -174,14 +151,10 @@ def _images_by_class(split: Path) -> dict[str, list[Path]]:
             for path in folder.rglob("*")
             if path.suffix.lower() in FORMATS
             and path.is_file()
-            and not any(map(_is_hidden, path.relative_to(folder).parts))
+            and not any(map(is_hidden, path.relative_to(folder).parts))
         )
-        for folder in _folders_in(split)
+        for folder in folders_in(split)
     }
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
 
 
 def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: float) -> Splits:

@@ -22,14 +22,16 @@ from lockstep.recipes import training
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import ImageDataset, Split, load_images
+from lockstep.recipes.images.dataset import ImageDataset, load_images
 from lockstep.recipes.images.model import new_mobilenet, save_mobilenet
+from lockstep.recipes.images.split_folders import Split
+from lockstep.recipes.images.statistics import FreshStatistics, statistics_lag
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.classification import Accuracy
 from lockstep.train.fit import Verbose
 
-_MAY_CHANGE = ("data", "workers", "patience")
+_MAY_CHANGE = ("data", "workers", "patience", "patience_updates")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 _EXACT_ROWS = 17
 """Images per batch of the exactness check: double convolutions take ten times as long; odd, for uneven shards."""
@@ -64,9 +66,17 @@ def build_images(config: ImagesConfig, *, show_progress: bool = False) -> Images
         optimizer=partial(build_optimizer, config),
         metrics=build_metrics(),
         sync_batchnorm=config.sync_batchnorm,
+        callbacks=_callbacks(config, module, dataset),
         settings=partial(run_settings, config, dataset),
         dataset=dataset,
     )
+
+
+def _callbacks(config: ImagesConfig, module: nn.Module, dataset: ImageDataset) -> tuple[Callback, ...]:
+    # All images are shuffled together, whatever the buffer: a batch of one class would have statistics of its own.
+    settings = replace(config, shuffle_buffer=0, batch_size=max(2, config.batch_size))
+    batches = ImageBatches(dataset.splits["train"], settings, training=True)
+    return (FreshStatistics(module, batches),) if statistics_lag(len(batches), config.batch_norm_momentum) else ()
 
 
 def build_optimizer(config: ImagesConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

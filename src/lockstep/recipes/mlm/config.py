@@ -36,7 +36,10 @@ class MlmConfig:
         epochs: passes over the training text.
         learning_rate: learning rate of the first step; it decays linearly to 0. Default: 1e-3 for random weights, and
             the published 1e-4 for pretrained ones.
-        patience: epochs without a lower validation loss before training stops; 0 never stops early.
+        patience: epochs without a lower validation loss before training stops, and the weights of the best epoch are
+            restored; 0 never stops early and keeps the last epoch.
+        patience_updates: updates without a lower validation loss before training stops, if they are more than the
+            epochs of patience have; 0 counts epochs alone.
         precision: precision of the forward and backward pass.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them; less memory, more
             time.
@@ -63,6 +66,7 @@ class MlmConfig:
     epochs: int = 5
     learning_rate: float | None = None
     patience: int = 2
+    patience_updates: int = 80
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_checkpointing: bool = False
     accumulate: int = 1
@@ -83,6 +87,7 @@ class MlmConfig:
             max_masked=(1, UNBOUNDED),
             sequence_length=(3, UNBOUNDED),  # [CLS], one token, [SEP]
             patience=(0, UNBOUNDED),
+            patience_updates=(0, UNBOUNDED),
             shuffle_buffer=(0, UNBOUNDED),
             clip_norm=(ABOVE_ZERO, UNBOUNDED),
         )

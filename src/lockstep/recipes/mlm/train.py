@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +43,7 @@ from lockstep.train.callbacks import Callback
 from lockstep.train.fit import Verbose
 from lockstep.train.model import Model
 
-_MAY_CHANGE = ("data", "pretrained", "patience", "gradient_checkpointing")
+_MAY_CHANGE = ("data", "pretrained", "patience", "patience_updates", "gradient_checkpointing")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 
 
@@ -126,7 +125,7 @@ def build_metrics() -> dict[str, Any]:
 
 def num_updates(config: MlmConfig, batches: int) -> int:
     """Returns the number of updates of the run; a cycle of accumulation that the end of an epoch cuts short counts."""
-    return config.epochs * math.ceil(batches / config.accumulate)
+    return config.epochs * training.updates_per_epoch(config, batches)
 
 
 def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[str, Any]:

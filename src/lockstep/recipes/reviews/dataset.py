@@ -20,6 +20,7 @@ from typing import Literal
 
 from lockstep.errors import DataError, MissingExtraError
 from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep.recipes.reviews.quotations import QuotationCheck, RawLines
 
 LABEL, REVIEW = "label", "review"
 _MAX_CLASSES = 20
@@ -66,32 +67,48 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
     """
     check_data(path)
     name, line, empty, reviews = repr(str(path)), 0, 0, []
+    quotations: QuotationCheck | None = None
+    lines = RawLines(())
     try:
         # Spreadsheets write a byte order mark; utf-8-sig also reads files without one.
         utf8 = codecs.lookup(encoding).name == "utf-8"  # UTF-8 and utf8 too
         with path.open(encoding="utf-8-sig" if utf8 else encoding, newline="") as file:
-            rows = csv.DictReader(file)
-            columns = [column.strip() for column in rows.fieldnames or ()]
-            if LABEL not in columns or REVIEW not in columns:
-                raise DataError(f"{name} has the columns {', '.join(columns)[:80]!r}; expected {LABEL} and {REVIEW}")
-            rows.fieldnames = columns
+            lines = RawLines(file)
+            rows = csv.DictReader(lines)
+            rows.fieldnames = _columns(rows.fieldnames, name)
+            quotations = QuotationCheck(name, rows.fieldnames, LABEL)
+            lines.taken.clear()
             for row in rows:
                 line = rows.line_num
+                where = f"{name}, line {quotations.first_line(lines.taken, line)}"
+                lines.taken.clear()
                 if None in row:
-                    raise DataError(f"{name}, line {line}: more values than columns; put quotes around such a review")
+                    raise DataError(f"{where}: more values than columns; put quotes around such a review")
                 text = (row[REVIEW] or "").strip()
                 if text:
-                    reviews.append(Review(text=text, label=_label(row[LABEL] or "", f"{name}, line {line}")))
+                    reviews.append(Review(text=text, label=_label(row[LABEL] or "", where)))
                 else:
                     empty += 1
     except (OSError, UnicodeError, LookupError, csv.Error) as error:
+        if isinstance(error, csv.Error) and quotations is not None:
+            quotations.check_length(lines.taken, line + len(lines.taken))
         raise DataError(
             f"the review file {name} cannot be read after line {line} ({error}); expected CSV in {encoding}; correct"
             " --data, or give the --encoding, such as gb18030 for GBK and GB2312"
         ) from error
+    quotations.finish({review.label for review in reviews})
     if not reviews:
         raise DataError(f"{name} holds no review: {empty} rows, none with a text in the column {REVIEW}")
     return ReviewTable(reviews=tuple(reviews), empty=empty, source=str(path))
+
+
+def _columns(header: Sequence[str] | None, name: str) -> list[str]:
+    columns = [column.strip() for column in header or ()]
+    if LABEL not in columns or REVIEW not in columns:
+        raise DataError(
+            f"{name} has the columns {', '.join(columns)[:80]!r}; expected {LABEL} and {REVIEW}, separated by commas"
+        )
+    return columns
 
 
 def _label(given: str, where: str) -> int:

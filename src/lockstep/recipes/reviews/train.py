@@ -124,6 +124,7 @@ def train_reviews(
             best_epoch=history.epoch[f1.index(max(f1))] + 1,
             test_metrics={name: float(tested[f"test_{name}"]) for name in ("loss", "accuracy", "f1")},
             parameters=num_parameters(model),
+            updates=trainer.state.global_step,
             trained_parameters=trained,
             classified=classify(model, task.tokenizer, texts, max_tokens=max_row_length(config, model)),
         )

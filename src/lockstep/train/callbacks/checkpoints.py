@@ -25,6 +25,7 @@ from lockstep.checks import check_number, check_path, shown
 from lockstep.collectives.communicator import ControlFlags, run_on_chief
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.train.callbacks.base import Callback, Logs, Mode, Monitor
+from lockstep.weights_formats import weights_format
 
 
 class _SavingCallback(Callback):
@@ -46,7 +47,8 @@ class _SavingCallback(Callback):
 class ModelCheckpoint(_SavingCallback):
     """Saves during fit, always or only the best. Arguments as in Keras. With several workers the chief writes.
 
-    With ``save_weights_only`` it writes safetensors files; without it, checkpoints for ``model.load_checkpoint``.
+    With ``save_weights_only`` it writes files as ``Model.save_weights`` does, in the format of the suffix; without it,
+    checkpoints for ``model.load_checkpoint``.
 
     Args:
         filepath: the weights file, which may hold ``{epoch}`` (from 1), ``{batch}`` (from 1, with an integer
@@ -90,6 +92,8 @@ class ModelCheckpoint(_SavingCallback):
         check_number("ModelCheckpoint(keep)", keep, least=1, whole=True)
         check_number("ModelCheckpoint(initial_value_threshold)", initial_value_threshold)
         self.filepath = check_path(filepath, "ModelCheckpoint(filepath)")
+        if save_weights_only or Path(self.filepath).suffix.lower() in (".h5", ".keras"):
+            weights_format(self.filepath, "ModelCheckpoint(filepath)")
         self.monitor, self.verbose = monitor, verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.keep, self.asynchronous = keep, asynchronous

@@ -72,8 +72,7 @@ class EarlyStopping(Callback):
         if self._watch.is_better(value, self.best):
             self.best, self.best_epoch = value, epoch
             if self.restore_best_weights:
-                state = self.model.state_dict()
-                self._best_weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+                self._best_weights = self.model.host_state_dict()
             # As in Keras, only a value that also beats the baseline resets the wait.
             if self._watch.is_better(value, self.baseline):
                 self.wait = 0

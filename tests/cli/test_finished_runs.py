@@ -1,0 +1,91 @@
+"""The results of a finished run are not replaced by the next one, of any recipe, unless ``--overwrite`` says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+IMAGES = "images --data pictures --size 8 --output-stride 8 --width-multiplier 0.1 --batch-size 8 --workers 0"
+TEXT = "mlm --data text --vocabulary 60 --layers 1 --hidden 8 --heads 1 --feed-forward 8 --sequence-length 16"
+REVIEWS = "reviews --data reviews.csv --vocabulary 60 --layers 1 --hidden 8 --feed-forward 8"
+SMALL = ["--epochs", "1", "--devices", "cpu:1", "--quiet", "--output", "out"]
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path) -> None:
+    """Pictures, text and reviews where the command runs."""
+    random = np.random.default_rng(0)
+    for place in ("cat", "dog"):
+        (tmp_path / "pictures" / place).mkdir(parents=True)
+        for number in range(8):
+            pixels = random.integers(256, size=(8, 8, 3), dtype="uint8")
+            Image.fromarray(pixels).save(tmp_path / "pictures" / place / f"{number}.png")
+    (tmp_path / "text").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "text" / f"a.{split}.tokens").write_text(
+            ("the quick brown fox jumps over the lazy dog " * 3 + "\n") * 8
+        )
+    reviews = [f"{number % 2},{('bad', 'good')[number % 2]} room {number}" for number in range(20)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["label,review", *reviews]) + "\n")
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("recipe", [IMAGES, TEXT, REVIEWS])
+def test_a_finished_run_is_kept_until_it_is_to_be_replaced(recipe: str, run_lockstep, tmp_path: Path):
+    words = ["train", *recipe.split(), *SMALL]
+    assert run_lockstep(*words).returncode == 0
+    finished = files_of(tmp_path / "out")
+
+    refused = run_lockstep(*words, "--seed", "1")
+
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "--output has the results of a finished run, 'out/model/config.json'; give another --output, or" in (
+        refused.stderr
+    )
+    assert files_of(tmp_path / "out") == finished
+
+    assert run_lockstep(*words, "--seed", "1", "--overwrite").returncode == 0
+    replaced = files_of(tmp_path / "out")
+    weights = Path("model", "model.safetensors")
+    assert replaced[weights] != finished[weights]
+
+
+@pytest.mark.parametrize("words", [["--backup", "none"], ["--resume"], []])
+@pytest.mark.parametrize("left", ["model/model.safetensors", "curves.png"])
+def test_whatever_a_backup_would_do_a_finished_run_is_kept(left: str, words: list[str], run_lockstep, tmp_path: Path):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / left).write_bytes(b"three hours")
+
+    refused = run_lockstep("train", *IMAGES.split(), *SMALL, *words)
+
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"'out/{left}'" in refused.stderr
+    assert files_of(tmp_path / "out") == {Path(left): b"three hours"}
+
+
+def test_a_run_that_ended_before_its_results_begins_anew(run_lockstep, tmp_path: Path):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "logs" / "20260101-000000").mkdir(parents=True)
+    (tmp_path / "out" / "model" / ".model.safetensors.0.partial").write_bytes(b"half")
+
+    assert run_lockstep("train", *IMAGES.split(), *SMALL).returncode == 0
+
+
+def test_reviews_go_on_from_a_checkpoint_of_the_same_output_only(run_lockstep, tmp_path: Path):
+    words = ["train", *REVIEWS.split(), *SMALL]
+    assert run_lockstep(*words).returncode == 0
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").glob("*/checkpoint-*")
+    shutil.copytree(checkpoint, tmp_path / "elsewhere" / checkpoint.name)
+
+    refused = run_lockstep(*words, "--epochs", "2", "--resume", f"elsewhere/{checkpoint.name}")
+    resumed = run_lockstep(*words, "--epochs", "2", "--resume", str(checkpoint.relative_to(tmp_path)))
+
+    assert (refused.returncode, resumed.returncode) == (2, 0)
+    assert "has the results of a finished run" in refused.stderr
