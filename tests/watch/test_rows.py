@@ -187,6 +187,11 @@ def test_evaluate_and_predict_take_what_keeps_rows_apart(make_strategy: MakeStra
     model.evaluate(BATCHES)
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_may_be_combined_on_purpose(make_strategy: MakeStrategy):
+    fitted(make_strategy(2), MIXING["mean"], combines_rows=True)
+
+
 def test_a_random_order_of_rows_is_told_of_and_not_refused(make_strategy: MakeStrategy):
     def mixup(_: Net, h: Tensor) -> Tensor:
         return 0.7 * h + 0.3 * h[torch.randperm(len(h))].tanh()

@@ -99,6 +99,7 @@ class CompileConfig:
     accumulate: int = 1
     clip_norm: float | None = None
     graphs: bool = True
+    combines_rows: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.loss) or isinstance(self.loss, type):
@@ -110,6 +111,8 @@ class CompileConfig:
         check_number("accumulate", self.accumulate, least=1, whole=True, optional=False)
         check_number("clip_norm", self.clip_norm, least=ABOVE_ZERO, most=inf)
         check_kind("graphs", self.graphs, bool, "True to use CUDA graphs on a GPU, or False", optional=False)
+        kinds = "True where rows are combined on purpose, or False"
+        check_kind("combines_rows", self.combines_rows, bool, kinds, optional=False)
         object.__setattr__(self, "metrics", check_metrics(self.metrics))
 
     @cached_property

@@ -116,16 +116,18 @@ class LossTotals:
         return float(total), float(count)
 
 
-def checked_sums(loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool, step: int) -> Sums:
+def checked_sums(
+    loss: Loss, shard: ShardRows, context: ReplicaContext, *, sharded: bool, step: int, combines_rows: bool = False
+) -> Sums:
     """The total and the count of a shard of at least one row, which is a part of the global batch if ``sharded``.
 
-    ``step`` counts the shards of a pass from 1: the first ones are checked.
+    ``step`` counts the shards of a pass from 1: the first ones are checked, unless rows are combined on purpose.
 
     Raises:
         ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
     """
     sums = _totals(loss, sharded, shard)
-    if sharded and not has_sharded_logits(shard.outputs):
+    if sharded and not combines_rows and not has_sharded_logits(shard.outputs):
         on_cpu = context.device.kind == "CPU"
         if sums.label_means and (on_cpu or step == 1):
             _check_label_means(loss, sums.label_means, on_cpu)
@@ -278,16 +280,17 @@ def _name_of(loss: Any) -> str:
     return repr(loss.name) if isinstance(loss, NamedLoss) else repr(getattr(loss, "__qualname__", type(loss).__name__))
 
 
-def refuse_mixed_rows(loss: Loss | None) -> None:
+def refuse_mixed_rows(loss: Loss | None, *, combines_rows: bool = False) -> None:
     """After the pass of a replica: refuses a module, or a loss if there is one, that combines the rows of its shard.
 
-    It is warned of where rounding may explain it, and where rows are combined at random, as by mixup.
+    It is warned of where rounding may explain it, and where rows are combined at random, as by mixup. With
+    ``combines_rows`` it is intended.
 
     Raises:
         ConfigError: rows are combined.
     """
     watch = current_row_watch()
-    for mixing in () if watch is None else watch.mixings:
+    for mixing in () if watch is None or combines_rows else watch.mixings:
         of_loss = "" if loss is None else f", or the loss {_name_of(loss)},"
         what = (
             f"the module{of_loss} compares or combines the rows of its shard ({mixing}), so its "
@@ -297,7 +300,8 @@ def refuse_mixed_rows(loss: Loss | None) -> None:
             raise ConfigError(
                 f"{what}; rows are dimension 0 of the inputs: give recurrent and attention layers batch_first=True, "
                 "take statistics by a norm layer of torch, and compare rows in a loop of your own, with "
-                "ls.get_replica_context().all_gather"
+                "ls.get_replica_context().all_gather; compile(combines_rows=True) lets each replica combine those of "
+                "its shard"
             )
         warnings.warn(f"{what}; it is taken as intended, or as rounding: {mixing.difference:.1g} of it", stacklevel=2)
 

@@ -209,6 +209,7 @@ class Model:
         clip_norm: float | None = None,
         graphs: bool = True,
         compile_module: bool | Mapping[str, Any] = False,
+        combines_rows: bool = False,
     ) -> None:
         """Configures training.
 
@@ -229,6 +230,9 @@ class Model:
             graphs: on a GPU, replay whole steps as CUDA graphs where possible; the log "lockstep" says why not.
             compile_module: run the module through ``torch.compile``; or a dict of its options "mode", "dynamic" and
                 "backend". All replicas run one compiled code.
+            combines_rows: True says that the module or the loss combines rows on purpose, such as by statistics of its
+                own over the batch, or an auxiliary loss of experts. Each replica then combines the rows of its shard,
+                so the numbers depend on the number of replicas; False refuses it.
 
         Raises:
             ConfigError: a value is not valid.
@@ -238,6 +242,7 @@ class Model:
             raise ConfigError("compile got no loss; give a function loss(outputs, targets), or a name such as 'mse'")
         loss, optimizer = loss_named(loss), optimizer_named(optimizer)
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
+        given["combines_rows"] = combines_rows
         config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)

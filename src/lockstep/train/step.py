@@ -108,7 +108,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             if isinstance(total, Tensor):
                 _check_graph(total)
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
-                refuse_mixed_rows(setup.config.loss)
+                refuse_mixed_rows(setup.config.loss, combines_rows=setup.config.combines_rows)
                 total = total.detach()
     state.add(total, count)
     result = update_weights(setup, state) if update else None
@@ -133,7 +133,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
         _update_metrics(setup, state, outputs, batch, rows)
     if (watch := current_row_watch()) is not None:
         watch.check_total(total)
-        refuse_mixed_rows(setup.config.loss)
+        refuse_mixed_rows(setup.config.loss, combines_rows=setup.config.combines_rows)
     return StepOutput(rows=rows, total=total, count=count)
 
 
@@ -233,7 +233,8 @@ def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: Labe
         outputs = logits_of(outputs)
     state.losses += 1
     shard = ShardRows(outputs, batch, rows)
-    return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses)
+    combines = setup.config.combines_rows
+    return checked_sums(setup.config.loss, shard, context, sharded=sharded, step=state.losses, combines_rows=combines)
 
 
 def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> None:
