@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"tracebacks"}),
     frozenset({"errors", "_torch_compat"}),
-    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tensorflow_names"}),
+    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "introspection", "tensorflow_names"}),
     frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),

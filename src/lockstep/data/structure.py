@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
 from lockstep.errors import DataError
+from lockstep.introspection import is_kind
 
 T = TypeVar("T")
 
@@ -97,9 +98,9 @@ def _fields(node: Any) -> tuple[str, ...]:
 
 def rows_of(leaf: Any) -> int | None:
     """Returns the number of rows of a leaf, or None for a value without rows."""
-    if isinstance(leaf, Tensor):
+    if is_kind(leaf, Tensor):
         return leaf.size(0) if leaf.ndim else None
-    return len(leaf) if isinstance(leaf, (RowList, RowTuple)) else None
+    return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else None
 
 
 def leaf_has_rows(leaf: Any) -> bool:
@@ -109,7 +110,7 @@ def leaf_has_rows(leaf: Any) -> bool:
 
 def replica_leaves(view: Any) -> list[Any]:
     """Returns the leaves of a replica's arguments. A list of rows is one leaf."""
-    return tree_leaves(view, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
+    return tree_leaves(view, is_leaf=lambda node: is_kind(node, (RowList, RowTuple)))
 
 
 def is_plain(leaf: Any) -> bool:

@@ -6,7 +6,6 @@ after    settled, sum_after_run: changes by replicas are their own, and gradient
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
-from lockstep.replicas.runner import code_of
+from lockstep.replicas.runner import code_of, unwrapped
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -236,9 +235,7 @@ class MirroredObjects:
 
     def is_first_run(self, fn: Callable[..., Any]) -> bool:
         """Whether ``fn`` runs for the first time since a module was mirrored."""
-        while isinstance(fn, partial):
-            fn = fn.func
-        key = code_of(inspect.unwrap(fn))
+        key = code_of(unwrapped(fn))
         # The look at a first run uses hooks, which torch.compile would compile into the module.
         if self._looked_at.get(key) == self._made or any(module.is_compiled for module in self.modules):
             return False

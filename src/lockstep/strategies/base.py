@@ -37,6 +37,7 @@ from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_empty_shard, shard_sizes
 from lockstep.data.structure import replica_leaves, rows_of
 from lockstep.errors import ConfigError, UsageError
+from lockstep.introspection import attribute_of, is_kind
 from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -235,7 +236,7 @@ class Strategy(ABC):
         rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
-            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
+            distributed = any(is_kind(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
         with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)), ExitStack() as around:
@@ -431,7 +432,8 @@ class ThreadedStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         if not self.workers.is_single:
-            self.workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
+            name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
+            self.workers.set_status(f"a run of {name} ({call_site()})")
         return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
 
 
