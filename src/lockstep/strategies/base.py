@@ -237,7 +237,8 @@ class Strategy(ABC):
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
             distributed = any(is_kind(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
-            first = FirstRun(fn, self._mirrored.modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            modules, replicas, workers = self._mirrored.modules, self.num_replicas_in_sync, self.workers
+            first = FirstRun(fn, modules, replicas, rows, distributed=distributed, workers=workers)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()
         with OwnFramesHidden(), Scope(self), looking, self._mirrored.settled(len(self.devices)), ExitStack() as around:
             for surround in self._surrounds:

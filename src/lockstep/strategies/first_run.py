@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep._torch_compat import DisableTorchFunction, NormBase, disable_dispatch_modes, tree_leaves
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.introspection import attribute_of, attributes_of, is_kind, module_of
 from lockstep.mirroring.module.module import MirroredModule
@@ -34,6 +35,7 @@ from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_ca
 from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, loss_warnings
+from lockstep.strategies.seeded_draws import SeededDraws, equal_draws, same_numbers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Captured = dict[tuple[str, str], tuple[Any, Any]]
@@ -59,7 +61,7 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 class FirstRun:
     """The first run of one step function ``fn``.
 
-    ``replicas`` are those of all workers, ``rows`` those of each local replica's batch or None, and ``distributed``
+    ``replicas`` are those of all ``workers``, ``rows`` those of each local replica's batch or None, and ``distributed``
     says whether any argument has a value for each replica.
     """
 
@@ -71,13 +73,16 @@ class FirstRun:
         rows: Sequence[int | None],
         *,
         distributed: bool,
+        workers: Communicator,
     ) -> None:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
+        self._workers = workers
         self._distributed = distributed
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._passes = [Passes() for _ in rows]
+        self._seeded = [SeededDraws() for _ in rows]
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
     @contextmanager
@@ -103,21 +108,41 @@ class FirstRun:
             self._refuse_hooks(captured)
             self._warn_of_draws(drawn)
             self._warn_of_captured(captured)
+        self._warn_of_equal_draws()
         self._warn_of_buffers(before)
         self._warn_of_inputs()
         self._warn_of_losses()
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
-        if len(self._rows) == 1 or sys.getprofile() is not None:
+        if sys.getprofile() is not None:
             return body()
-        sys.setprofile(self._entered)
+        sys.setprofile(self._entered if len(self._rows) > 1 else self._drawn)
         try:
             return body()
         finally:
             sys.setprofile(None)
 
+    def _drawn(self, frame: FrameType, event: str, given: Any) -> None:
+        """Notes draws of random numbers."""
+        code = frame.f_code
+        if event == "c_call":
+            context = get_replica_context() if type(given) is BuiltinFunctionType else None
+            if context is not None:
+                self._seeded[context.local_replica].called_in_c(given, partial(_line_of, frame))
+        elif event == "call" and code is _TORCH:
+            context, local = get_replica_context(), frame.f_locals
+            if context is not None:
+                call = (local["self"], local["func"], local["args"], local["kwargs"] or {})
+                with _unseen():
+                    self._seeded[context.local_replica].called(*call, partial(_line_of, frame))
+        elif event == "return" and not code.co_filename.startswith((*_INSTALLED, *_LIBRARIES)):
+            context = get_replica_context()
+            if context is not None:
+                self._seeded[context.local_replica].returns(frame)
+
     def _entered(self, frame: FrameType, event: str, given: Any) -> None:
+        self._drawn(frame, event, given)
         code = frame.f_code
         if event == "call" and id(code) not in self._ran:
             if code is _FORWARD_MODE:
@@ -197,6 +222,15 @@ class FirstRun:
                     f"so {_DRAW_ADVICE}"
                 )
 
+    def _warn_of_equal_draws(self) -> None:
+        line = equal_draws(self._seeded)
+        if line:
+            self._warn(same_numbers(line))
+        elif self._replicas > len(self._rows):
+            digest, lines = self._seeded[0].digest(), [line for _, line in self._seeded[0].draws.values()]
+            if digest:
+                self._workers.compare_draws(digest, partial(warnings.warn, self._message(same_numbers(lines[0]))))
+
     def _warn_of_captured(self, before: Captured) -> None:
         generators: dict[str, None] = {}
         changed: dict[str, None] = {}
@@ -246,11 +280,14 @@ class FirstRun:
                 self._warn(message)
 
     def _warn(self, what: str) -> None:
+        warnings.warn(self._message(what), stacklevel=6)
+
+    def _message(self, what: str) -> str:
         plain = _plain_function(self._fn)
         code = attribute_of(plain, "__code__")
         where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
         name = attribute_of(plain, "__qualname__", type(self._fn).__qualname__)
-        warnings.warn(f"the step {name}{where} {what}", stacklevel=6)
+        return f"the step {name}{where} {what}"
 
 
 @contextmanager
@@ -262,7 +299,7 @@ def _unseen() -> Iterator[None]:
 
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(_LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith((*_LIBRARIES, random.__file__)):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
