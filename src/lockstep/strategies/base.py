@@ -34,10 +34,10 @@ from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, list_logical_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.sharding import note_empty_shard, shard_sizes
-from lockstep.data.structure import replica_leaves, rows_of
+from lockstep.data.sharding import note_shard, shard_sizes
+from lockstep.data.structure import rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
-from lockstep.introspection import attribute_of, is_kind
+from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -231,12 +231,16 @@ class Strategy(ABC):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        shards, distributed = shard_leaves((args, kwargs), len(self.devices))
+        of_batch = self.num_replicas_in_sync if distributed else 0
+        bodies = [
+            note_shard(partial(fn, *view[0], **view[1]), replica, shards, of_batch)
+            for replica, view in enumerate(views)
+        ]
         # The rows of each shard, taken from its first argument that has rows.
-        rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
+        rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
         looking: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync > 1 and self._mirrored.is_first_run(fn):
-            distributed = any(is_kind(leaf, PerReplica) for leaf in tree_leaves((args, kwargs)))
             modules, replicas, workers = self._mirrored.modules, self.num_replicas_in_sync, self.workers
             first = FirstRun(fn, modules, replicas, rows, distributed=distributed, workers=workers)
             bodies, looking = [partial(first.run, body) for body in bodies], first.looked_at()

@@ -43,7 +43,7 @@ class SeededDraws:
     """What one replica draws after a seed of the step, or from generators that are not its own stream."""
 
     draws: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    """By a digest of the state that a draw begins at: the generator, held so that its id stays its own, and the line."""
+    """By a digest of the state that a draw begins at: the generator, held so that no other has its id, and the line."""
     _is_seeded: bool = False
 
     def called_in_c(self, function: Any, line: Callable[[], str]) -> None:
@@ -62,12 +62,13 @@ class SeededDraws:
         """The step is about to call a function of torch, whose draws ``rng`` makes."""
         if not is_random(func):
             return
-        generators = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
-        if not generators and self._is_seeded:
-            self._is_seeded = False
-            generators = [rng.generator, *torch.cuda.default_generators]
-        for generator in generators:
+        for generator in (value for value in (*args, *kwargs.values()) if type(value) is torch.Generator):
             self.add(generator, generator.get_state().numpy().tobytes(), line())
+            return
+        if self._is_seeded:
+            self._is_seeded = False
+            for generator in (rng.generator, *torch.cuda.default_generators):  # replicas of one GPU have one in turn
+                self.add(rng, generator.get_state().numpy().tobytes(), line())
 
     def returns(self, frame: FrameType) -> None:
         """A function of the user's returns, perhaps with generators of NumPy's among its local variables."""
