@@ -23,7 +23,12 @@ PACKAGE = ROOT / "src" / "lockstep"
 ROWS: tuple[frozenset[str], ...] = (
     frozenset({"tracebacks"}),
     frozenset({"errors", "_torch_compat"}),
-    frozenset({"checks", "extras", "atomic_files", "parent_death", "console", "tensorflow_names", "weights_formats"}),
+    frozenset(
+        {
+            *("checks", "extras", "atomic_files", "parent_death", "console", "introspection", "tensorflow_names"),
+            "weights_formats",
+        }
+    ),
     frozenset({"config", "cluster"}),
     frozenset({"membership"}),
     frozenset({"collectives"}),

@@ -236,9 +236,9 @@ def test_hugging_face_data_in_torch_format(three):
         next(iter(DistributedDataset(data.batch(4), three)))
 
 
-def test_a_batch_encoding_becomes_a_dict(three):
+def test_outside_replicas_a_batch_encoding_is_a_dict(three):
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": torch.arange(6).reshape(3, 2)})
     (batch,) = DistributedDataset([(encoding, torch.arange(3))], three)
-    assert type(batch[0]) is dict
+    assert isinstance(batch[0], dict)
     assert batch[0]["input_ids"][2].tolist() == [[4, 5]]

@@ -35,7 +35,7 @@ def test_the_structure_is_kept(batch, expected):
 def test_any_mapping_comes_out_as_a_dict(mapping):
     mapped = map_leaves(double, [mapping({"b": 1, "a": 2})])
     assert mapped == [{"b": 2, "a": 4}]
-    assert type(mapped[0]) is dict
+    assert isinstance(mapped[0], dict)
     assert list(mapped[0]) == ["b", "a"]
 
 
@@ -44,7 +44,7 @@ def test_any_mapping_comes_out_as_a_dict(mapping):
     [
         (1, ["batch"]),
         ((1, 2), ["x", "y"]),
-        ([1, 2, 3], ["x", "y", "sample_weight"]),
+        ([1, 2, 3], ["batch[0]", "batch[1]", "batch[2]"]),
         (({"input_ids": 1, "mask": 2}, [3, 4]), ['x["input_ids"]', 'x["mask"]', "y[0]", "y[1]"]),
         ((1,), ["batch[0]"]),
         ((1, 2, 3, (4,)), ["batch[0]", "batch[1]", "batch[2]", "batch[3][0]"]),
@@ -54,6 +54,10 @@ def test_any_mapping_comes_out_as_a_dict(mapping):
 )
 def test_leaves_are_named_as_a_user_would_write_them(batch, names):
     assert [name for name, _ in named_leaves(batch)] == names
+
+
+def test_the_item_of_a_model_has_a_weight():
+    assert [name for name, _ in named_leaves((1, {"a": 2}, 3), is_item=True)] == ["x", 'y["a"]', "sample_weight"]
 
 
 def test_leaves_come_in_the_order_of_the_structure():

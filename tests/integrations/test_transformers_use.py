@@ -26,6 +26,20 @@ def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **s
     )
 
 
+def test_the_loss_gets_a_batch_of_the_collator_s_type(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    class Reading(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **settings: Any) -> Any:
+            assert type(inputs) is transformers.BatchEncoding
+            assert len(inputs.input_ids) == len(inputs.labels)
+            return super().compute_loss(model, inputs, return_outputs, **settings)
+
+    def collate(rows: Any) -> Any:
+        return transformers.BatchEncoding(tiny.collate(rows))
+
+    trainer = Reading(tiny.model(), tiny.arguments(str(tmp_path), 2), collate, tiny.rows(9), strategy=make_strategy(2))
+    trainer.train()
+
+
 def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
     tiny: Any, make_strategy: MakeStrategy, split_cpu: Any, tmp_path: Any
 ):

@@ -311,3 +311,40 @@ def test_torch_s_functional_call_takes_it(make_strategy: MakeStrategy):
     weights = {name: torch.zeros_like(value) for name, value in single.named_parameters()}
     assert torch.func.functional_call(single, weights, (x,)).eq(0).all()
     assert not single.weight.eq(0).any()
+
+
+class Compared(nn.Linear):
+    """Is compared by elements, as torchrl's modules that hold a TensorDict are, or not at all."""
+
+    def __init__(self, answer: torch.Tensor | None) -> None:
+        super().__init__(2, 2)
+        self.answer = answer
+
+    def __eq__(self, other: object) -> Any:
+        if self.answer is None:
+            raise NotImplementedError
+        return self.answer
+
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("answer", [None, torch.tensor([True, False]), torch.tensor(True)])
+def test_a_module_whose_equality_says_something_else_is_mirrored(
+    make_strategy: MakeStrategy, answer: torch.Tensor | None
+):
+    strategy = make_strategy(2)
+    net = nn.Sequential(Compared(answer), Compared(answer))
+    mirrored = strategy.mirror(net)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = mirrored(x)
+        return result
+
+    for rows in strategy.distribute_dataset([torch.ones(4, 2)]):
+        strategy.run(step, (rows,))
+        net[0].bias.data = torch.ones(2)
+        net[1].scale = 2.0
+        outputs = strategy.run(step, (rows,))
+
+    assert torch.equal(torch.cat(outputs.values), net(torch.ones(4, 2)))
+    assert all(copy[1].scale == 2.0 for copy in mirrored.copies)

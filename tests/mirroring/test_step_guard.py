@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,10 @@ def test_a_moving_average_by_hand_in_the_step_is_made_once(make_strategy: MakeSt
         (
             lambda weight: weight.data.__setitem__((0, 0), 7.0),
             lambda weight: torch.cat([torch.tensor([[7.0]]), weight[:, 1:]], 1),
+        ),
+        (
+            lambda weight: weight.data.__setitem__((0, np.array([0, 1])), 7.0),
+            lambda weight: torch.cat([torch.full((1, 2), 7.0), weight[:, 2:]], 1),
         ),
         (lambda weight: nn.init.constant_(weight, 5.0), lambda weight: torch.full_like(weight, 5)),
     ],

@@ -85,6 +85,7 @@ class Communicator(ABC):
         self.leaders = tuple(range(self.size) if leaders is None else leaders)
         self.layout = layout
         self._own_flags = self._agreed_flags = ControlFlags(0)
+        self._draws: tuple[int, Callable[[], object]] = (0, lambda: None)
 
     @property
     def processes(self) -> Communicator:
@@ -166,6 +167,14 @@ class Communicator(ABC):
     @abstractmethod
     def add_digest(self, digest: int) -> None:
         """Has the next collective compare 64 bits that must be equal on all workers; several are combined in order."""
+
+    def compare_draws(self, digest: int, when_same: Callable[[], object]) -> None:
+        """Has the next collective call ``when_same`` if another worker's 32 bits, of what it draws, are the same.
+
+        Unlike other digests they should differ. 0 is none. Processes that hold one replica together may draw alike, so
+        only workers that each have whole replicas compare them.
+        """
+        self._draws = digest, when_same
 
     @abstractmethod
     def set_status(self, text: str) -> None:

@@ -34,7 +34,7 @@ _DIGEST_FACTOR = 0x100000001B3
 class CallRecord:
     """A record of fixed size that every worker sends before each collective, to find calls or data that differ.
 
-    Name, sequence and digest must be equal on all workers.
+    Name, sequence and digest must be equal on all workers; draws of random numbers should not.
     """
 
     name: str
@@ -44,6 +44,7 @@ class CallRecord:
     length: int = 0  # bytes of the payload that follows
     flags: int = 0
     digest: int = 0
+    draws: int = 0  # 32 bits; 0 is none
 
     def pack(self) -> bytes:
         """The record as ``RECORD_BYTES`` bytes. A text that is too long is cut off."""
@@ -51,14 +52,19 @@ class CallRecord:
             raise ConfigError(f"a collective carries at most {MOST_NUMBERS} numbers, got {len(self.numbers)}")
         text = f"{self.name}{_SEPARATOR}{self.where}".encode()[:TEXT_BYTES]
         numbers = (*self.numbers, *[0.0] * (MOST_NUMBERS - len(self.numbers)))
-        return _LAYOUT.pack(self.sequence, self.digest, self.length, self.flags, len(self.numbers), 0, *numbers, text)
+        return _LAYOUT.pack(
+            self.sequence, self.digest, self.length, self.flags, len(self.numbers), self.draws, *numbers, text
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> CallRecord:
-        sequence, digest, length, flags, count, _, *numbers, text = _LAYOUT.unpack(data)
+        sequence, digest, length, flags, count, draws, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
         own = tuple(numbers[:count])
-        return cls(name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest)
+        return cls(
+            name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest,
+            draws=draws,
+        )  # fmt: skip
 
 
 def check_same_call(records: Sequence[CallRecord], workers: Sequence[str]) -> None:
@@ -176,18 +182,20 @@ class DistributedCommunicator(Communicator):
 
     def _exchange_records(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
         self.membership.check()
-        flags = self._own_flags
+        flags, (draws, when_same) = self._own_flags, self._draws
         mine = CallRecord(
             name=name, where=call_site(), sequence=self._sequence, numbers=tuple(map(float, numbers)), length=length,
-            flags=int(flags), digest=self._digest,
+            flags=int(flags), digest=self._digest, draws=draws,
         )  # fmt: skip
         self.set_status(f"{name} ({mine.where})" if mine.where else name)
         packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
         records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
         check_same_call(records, self.names)
         self._sequence += 1
-        self._digest = 0
+        self._digest, self._draws = 0, (0, lambda: None)
         self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
+        if draws and sum(record.draws == draws for record in records) > 1:
+            when_same()
         return records
 
     def _gather_padded(self, flat: torch.Tensor, records: Sequence[CallRecord], name: str) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 
 from lockstep._torch_compat import tree_flatten, tree_map, tree_unflatten
 from lockstep.errors import ConfigError, UsageError
+from lockstep.introspection import is_kind
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ def select(structure: Any, replica: int, num_replicas: int) -> Any:
     """Replica ``replica``'s view of ``structure``: each PerReplica is replaced by that replica's value."""
 
     def pick(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica):
+        if not is_kind(leaf, PerReplica):
             return leaf
         if len(leaf) != num_replicas:
             raise ConfigError(
@@ -105,10 +106,10 @@ def _is_same(value: Any, first: Any) -> bool:
         return True
     if type(value) is not type(first):
         return False
-    if isinstance(first, (float, complex)):  # by their bits, which tell 0.0 from -0.0, and a NaN from another
+    if is_kind(first, (float, complex)):  # by their bits, which tell 0.0 from -0.0, and a NaN from another
         return struct.pack("dd", value.real, value.imag) == struct.pack("dd", first.real, first.imag)
     numpy = sys.modules.get("numpy")  # whose scalars are plain values too: True and False are one object each
-    is_plain = isinstance(first, _PLAIN) or (numpy is not None and isinstance(first, numpy.generic))
+    is_plain = is_kind(first, _PLAIN) or (numpy is not None and is_kind(first, numpy.generic))
     return is_plain and bool(value == first)
 
 
@@ -172,7 +173,7 @@ class VariableBase(ABC):
         read: list[tuple[torch.Tensor, int]] = []
 
         def value(leaf: Any) -> Any:
-            if not isinstance(leaf, VariableBase):
+            if not is_kind(leaf, VariableBase):
                 return leaf
             with torch.inference_mode(False):  # inference tensors count no writes
                 tensor = leaf.read_value()
@@ -204,24 +205,24 @@ class VariableBase(ABC):
 
 def read_tensors(structure: Any) -> Any:
     """``structure`` with each variable replaced by its value in the calling replica."""
-    return tree_map(lambda leaf: leaf.read_value() if isinstance(leaf, VariableBase) else leaf, structure)
+    return tree_map(lambda leaf: leaf.read_value() if is_kind(leaf, VariableBase) else leaf, structure)
 
 
 def read_per_replica(structure: Any) -> Any:
     """``structure`` with each variable replaced by its values in all local replicas."""
-    return tree_map(lambda leaf: leaf.per_replica if isinstance(leaf, VariableBase) else leaf, structure)
+    return tree_map(lambda leaf: leaf.per_replica if is_kind(leaf, VariableBase) else leaf, structure)
 
 
-def is_mirrored(value: object) -> bool:
+def is_mirrored(value: Any) -> bool:
     """Whether it is a variable that is equal in all replicas."""
-    return isinstance(value, VariableBase) and value.is_mirrored
+    return is_kind(value, VariableBase) and value.is_mirrored
 
 
 def read_for_reduction(structure: Any) -> Any:
     """The same, but the bare value of a variable that is equal in all replicas: a mean over them would round it."""
 
     def value(leaf: Any) -> Any:
-        if not isinstance(leaf, VariableBase):
+        if not is_kind(leaf, VariableBase):
             return leaf
         return leaf.read_value() if is_mirrored(leaf) else leaf.per_replica
 

@@ -58,7 +58,7 @@ class BatchLayout:
             its operands (MKL on an EPYC: on the address modulo 16), and those of a view on how the batch was read.
 
     Attributes:
-        copies: as given.
+        is_item, copies: as given, as ``items`` and ``copies``.
         known: what the lists of earlier batches held, "rows" or "columns", by name.
 
     Raises:
@@ -75,7 +75,7 @@ class BatchLayout:
         copies: bool = False,
     ) -> None:
         check_choice("lists", lists, get_args(Lists))
-        self._lists, self._items = lists, items
+        self._lists, self.is_item = lists, items
         self._records_are_rows, self._keeps_tuples = records_are_rows, keeps_tuples
         self.copies = copies
         self.known: dict[str, _Mode] = {}
@@ -90,7 +90,7 @@ class BatchLayout:
 
     def marked(self, batch: Any) -> Any:
         """Returns the batch with its lists of rows marked. Raises DataError if one could hold rows or columns."""
-        below = root_children(batch)
+        below = root_children(batch, is_item=self.is_item)
         if below is None:
             return batch
         if is_sequence(batch) and self._root_is_rows(batch):
@@ -101,7 +101,7 @@ class BatchLayout:
         return rebuilt(batch, [self._mark(child, name, rows) for name, child in below])
 
     def _root_is_rows(self, batch: Any) -> bool:
-        if self._items:
+        if self.is_item:
             return False
         if self._lists != "auto":
             return isinstance(batch, list) if self._lists == "rows" else _all_text(batch)

@@ -8,6 +8,7 @@ a shard empty. No row is dropped, padded or duplicated. ``has_rows`` lets a step
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from lockstep.data.structure import (
     rows_of,
     take_rows,
 )
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
+from lockstep.introspection import is_kind
 
 _MOST_LEAVES_SHOWN = 8
 
@@ -53,12 +55,14 @@ def local_rows(rows: int, workers: Communicator) -> LocalRows:
     return LocalRows(start=sum(sizes[:first]), sizes=sizes[first : first + workers.replicas[workers.index]])
 
 
-def batch_rows(batch: Any) -> int:
+def batch_rows(batch: Any, *, is_item: bool = False) -> int:
     """Returns the number of rows of a shard, or of a batch whose lists of rows are marked.
+
+    ``is_item`` is as in ``map_leaves``.
 
     Raises DataError if leaves disagree in length, nothing has rows, or a leaf cannot be divided.
     """
-    return _rows(map_leaves(as_tensor, batch))
+    return _rows(map_leaves(as_tensor, batch, is_item=is_item), is_item=is_item)
 
 
 def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
@@ -71,8 +75,8 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
     """
-    tensors = map_leaves(as_tensor, layout.marked(batch))
-    rows = cut(_rows(tensors))
+    tensors = map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item)
+    rows = cut(_rows(tensors, is_item=layout.is_item))
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:
         if not leaf_has_rows(leaf):
@@ -110,7 +114,7 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout)
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(batch)) for batch in batches]
+    given = [map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item) for batch in batches]
     empty = with_no_rows(given[0])
     joined = _joined([*given, *[empty] * (num_replicas - len(given))])
     return _copied(joined) if layout.copies else joined
@@ -124,9 +128,9 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(shard)) for shard in shards]
+    given = [map_leaves(as_tensor, layout.marked(shard), is_item=layout.is_item) for shard in shards]
     for shard in given:
-        _rows(shard)
+        _rows(shard, is_item=layout.is_item)
     joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)])
     return _copied(joined) if layout.copies else joined
 
@@ -153,10 +157,11 @@ def _joined(batches: Sequence[Any]) -> Any:
     return map_leaves(lambda *_: next(columns), batches[0])
 
 
-def _rows(tensors: Any) -> int:
-    lengths = {name: rows for name, leaf in named_leaves(tensors) if (rows := rows_of(leaf)) is not None}
+def _rows(tensors: Any, *, is_item: bool) -> int:
+    leaves = named_leaves(tensors, is_item=is_item)
+    lengths = {name: rows for name, leaf in leaves if (rows := rows_of(leaf)) is not None}
     if not lengths:
-        found = [f"{name}: {type(leaf).__name__}" for name, leaf in named_leaves(tensors)]
+        found = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves]
         raise DataError(
             f"a batch of {_listed(found)} has no rows to divide; expected tensors with the examples along dim 0: "
             "batch the data with a DataLoader, and give a Hugging Face dataset torch format and .batch(size)"
@@ -235,15 +240,59 @@ def has_rows(batch: Any) -> bool:
     return any(rows)
 
 
-def note_empty_shard(body: Callable[[], Any], view: Any, replicas: int) -> Callable[[], Any]:
-    """``body``, one replica's part of a run, with a note on its errors if a tensor in ``view`` has no rows."""
+_PART = "this replica's shard has {rows} of the {batch} rows of its batch; "
+_ONE_ROW = (
+    "if the step or module loses dim 0 of one row, name the dimension that goes (.squeeze(1) for .squeeze()), or give "
+    "batches that leave no shard with 1 row (drop_last=True, or another batch_size); "
+)
+_FIXED = (
+    "a size of the whole batch (.view({batch}, ...), .reshape, .expand) does not fit its shards, so take it from the "
+    "tensor (len(x), or -1); and the longest row of a shard can be shorter than that of the batch, so give "
+    "pad_packed_sequence total_length=x.size(1), and pad masks and targets to the same length"
+)
+_SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
+_SPEAKS_OF_SHAPES = re.compile(r"\b(sizes?|shapes?|dim(ension)?s?|length|elements|batch)\b", re.IGNORECASE)
+
+
+class WithRows:
+    """The base class of an argument of steps that is a shard, and no structure of tensors."""
+
+    rows: int
+
+
+def note_shard(
+    body: Callable[[], Any], replica: int, shards: Sequence[Sequence[Any]], replicas: int
+) -> Callable[[], Any]:
+    """``body``, one replica's part of a run, with a note on errors that may come from what its shard is of the batch.
+
+    ``shards`` has the leaves of each local replica's arguments; ``replicas`` is the number in all workers, 0 if the
+    arguments are no part of a batch.
+    """
 
     def noted() -> Any:
         try:
             return body()
         except Exception as error:
-            if any(rows_of(leaf) == 0 for leaf in replica_leaves(view)):
-                error.add_note(_NOTE.format(replicas=replicas))
+            if note := _note(error, replica, shards, replicas):
+                error.add_note(note)
             raise
 
-    return body if replicas == 1 else noted
+    return noted if replicas > 1 else body
+
+
+def _note(error: Exception, replica: int, shards: Sequence[Sequence[Any]], replicas: int) -> str:
+    if any(rows_of(leaf) == 0 for leaf in shards[replica]):
+        return _NOTE.format(replicas=replicas)
+    speaks_of_shapes = isinstance(error, _SHAPE_ERRORS) and _SPEAKS_OF_SHAPES.search(str(error))
+    if isinstance(error, LockstepError) or not speaks_of_shapes:
+        return ""
+    sizes = [next((rows for leaf in leaves if (rows := _rows_in(leaf)) is not None), 0) for leaves in shards]
+    rows, batch = sizes[replica], sum(sizes) if len(shards) == replicas else 0
+    if not rows or rows == batch:
+        return ""
+    text = (_PART + (_ONE_ROW if rows == 1 else "") + _FIXED).format(rows=rows, batch=batch)
+    return text.replace("of the 0 rows", "of the rows").replace("view(0, ", "view(rows, ")
+
+
+def _rows_in(leaf: Any) -> int | None:
+    return leaf.rows if is_kind(leaf, WithRows) else rows_of(leaf)

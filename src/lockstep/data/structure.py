@@ -1,14 +1,18 @@
 """Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
-item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A mapping of any type, such as transformers'
-``BatchEncoding``, becomes a plain dict, which ``Strategy.run`` looks into. The names of leaves are for messages:
-``x["input_ids"]``, ``y``, ``batch[4]``.
+item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A mapping of another type than dict, such as
+transformers' ``BatchEncoding``, becomes a ``TypedMapping``, and in each replica's view one of its own type again. The
+names of leaves are for messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +20,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
+from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import DataError
+from lockstep.introspection import is_kind
 
 T = TypeVar("T")
 
@@ -37,10 +43,68 @@ for _kind in (RowList, RowTuple):
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
 
 
-def map_leaves(fn: Callable[[str, Any], Any], batch: Any, *, name: str | None = None) -> Any:
+class TypedMapping(dict[Any, Any]):
+    """What a batch that is a mapping of another type than dict is between its source and the replicas.
+
+    Its values differ by replica. ``tree_map`` that selects one replica's values makes the mapping's own type of them,
+    which may take no other values than tensors.
+    """
+
+    def __init__(self, items: Mapping[Any, Any], make: Callable[[dict[Any, Any]], Any]) -> None:
+        super().__init__(items)
+        self.make = make
+
+    @classmethod
+    def like(cls, node: Mapping[Any, Any], items: dict[Any, Any]) -> TypedMapping:
+        """Raises a DataError if the type of ``node`` cannot be made of a dict."""
+        if isinstance(node, TypedMapping):
+            return cls(items, node.make)
+        make = _maker(node)
+        try:
+            made = make(dict(node))
+            problem = "" if list(made.keys()) == list(node.keys()) else f"has the keys {list(made.keys())[:8]}"
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            problem = f"raises {type(error).__name__}: {error}"
+        if problem:
+            kind = type(node).__qualname__
+            raise DataError(
+                f"a batch is a {kind}, of which each replica gets one made of its rows, and {kind}(a dict) {problem}; "
+                "give dict(batch), which the step then gets, or let the class take a dict of its items"
+            )
+        return cls(items, make)
+
+
+def _maker(node: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+    """What makes a mapping of the type of ``node`` of other values."""
+    if isinstance(node, defaultdict):
+        return partial(type(node), node.default_factory)
+    tensordict: Any = sys.modules.get("tensordict")
+    if tensordict is not None and isinstance(node, tensordict.TensorDictBase):
+        dims: int = node.batch_dims
+        return lambda items: tensordict.TensorDict(items, next(iter(items.values())).shape[:dims] if items else [])
+    return type(node)
+
+
+def _typed_items(node: TypedMapping) -> tuple[list[Any], Any]:
+    return list(node.values()), (tuple(node), node.make)
+
+
+def _typed(values: Iterable[Any], context: Any) -> Any:
+    """The mapping's own type if these are one replica's values, and else what they were taken from."""
+    keys, make = context
+    items = dict(zip(keys, values, strict=True))
+    differ = any(is_kind(leaf, (PerReplica, TypedMapping)) for leaf in tree_leaves(items))
+    return TypedMapping(items, make) if differ else make(items)
+
+
+register_pytree_node(TypedMapping, _typed_items, _typed)
+
+
+def map_leaves(fn: Callable[[str, Any], Any], batch: Any, *, name: str | None = None, is_item: bool = False) -> Any:
     """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``.
 
-    ``name`` is that of the structure, if it is not a whole batch.
+    ``name`` is that of the structure, if it is not a whole batch. ``is_item`` says that a batch of three is
+    (x, y, sample_weight), as a ``Model`` takes it; in other loops they may be anything.
     """
 
     def mapped(node: Any, name: str, below: list[tuple[str, Any]] | None) -> Any:
@@ -48,19 +112,19 @@ def map_leaves(fn: Callable[[str, Any], Any], batch: Any, *, name: str | None = 
             return fn(name, node)
         return rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
 
-    return mapped(batch, name or "batch", children(batch, name) if name else root_children(batch))
+    return mapped(batch, name or "batch", children(batch, name) if name else root_children(batch, is_item=is_item))
 
 
-def named_leaves(batch: Any, *, name: str | None = None) -> list[tuple[str, Any]]:
+def named_leaves(batch: Any, *, name: str | None = None, is_item: bool = False) -> list[tuple[str, Any]]:
     """Returns all leaves with their names, in order, as ``map_leaves``."""
     found: list[tuple[str, Any]] = []
-    map_leaves(lambda name, leaf: found.append((name, leaf)), batch, name=name)
+    map_leaves(lambda name, leaf: found.append((name, leaf)), batch, name=name, is_item=is_item)
     return found
 
 
-def root_children(batch: Any) -> list[tuple[str, Any]] | None:
-    """Returns the ``children`` of a whole batch. The items of a pair or triple are called x, y and sample_weight."""
-    if is_sequence(batch) and 2 <= len(batch) <= len(_ITEM_NAMES):
+def root_children(batch: Any, *, is_item: bool) -> list[tuple[str, Any]] | None:
+    """Returns the ``children`` of a whole batch. A pair is (x, y), and an item of a ``Model`` (x, y, sample_weight)."""
+    if is_sequence(batch) and 2 <= len(batch) <= (len(_ITEM_NAMES) if is_item else 2):
         return list(zip(_ITEM_NAMES, batch, strict=False))
     return children(batch, "batch")
 
@@ -68,7 +132,8 @@ def root_children(batch: Any) -> list[tuple[str, Any]] | None:
 def children(node: Any, name: str) -> list[tuple[str, Any]] | None:
     """Returns the children of a node with their names; None for a leaf."""
     if isinstance(node, Mapping):
-        return [(f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]", node[key]) for key in node]
+        keys = list(node.keys())  # the iterator of a TensorDict is over its rows
+        return [(f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]", node[key]) for key in keys]
     if fields := _fields(node):
         return [(f"{name}.{field}", child) for field, child in zip(fields, node, strict=True)]
     return [(f"{name}[{index}]", child) for index, child in enumerate(node)] if is_sequence(node) else None
@@ -77,7 +142,9 @@ def children(node: Any, name: str) -> list[tuple[str, Any]] | None:
 def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
     """Returns a node like this one with other children, in the same order."""
     if isinstance(node, Mapping):
-        return dict(zip(node, kept, strict=True))
+        items = dict(zip(node.keys(), kept, strict=True))
+        plain = type(node) in (dict, MappingProxyType)
+        return items if plain else TypedMapping.like(node, items)
     if isinstance(node, list):
         return list(kept)
     return type(node)(*kept) if _fields(node) else tuple(kept)
@@ -97,9 +164,9 @@ def _fields(node: Any) -> tuple[str, ...]:
 
 def rows_of(leaf: Any) -> int | None:
     """Returns the number of rows of a leaf, or None for a value without rows."""
-    if isinstance(leaf, Tensor):
+    if is_kind(leaf, Tensor):
         return leaf.size(0) if leaf.ndim else None
-    return len(leaf) if isinstance(leaf, (RowList, RowTuple)) else None
+    return len(leaf) if is_kind(leaf, (RowList, RowTuple)) else None
 
 
 def leaf_has_rows(leaf: Any) -> bool:
@@ -108,8 +175,34 @@ def leaf_has_rows(leaf: Any) -> bool:
 
 
 def replica_leaves(view: Any) -> list[Any]:
-    """Returns the leaves of a replica's arguments. A list of rows is one leaf."""
-    return tree_leaves(view, is_leaf=lambda node: isinstance(node, (RowList, RowTuple)))
+    """Returns the leaves of a batch as a replica gets it. A list of rows is one leaf, a mapping of any type is none."""
+    nested = (replica_leaves(list(leaf.values())) if isinstance(leaf, Mapping) else [leaf] for leaf in _leaves(view))
+    return [leaf for several in nested for leaf in several]
+
+
+def shard_leaves(arguments: Any, replicas: int) -> tuple[list[list[Any]], bool]:
+    """Returns the leaves of each local replica's arguments, and whether any of them has a value for each replica.
+
+    Mappings are looked into where they come from distributed data, and not where they are objects of the program.
+    """
+    leaves = _leaves(arguments)
+    shards: list[list[Any]] = [[] for _ in range(replicas)]
+    for leaf in leaves:
+        differs = is_kind(leaf, PerReplica)
+        for replica, shard in enumerate(shards):
+            value = leaf[replica] if differs else leaf
+            shard += _leaves(value) if differs and type(value) is not Tensor else [value]
+    return shards, any(is_kind(leaf, PerReplica) for leaf in leaves)
+
+
+def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
+    """Returns the leaves of those arguments that have a value for each local replica, by replica."""
+    distributed = [leaf for leaf in _leaves(arguments) if is_kind(leaf, PerReplica)]
+    return [[leaf for value in distributed for leaf in _leaves(value[replica])] for replica in range(replicas)]
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return tree_leaves(structure, is_leaf=lambda node: is_kind(node, (RowList, RowTuple)))
 
 
 def is_plain(leaf: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import UsageError
+from lockstep.introspection import is_kind
 from lockstep.replicas.context import ReplicaContext, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
@@ -378,7 +379,7 @@ def _check_attributes(copies: Sequence[Any]) -> None:
     for parts in zip(*map(nested_metrics, copies), strict=True):
         first, *others = [part for part in parts if part.update_count] or parts[:1]
         for name, value in vars(first).items():
-            counts = isinstance(value, (int, float, Tensor)) and name not in (*first._defaults,) and name[0] != "_"
+            counts = is_kind(value, (int, float, Tensor)) and name not in (*first._defaults,) and name[0] != "_"
             if counts and any(not _is_equal(value, vars(other).get(name)) for other in others):
                 raise UsageError(
                     f"{type(first).__name__} changes its attribute {name!r} in update, and each replica has another "

@@ -6,7 +6,6 @@ after    settled, sum_after_run: changes by replicas are their own, and gradient
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from lockstep.mirroring.step_guard import Claims, Ownership, StepGuard
 from lockstep.mirroring.variable import MirroredVariable
 from lockstep.replicas.context import ReplicaContext
 from lockstep.replicas.cpu.memory import available_mb
-from lockstep.replicas.runner import code_of
+from lockstep.replicas.runner import code_of, unwrapped
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -54,9 +53,7 @@ class RunCount:
 
 def _step_of(fn: Callable[..., Any]) -> type | CodeType:
     """What tells a step function from others, and is the same for each object that a loop makes anew of it."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    return code_of(inspect.unwrap(fn))
+    return code_of(unwrapped(fn))
 
 
 class MirroredObjects:

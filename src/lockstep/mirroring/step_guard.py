@@ -433,6 +433,9 @@ def _same(mine: Any, other: Any) -> bool:
     if mine is other:
         return True
     if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(mine, numpy.ndarray) and isinstance(other, numpy.ndarray):
+            return bool(numpy.array_equal(mine, other))  # == is elementwise
         return builtins.type(mine) is builtins.type(other) and bool(mine == other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return False

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
+from lockstep.introspection import attribute_of, is_kind
 from lockstep.replicas.context import ReplicaContext, in_context
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
 from lockstep.replicas.cpu.memory import keep_freed_memory
@@ -76,8 +78,20 @@ class _Trial:
 
 def code_of(fn: Callable[..., Any]) -> type | CodeType:
     """The code of a step function, which identifies it: a lambda or bound method is a new object at every call."""
-    code: type | CodeType = getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
+    code: type | CodeType = attribute_of(attribute_of(fn, "__func__", fn), "__code__", type(fn))
     return code
+
+
+def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under partials, bound methods and decorators."""
+    passed: dict[int, Any] = {}
+    inner: Any = fn
+    while inner is not None and id(inner) not in passed:
+        fn = passed[id(inner)] = inner
+        inner = attribute_of(fn, "__func__", attribute_of(fn, "__wrapped__"))
+        if is_kind(fn, partial):
+            inner = attribute_of(fn, "func")
+    return fn
 
 
 class IssuePolicy:

@@ -34,9 +34,10 @@ from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, list_logical_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.sharding import note_empty_shard, shard_sizes
-from lockstep.data.structure import replica_leaves, rows_of
+from lockstep.data.sharding import note_shard, shard_sizes
+from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
+from lockstep.introspection import attribute_of
 from lockstep.mirroring.gradients.exchange import LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -54,7 +55,7 @@ from lockstep.replicas.rng.state import ReplicaGenerators
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
-from lockstep.strategies.row_check import RowCheck, shard_leaves
+from lockstep.strategies.row_check import RowCheck
 from lockstep.strategies.step_names import is_of_the_package
 from lockstep.tracebacks import OwnFramesHidden
 from lockstep.watch.rows import is_due
@@ -238,9 +239,14 @@ class Strategy(ABC):
         observer = current_observer()
         if observer is not None:
             observer.run_begins(self, views)
-        bodies = [note_empty_shard(partial(fn, *view[0], **view[1]), view, self.num_replicas_in_sync) for view in views]
+        shards, distributed = shard_leaves((args, kwargs), len(self.devices))
+        of_batch = self.num_replicas_in_sync if distributed else 0
+        bodies = [
+            note_shard(partial(fn, *view[0], **view[1]), replica, shards, of_batch)
+            for replica, view in enumerate(views)
+        ]
         # The rows of each shard, taken from its first argument that has rows.
-        rows = [next((n for leaf in replica_leaves(view) if (n := rows_of(leaf)) is not None), None) for view in views]
+        rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
         bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs))
         settled = self._mirrored.settled(len(self.devices))
         with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
@@ -260,15 +266,15 @@ class Strategy(ABC):
         if self.num_replicas_in_sync == 1:
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
-        modules, row_check = self._mirrored.modules, None
+        modules, row_check, replicas = self._mirrored.modules, None, range(len(bodies))
         if self._checks_rows(fn, count):
             row_check = RowCheck(fn, modules, self.function_modes, rows, count=count)
-            shards = [shard_leaves(given, replica) for replica in range(len(bodies))]
-            bodies = [partial(row_check.run, *each) for each in zip(range(len(bodies)), shards, bodies, strict=True)]
+            shards = distributed_leaves(given, len(bodies))
+            bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
             distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves(given))
-            look = FirstRun(fn, modules, self.num_replicas_in_sync, rows, distributed=distributed)
+            look = FirstRun(fn, modules, self.num_replicas_in_sync, rows, distributed=distributed, workers=self.workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
         elif count.look is not None and count.look.waits:
@@ -487,7 +493,8 @@ class ThreadedStrategy(Strategy):
         self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
     ) -> list[Any]:
         if not self.workers.is_single:
-            self.workers.set_status(f"a run of {getattr(fn, '__qualname__', type(fn).__qualname__)} ({call_site()})")
+            name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
+            self.workers.set_status(f"a run of {name} ({call_site()})")
         return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
 
 

@@ -20,19 +20,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep._torch_compat import DisableTorchFunction, NormBase, disable_dispatch_modes, tree_leaves
+from lockstep.collectives.communicator import Communicator
 from lockstep.errors import LockstepError, UsageError
+from lockstep.introspection import attribute_of, attributes_of, is_kind, module_of
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.step_guard import refuse_forward_mode, refusing_plain_calls
 from lockstep.replicas.context import ReplicaContext, get_replica_context
+from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.backward_check import Passes, loss_warnings
 from lockstep.strategies.row_check import RowCheck
+from lockstep.strategies.seeded_draws import SeededDraws, equal_draws, same_numbers
 from lockstep.strategies.step_names import LIBRARIES, description_of_step, is_of_the_package, plain_function
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,6 +53,7 @@ _DRAW_ADVICE = (
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
+_TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
@@ -56,7 +61,7 @@ _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 class FirstRun:
     """The first run of one step function ``fn``.
 
-    ``replicas`` are those of all workers, ``rows`` those of each local replica's batch or None, and ``distributed``
+    ``replicas`` are those of all ``workers``, ``rows`` those of each local replica's batch or None, and ``distributed``
     says whether any argument has a value for each replica. ``row_check`` is what checks the losses in the same run.
     """
 
@@ -68,8 +73,10 @@ class FirstRun:
         rows: Sequence[int | None],
         *,
         distributed: bool,
+        workers: Communicator,
     ) -> None:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
+        self._workers = workers
         self._distributed = distributed
         self.row_check: RowCheck | None = None
         self.waits = False  # for an update, when it shows over how many runs gradients are accumulated
@@ -78,6 +85,7 @@ class FirstRun:
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._passes = [Passes() for _ in rows]
+        self._seeded = [SeededDraws() for _ in rows]
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
     @contextmanager
@@ -103,6 +111,7 @@ class FirstRun:
             self._refuse_hooks(captured)
             self._warn_of_draws(drawn)
             self._warn_of_captured(captured)
+        self._warn_of_equal_draws()
         self._warn_of_buffers(before)
         self._warn_of_inputs()
         for passes in self._passes:
@@ -112,15 +121,34 @@ class FirstRun:
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
-        if len(self._rows) == 1 or sys.getprofile() is not None:
+        if sys.getprofile() is not None:
             return body()
-        sys.setprofile(self._entered)
+        sys.setprofile(self._entered if len(self._rows) > 1 else self._drawn)
         try:
             return body()
         finally:
             sys.setprofile(None)
 
+    def _drawn(self, frame: FrameType, event: str, given: Any) -> None:
+        """Notes draws of random numbers."""
+        code = frame.f_code
+        if event == "c_call":
+            context = get_replica_context() if type(given) is BuiltinFunctionType else None
+            if context is not None:
+                self._seeded[context.local_replica].called_in_c(given, partial(_line_of, frame))
+        elif event == "call" and code is _TORCH:
+            context, local = get_replica_context(), frame.f_locals
+            if context is not None:
+                call = (local["self"], local["func"], local["args"], local["kwargs"] or {})
+                with _unseen():
+                    self._seeded[context.local_replica].called(*call, partial(_line_of, frame))
+        elif event == "return" and not code.co_filename.startswith((*_INSTALLED, *LIBRARIES)):
+            context = get_replica_context()
+            if context is not None:
+                self._seeded[context.local_replica].returns(frame)
+
     def _entered(self, frame: FrameType, event: str, given: Any) -> None:
+        self._drawn(frame, event, given)
         code = frame.f_code
         if event == "call" and id(code) not in self._ran:
             if code is _FORWARD_MODE:
@@ -156,27 +184,27 @@ class FirstRun:
         """Of the step, and of each hook by its name, the names and values that they reach outside of the modules."""
         parts = [part for module in self._modules for part in module.module.modules()]
         kept = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
-        own = {id(value) for value in kept if isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")}
+        own = {id(value) for value in kept if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
         for hook in (hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()):
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            found = [] if id(getattr(hook, "__self__", hook)) in own else captured_by(hook)
+            name = attribute_of(hook, "__qualname__", type(hook).__name__)
+            found = [] if id(attribute_of(hook, "__self__", hook)) in own else captured_by(hook)
             yield from ((name, *each) for each in found if id(each[1]) not in own)
         yield from (("", *each) for each in captured_by(self._fn))
-        owner = getattr(self._fn, "__self__", None)
-        if isinstance(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
+        owner = attribute_of(self._fn, "__self__")
+        if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
             yield from (("", *each) for each in _mutable_in(f"{type(owner).__name__}.", vars(owner).items()))
 
     def _changed(self, before: Captured) -> Iterator[tuple[str, str, Any]]:
         """What has changed, except dicts that have a key for each replica."""
         for hook, name, value in self._captured():
-            by_replica = isinstance(value, dict) and set(range(len(self._rows))) <= set(value)
+            by_replica = is_kind(value, dict) and set(range(len(self._rows))) <= set(dict.keys(value))
             if (hook, name) in before and before[hook, name][1] != state_of(value) and not by_replica:
                 yield hook, name, value
 
     def _refuse_hooks(self, before: Captured) -> None:
         for hook, name, value in self._changed(before):
-            kept = tree_leaves(list(value) if isinstance(value, (set, deque)) else value)
-            if hook and any(isinstance(each, Tensor) for each in kept):
+            kept = tree_leaves(list(value) if is_kind(value, (set, deque)) else value)
+            if hook and any(is_kind(each, Tensor) for each in kept):
                 raise UsageError(
                     f"the hook {hook} keeps tensors of the step in {name!r}, outside of the module, where the replicas "
                     "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
@@ -192,6 +220,16 @@ class FirstRun:
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
                     f"so {_DRAW_ADVICE}"
                 )
+
+    def _warn_of_equal_draws(self) -> None:
+        line = equal_draws(self._seeded)
+        if line:
+            self._warn(same_numbers(line))
+        elif self._replicas > len(self._rows):
+            digest, lines = self._seeded[0].digest(), [line for _, line in self._seeded[0].draws.values()]
+            if digest:
+                message = f"{description_of_step(self._fn)} {same_numbers(lines[0])}"
+                self._workers.compare_draws(digest, partial(warnings.warn, message))
 
     def _warn_of_captured(self, before: Captured) -> None:
         generators: dict[str, None] = {}
@@ -270,7 +308,7 @@ def _unseen() -> Iterator[None]:
 
 def _line_of(frame: FrameType) -> str:
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_filename.startswith(LIBRARIES):
+    while above is not None and above.f_code.co_filename.startswith((*LIBRARIES, random.__file__)):
         above = above.f_back
     return "" if above is None else f"{Path(above.f_code.co_filename).name}:{above.f_lineno} in {above.f_code.co_name}"
 
@@ -307,12 +345,13 @@ def _draws(ran: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[st
     """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
     libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
+    generator = stream.random.__self__
     found: dict[str, None] = {}
     for code, names in ran:
         values = [names.get(each) for each in code.co_names]
-        if "random" in code.co_names or stream in values:
-            values += [getattr(stream, each, None) for each in code.co_names]
-        draws = any(getattr(each, "__self__", None) is stream.random.__self__ for each in values)
+        if "random" in code.co_names or any(value is stream for value in values):
+            values += [vars(stream).get(each) for each in code.co_names]
+        draws = any(attribute_of(value, "__self__") is generator for value in values)
         if draws and not code.co_filename.startswith(libraries):
             found[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
     return list(found)
@@ -323,16 +362,16 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
 
     These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
     """
-    while isinstance(fn, partial):
+    while is_kind(fn, partial):
         yield from _mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
         fn = fn.func
-    owner = getattr(fn, "__self__", None if hasattr(fn, "__code__") else fn)
     plain = plain_function(fn)
-    code: CodeType | None = getattr(plain, "__code__", None)
+    code: CodeType | None = attribute_of(plain, "__code__")
+    owner = attribute_of(fn, "__self__", None if plain is fn and code is not None else fn)
     if code is not None and code.co_filename.startswith(LIBRARIES):
         return
-    if owner is not None and not isinstance(owner, (nn.Module, ModuleType)):
-        yield from _mutable_in(f"{type(owner).__name__}.", getattr(owner, "__dict__", {}).items())
+    if owner is not None and not is_kind(owner, (nn.Module, ModuleType)):
+        yield from _mutable_in(f"{type(owner).__name__}.", (attributes_of(owner) or {}).items())
     if code is not None:
         cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
         yield from _mutable_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
@@ -344,34 +383,36 @@ def _mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple
     for name, value in items:
         if _is_mutable(value):
             yield prefix + name, value
-        elif not isinstance(value, nn.Module) and _is_of_the_user(value):
-            for attribute, kept in vars(value).items():
+        elif not is_kind(value, nn.Module) and _is_of_the_user(value):
+            for attribute, kept in (attributes_of(value) or {}).items():
                 if _is_mutable(kept):
                     yield f"{prefix}{name}.{attribute}", kept
 
 
 def _is_mutable(value: Any) -> bool:
     """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
-    simple = value is None or isinstance(value, (*_CONTAINERS, torch.Tensor)) or type(value) in (int, float)
+    simple = value is None or is_kind(value, (*_CONTAINERS, Tensor)) or type(value) in (int, float)
     return simple or _is_array(value) or _is_generator(value)
 
 
 def _is_of_the_user(value: Any) -> bool:
     """Whether a value is an object of a class that belongs to no library."""
-    kind = type(value)
-    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+    if is_kind(value, (type, ModuleType)) or attributes_of(value) is None:
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not file.startswith((*_INSTALLED, *LIBRARIES)))
+    home = module_of(type(value))
+    file = attribute_of(sys.modules.get(home), "__file__")
+    return home == "__main__" or (type(file) is str and not file.startswith((*_INSTALLED, *LIBRARIES)))
 
 
 def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return "numpy" in sys.modules and is_kind(value, (sys.modules["numpy"].ndarray, sys.modules["numpy"].generic))
 
 
 def _is_generator(value: Any) -> bool:
     """Whether it is a random generator of Python or NumPy."""
-    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random.")
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator) if numpy else ()
+    return is_kind(value, random.Random) or (is_kind(value, kinds) and module_of(type(value)).startswith("numpy."))
 
 
 def _is_set(cell: Any) -> bool:
@@ -383,12 +424,16 @@ def _is_set(cell: Any) -> bool:
 
 def state_of(value: Any) -> Any:
     """A value that is equal as long as the container, number or generator has not changed."""
+    if is_kind(value, random.Random):
+        return None if is_kind(value, random.SystemRandom) else random.Random.getstate(value)
     if _is_generator(value):
         return pickle.dumps(value)
-    if value is None or isinstance(value, torch.Tensor):
+    if value is None or is_kind(value, Tensor):
         return id(value)
     if _is_array(value):
         return id(value), value.tobytes() if value.nbytes <= _ARRAY_BYTES else b""
-    if isinstance(value, dict):
-        return [(key, id(each)) for key, each in value.items()]
-    return [id(each) for each in value] if isinstance(value, _CONTAINERS) else value
+    for kind in _CONTAINERS:
+        if is_kind(value, kind):
+            items = dict.items(value) if kind is dict else kind.__iter__(value)
+            return [tuple(map(id, item)) if kind is dict else id(item) for item in items]
+    return value

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep._torch_compat import tree_leaves
-from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.structure import replica_leaves
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import RunCount
 from lockstep.replicas.context import get_replica_context
@@ -88,9 +85,3 @@ class RowCheck:
     def _warn(self, mixing: Mixing) -> None:
         what = description_of_step(self._fn)
         warnings.warn(f"{what} compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}", stacklevel=5)
-
-
-def shard_leaves(given: Any, replica: int) -> list[Any]:
-    """The leaves of a replica's shard: of the arguments that have a value for each replica."""
-    shards = [leaf.values[replica] for leaf in tree_leaves(given) if isinstance(leaf, PerReplica)]
-    return [leaf for shard in shards for leaf in replica_leaves(shard)]

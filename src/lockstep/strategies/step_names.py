@@ -10,26 +10,28 @@ from typing import Any
 
 import torch
 
+from lockstep.introspection import attribute_of, is_kind
+
 LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
 """The folders of torch and of this package, whose own functions are not looked at."""
 
 
 def plain_function(fn: Any) -> Any:
     """The function under partials and bound methods."""
-    while isinstance(fn, partial):
+    while is_kind(fn, partial):
         fn = fn.func
-    return getattr(fn, "__func__", fn)
+    return attribute_of(fn, "__func__", fn)
 
 
 def is_of_the_package(fn: Callable[..., Any]) -> bool:
     """Whether a step function is one of this package or of torch, such as that of ``fit``."""
-    code = getattr(plain_function(fn), "__code__", None)
+    code = attribute_of(plain_function(fn), "__code__")
     return code is not None and code.co_filename.startswith(LIBRARIES)
 
 
 def description_of_step(fn: Callable[..., Any]) -> str:
     """A step function as a warning names it: "the step train (program.py:12)"."""
     plain = plain_function(fn)
-    code = getattr(plain, "__code__", None)
+    code = attribute_of(plain, "__code__")
     where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    return f"the step {getattr(plain, '__qualname__', type(fn).__qualname__)}{where}"
+    return f"the step {attribute_of(plain, '__qualname__', type(fn).__qualname__)}{where}"

@@ -85,7 +85,7 @@ class Prediction:
 
 def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) -> StepOutput:
     """Forward and backward on this replica's shard, then the update if it is due. Every replica must call it."""
-    rows, module = batch_rows(item), setup.module
+    rows, module = batch_rows(item, is_item=True), setup.module
     total: Number = 0.0
     count: Number = 0.0
     with nullcontext() if update else module.no_sync():
@@ -117,7 +117,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
 
 def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutput:
     """The loss and metrics of this replica's shard. The caller has switched gradients off."""
-    rows = batch_rows(item)
+    rows = batch_rows(item, is_item=True)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
     batch = unpack_labelled(item)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep._torch_compat import keystr, tree_flatten_with_path
+from lockstep.introspection import is_kind
 from lockstep.mirroring.optim.step import Totals
 from lockstep.replicas.rng.state import own_generator
 
@@ -149,7 +150,9 @@ def some_values(tensor: Tensor) -> Tensor:
 def tensors_with_rows(structure: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of at least one dimension in a nested structure, each with its path."""
     for path, leaf in tree_flatten_with_path(structure)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0 and not leaf.is_sparse:
+        if is_kind(leaf, Mapping):
+            yield from ((f"{keystr(path)}{name}", tensor) for name, tensor in tensors_with_rows(dict(leaf)))
+        elif is_kind(leaf, Tensor) and leaf.ndim > 0 and not leaf.is_sparse:
             yield keystr(path), leaf
 
 

@@ -154,7 +154,7 @@ class Distribution:
                 f"{other} has another batch than {workers.names[0]}; all workers read the same batches and take "
                 "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
             )
-        rows = batch_rows(data)
+        rows = batch_rows(data, is_item=True)
         own = local_rows(rows, workers)
         shards = [
             keras.tree.map_structure(lambda leaf, at=at: _rows(leaf, at, copies=workers.any_layout), data)

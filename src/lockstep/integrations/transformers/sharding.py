@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, t
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
-from lockstep.data.sharding import batch_rows, local_rows, local_shards
+from lockstep.data.sharding import WithRows, batch_rows, local_rows, local_shards
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
 from lockstep.watch.rows import ALL_CHECKED_FROM, RowWatch
@@ -128,10 +129,10 @@ def _count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(WithRows):
     """One replica's shard of a batch."""
 
-    inputs: dict[str, Any]  # the model's inputs, on the device where the batch was collated
+    inputs: Any  # a mapping of the batch's type: the model's inputs, on the device where the batch was collated
     rows: int  # the number of examples; may be 0
     count: int  # the number of values that a mean loss of the shard is over
     total: int  # the number of values that a mean loss of the whole batch is over
@@ -145,7 +146,7 @@ def divided(
     ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
     model. Raises a DataError if the tensors disagree in length.
     """
-    marked = layout.marked(dict(batch))
+    marked = layout.marked(batch)
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
@@ -230,7 +231,7 @@ def loss_difference(
         halves = divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
         with torch.no_grad(), keeping_modes(model):
             model.eval()
-            whole = float(loss_of(dict(shard.inputs), Share(shard.count, shard.count)))
+            whole = float(loss_of(copy(shard.inputs), Share(shard.count, shard.count)))
             shares = [(half, Share(half.count, half.total)) for half in halves if half.count]
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
     except FAILURES:  # the step itself will raise it

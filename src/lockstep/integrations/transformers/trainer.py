@@ -27,6 +27,7 @@ from lockstep.collectives.communicator import all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
+from lockstep.data.structure import TypedMapping
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.mirroring.module.batch_norm import guard_single_row
@@ -214,10 +215,10 @@ class Trainer(transformers.Trainer):
         """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
-        def loss_of(inputs: Mapping[str, Any], share: sharding.Share) -> Tensor:
+        def loss_of(inputs: Any, share: sharding.Share) -> Tensor:
             with sharding.weighing(share), self.compute_loss_context_manager():
                 watched = share.watch(items, self._device)
-                loss: Any = self.compute_loss(copy, self._prepare_inputs(dict(inputs)), num_items_in_batch=watched)
+                loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
         with preserving_rng(replica_of_step()):
@@ -233,7 +234,7 @@ class Trainer(transformers.Trainer):
                 sends,
                 nullcontext() if watch is None else watch.watching(tree_leaves(shard.inputs)),
                 sharding.weighing(sharding.Share(shard.count, shard.total)) as share,
-                guard_single_row(copy, (), shard.inputs),
+                guard_single_row(copy, (), dict(shard.inputs)),
             ):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
         if self.accelerator.sync_gradients:
@@ -269,7 +270,13 @@ class Trainer(transformers.Trainer):
         if get_replica_context() is None:
             return super()._prepare_input(data)
         device = self._device
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, data)
+
+        def moved(leaf: Any) -> Any:
+            if isinstance(leaf, Mapping):  # of its own type, as transformers does
+                return tree_map(moved, TypedMapping.like(leaf, dict(leaf)))
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map(moved, data)
 
     def _divided(self, inputs: dict[str, Any]) -> PerReplica[sharding.Shard]:
         if self._workers.size > 1:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
+from lockstep.introspection import is_kind
 
 if TYPE_CHECKING:
     from lockstep.mirroring.module.propagation import Propagation
@@ -58,15 +59,15 @@ class Copying(TorchFunctionMode):
 
     def of(self, value: Any, name: str) -> Any:
         """The replica's copy of a module or anything set on one, which ``name`` names in errors; ties survive."""
-        is_parameter = isinstance(value, nn.Parameter)
-        for parameter in value.parameters() if isinstance(value, nn.Module) else [value] if is_parameter else ():
+        is_parameter = is_kind(value, torch.Tensor) and isinstance(value, nn.Parameter)
+        for parameter in value.parameters() if is_kind(value, nn.Module) else [value] if is_parameter else ():
             if id(parameter) not in self._memo:
                 source = parameter if self._leader is None else self._leader._memo.get(id(parameter), parameter)
                 self._memo[id(parameter)] = _copy_parameter(source, self._device, self._alias)
         try:
             with self:
                 return copy.deepcopy(value, self._memo)
-        except (TypeError, RuntimeError, NotImplementedError, AttributeError, PickleError) as error:
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError, ImportError, PickleError) as error:
             raise UsageError(
                 f"{name} cannot be copied for every replica ({error}); mirror a module that copy.deepcopy can copy, "
                 "and keep what it cannot copy outside the module"

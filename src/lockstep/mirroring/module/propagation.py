@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import sys
 import types
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
+from lockstep.introspection import attribute_of, attributes_of, is_kind, module_of
 from lockstep.mirroring.module.copies import Copying, Copyings
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -59,7 +61,8 @@ _ATOMS = frozenset(
 """Types of which every replica has the same object: nothing in it can change."""
 _OWN_PACKAGE = f"{__name__.partition('.')[0]}."
 _WITHOUT_CONTENT = (nn.Module, torch.Tensor, Optimizer, type, types.MethodType, types.ModuleType)
-_FLAT = (dict, list, deque, set)
+_CONTAINERS = (dict, list, deque, set, tuple)
+_FLAT = frozenset(_CONTAINERS[:-1])
 _ABSENT: Any = object()
 _Place = tuple[dict[str, Any], str]
 """A dict of a submodule and a key in it."""
@@ -268,7 +271,9 @@ class Propagation:
         """Makes a snapshot of the user's module."""
         self._nodes: list[_Node] = []
         for number, (part, *copies) in enumerate(zip(*self._parts, strict=True)):
-            if part in copies:  # a mirrored metric is one object in all copies, and has its own replicas
+            # A mirrored metric is one object in all copies, and has its own replicas. By identity: torchrl 0.13 has
+            # modules whose == is elementwise.
+            if any(part is duplicate for duplicate in copies):
                 continue
             for name in ("", *_REGISTRIES):
                 content = _registry(part, name)
@@ -280,7 +285,7 @@ class Propagation:
             if type(value) not in _ATOMS and key not in _NO_ATTRIBUTES and _can_change(value)
         ]
         self._is_flat = [_is_flat(node.live[key]) for node, key in self._attributes]
-        self._kept_content = [each.copy() if isinstance(each, _FLAT) else each for each in self._content()]
+        self._kept_content = [each.copy() if type(each) in _FLAT else each for each in self._content()]
         self._live, self._kept = [node.live for node in self._nodes], [node.kept for node in self._nodes]
         buffers, weights = (
             [(node, name) for node in self._nodes if node.name == registry for name in node.live]
@@ -478,9 +483,7 @@ def _write(value: Any, others: Iterable[_Place]) -> None:
 
 
 def _copy(value: Any, copying: Copying | None, label: str) -> Any:
-    own = type(value) in _ATOMS or (
-        type(value).__module__.startswith(_OWN_PACKAGE) and not isinstance(value, nn.Module)
-    )
+    own = type(value) in _ATOMS or (module_of(type(value)).startswith(_OWN_PACKAGE) and not is_kind(value, nn.Module))
     return value if own or copying is None else copying.of(value, label)
 
 
@@ -508,9 +511,9 @@ def _describe(value: Any, weights: set[int], seen: dict[int, Any], depth: int) -
         found += (_address(value), _version(value), _window(value).raw)
         return found
     content = _content_of(value) if depth and len(seen) < _MAX_CONTAINERS else None
-    if isinstance(content, set):
+    if type(content) is set:
         found.append(set(content))
-    elif isinstance(content, dict) and len(content) <= _MAX_ITEMS:
+    elif type(content) is dict and len(content) <= _MAX_ITEMS:
         found.append({key: _describe(each, weights, seen, depth - 1) for key, each in content.items()})
     elif content is not None and len(content) <= _MAX_ITEMS:
         found.append([_describe(each, weights, seen, depth - 1) for each in content])
@@ -519,8 +522,9 @@ def _describe(value: Any, weights: set[int], seen: dict[int, Any], depth: int) -
 
 def _is_flat(value: Any) -> bool:
     """Whether it is a container of atoms, which is compared in C."""
-    items = value.values() if isinstance(value, dict) else value
-    return isinstance(value, _FLAT) and len(value) <= _MAX_ITEMS and all(type(each) in _ATOMS for each in items)
+    if type(value) not in _FLAT or len(value) > _MAX_ITEMS:
+        return False
+    return all(type(each) in _ATOMS for each in (value.values() if type(value) is dict else value))
 
 
 def _can_change(value: Any) -> bool:
@@ -532,13 +536,18 @@ def _can_change(value: Any) -> bool:
 
 def _content_of(value: Any) -> Any:
     """The items or attributes of a value; None if it has none that are looked at, as this package's objects."""
-    if isinstance(value, (dict, list, deque, set, tuple)):
-        return value
-    if isinstance(value, _WITHOUT_CONTENT) or type(value).__module__.startswith(_OWN_PACKAGE):
+    kind = type(value)
+    for container in _CONTAINERS:
+        if kind is container:
+            return value
+        if issubclass(kind, container):  # whose own methods may do anything
+            return dict(dict.items(value)) if container is dict else list(container.__iter__(value))
+    if is_kind(value, _WITHOUT_CONTENT) or module_of(kind).startswith(_OWN_PACKAGE):
         return None
-    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return own | getattr(value, "__dict__", {}) if own or hasattr(value, "__dict__") else None
+    attributes, slots = attributes_of(value), copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    content = {name: attribute_of(value, name, _ABSENT) for name in slots}
+    content = {name: slot for name, slot in content.items() if slot is not _ABSENT}
+    return content | (attributes or {}) if content or attributes is not None else None
 
 
 def _is_same(seen: Any, value: Any) -> bool:
@@ -548,14 +557,17 @@ def _is_same(seen: Any, value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     """Whether its values are changed in place, as those of a tensor or a NumPy array are."""
     kind = type(value)
-    return isinstance(value, torch.Tensor) or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+    return issubclass(kind, torch.Tensor) or ("numpy" in sys.modules and kind is sys.modules["numpy"].ndarray)
 
 
 def _equal(live: Any, kept: Any) -> bool:
-    """Whether two structures are the same, or equal, in every element; what cannot be compared is not equal."""
+    """Whether two structures are the same, or equal, in every element; what cannot be compared is not equal.
+
+    Elements that are the same object are not compared: ``==`` is asked of what was set anew.
+    """
     try:
         return bool(live == kept)
-    except (ValueError, TypeError, RuntimeError):  # arrays cannot
+    except Exception:  # noqa: BLE001 - arrays cannot, and a comparison of the user's may raise anything
         return False
 
 

@@ -1,0 +1,104 @@
+"""An error about shapes that a shard alone meets says how many rows of the batch the shard has, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import lockstep as ls
+
+if TYPE_CHECKING:
+    from lockstep.strategies.mirrored import MirroredStrategy
+
+    MakeStrategy = Callable[..., MirroredStrategy]
+
+X, Y = torch.arange(55.0).reshape(11, 5).sin(), (torch.arange(11) % 2).float()
+BATCHES = [(X[:9], Y[:9]), (X[9:], Y[9:])]
+
+
+class Squeezed(nn.Linear):
+    """A head of one output for each row; a lone row loses its dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
+
+
+def notes(call: Callable[[], Any], error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return "\n".join(caught.value.__notes__)
+
+
+def run(strategy: ls.Strategy, step: Callable[..., Any], batches: list[Any]) -> None:
+    for batch in strategy.distribute_dataset(batches):
+        strategy.run(step, batch)
+
+
+def test_a_lone_row_without_its_dimension(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(Squeezed())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.binary_cross_entropy_with_logits(mirrored(x), y, reduction="none")
+
+    told = notes(lambda: run(strategy, step, BATCHES), ValueError)
+    assert "has 1 of the 2 rows of its batch" in told
+    assert "squeeze(1)" in told
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_fit_says_it_too(make_strategy: MakeStrategy, method: str):
+    with make_strategy(2).scope():
+        module = Squeezed()
+        model = ls.Model(module)
+        model.compile(torch.optim.SGD(module.parameters(), 0.1), nn.BCEWithLogitsLoss())
+
+    told = notes(lambda: getattr(model, method)(BATCHES, verbose=0), ValueError)
+    assert "has 1 of the 2 rows of its batch" in told
+
+
+def test_a_size_of_the_whole_batch(make_strategy: MakeStrategy):
+    told = notes(lambda: run(make_strategy(2), lambda x, y: x.view(9, 5), BATCHES), RuntimeError)
+
+    assert re.search("has [45] of the 9 rows of its batch", told)
+    assert ".view(9, ...)" in told
+    assert "squeeze" not in told
+
+
+def test_a_shorter_longest_row(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(nn.LSTM(3, 4, batch_first=True))
+
+    def step(x: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(mirrored(packed)[0], batch_first=True)
+        return outputs - target
+
+    batch = (torch.zeros(4, 7, 3), torch.tensor([7, 6, 3, 2]), torch.zeros(4, 7, 4))
+    told = notes(lambda: run(strategy, step, [batch]), RuntimeError)
+    assert "has 2 of the 4 rows of its batch" in told
+    assert "total_length=" in told
+
+
+def test_other_errors_and_other_batches_have_no_such_note(make_strategy: MakeStrategy):
+    def other(x: Tensor, y: Tensor) -> None:
+        raise KeyError("size")
+
+    def alone(x: Tensor) -> Tensor:
+        return x.view(2, 2)
+
+    assert "of its batch" not in notes(lambda: run(make_strategy(2), other, BATCHES), KeyError)
+    assert "of its batch" not in notes(lambda: make_strategy(2).run(alone, (X,)), RuntimeError)
+    with pytest.raises(RuntimeError) as caught:
+        run(make_strategy(1), lambda x, y: x.view(2, 2), BATCHES)
+    assert not any("of its batch" in note for note in getattr(caught.value, "__notes__", ()))
