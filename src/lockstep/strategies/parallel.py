@@ -256,6 +256,7 @@ class ParallelStrategy(ThreadedStrategy):
             sharing=sharing,
             whole=self._parts.whole(firsts),
             part=(self._groups.coordinate.replica, self._groups.coordinate.stage),
+            holds=self._parts.held(sharing is not None),
         )
 
     @contextmanager
@@ -360,6 +361,15 @@ class ModelParts(PartitionPolicy):
         """The parameters that another stage holds too, in an order that is the same there."""
         given = {id(each) for each in parameters}
         return [each for part in self._parts.values() for each in part.tied if id(each) in given]
+
+    def held(self, shares_state: bool) -> str:
+        """What of a model's weights this worker's optimizer has, in words; empty for all of them."""
+        stages, ranks = self._layout.pipeline, self._layout.tensor
+        parts = [f"the weights of worker {self._coordinate.stage} of a pipeline (pipeline={stages})"] * (stages > 1)
+        parts += [f"1/{ranks} of each divided weight (tensor={ranks})"] * (ranks > 1)
+        parts += [f"1/{self._layout.data} of each weight (shard_parameters=True)"] * self.shards_weights
+        parts += [f"pieces of weights, about 1/{self._layout.data} of them (shard_optimizer=True)"] * shares_state
+        return " and ".join(parts)
 
     def _divided_ids(self) -> frozenset[int]:
         return frozenset().union(*(part.divided for part in self._parts.values()))

@@ -24,6 +24,7 @@ from lockstep.mirroring.gradients.state import GradientState, Stage
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
+from lockstep.mirroring.optim.step_hooks import replaced_step
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
@@ -184,6 +185,11 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is a number that is NaN or infinite; no weight has changed.
         """
         own_context(self._owner, "optimizer")
+        if "step" in self.__dict__ and replaced_step(self) is not None:
+            raise UsageError(
+                "the step of a mirrored optimizer was replaced on the object, and fit updates without calling it; "
+                "replace that of the plain optimizer (optimizer.plain.step), which is called once an update"
+            )
         self.gradients.check_not_lost()
         self.gradients.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)

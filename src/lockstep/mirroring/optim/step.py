@@ -165,7 +165,9 @@ class LockstepUpdate:
         self._parameters = parameters
         self._leaders = tuple(group[0] for group in groups)
         self._leader_of = {member: group[0] for group in groups for member in group}
-        self.optimizers = StorageOptimizers(optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus)
+        self.optimizers = StorageOptimizers(
+            optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus, holds=exchange.holds
+        )
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
