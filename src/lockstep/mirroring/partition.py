@@ -30,6 +30,14 @@ class PartitionPolicy(ABC):
         """The pipeline (``parallel.pipeline``) of which the part is a stage and cannot be called; else None."""
 
     @abstractmethod
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The parameter to which autograd brings the gradient of a weight: itself, or one inside a part."""
+
+    @abstractmethod
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        """Whether other workers hold other numbers of a weight."""
+
+    @abstractmethod
     def check(self, optimizer: Optimizer) -> None:
         """Raises ConfigError for an optimizer that cannot update the part."""
 
@@ -45,6 +53,12 @@ class WholeModels(PartitionPolicy):
 
     def pipeline(self, module: nn.Module) -> Any:
         return None
+
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        return weight
+
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        return False
 
     def check(self, optimizer: Optimizer) -> None:
         pass

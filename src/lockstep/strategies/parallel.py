@@ -31,6 +31,7 @@ from lockstep.collectives.communicator import (
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
+from lockstep.mirroring.gradients.parameter_hooks import call_in_backward, divided_error, hooked
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy
@@ -49,7 +50,7 @@ from lockstep.parallel.pipeline_stage import (
     tied_ends,
 )
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
-from lockstep.parallel.sharded_module import ShardedModule
+from lockstep.parallel.sharded_module import ShardedModule, is_divided
 from lockstep.parallel.tensor_parallel import (
     WHOLE,
     DividedModel,
@@ -309,6 +310,13 @@ class ModelParts(PartitionPolicy):
     def pipeline(self, module: nn.Module) -> Pipeline | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
 
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        found = (part.source_of(weight) for part in self._parts.values())
+        return next((each for each in found if each is not None), weight)
+
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        return is_divided(self.source_of(weight))
+
     def check(self, optimizer: Optimizer) -> None:
         """Raises a ConfigError unless it updates each number by itself, which is the same on parts and the whole."""
         if type(optimizer) not in ELEMENTWISE:
@@ -377,6 +385,9 @@ class ModelParts(PartitionPolicy):
     def _divided(
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
+        if self._layout.tensor > 1 or self.shards_weights:
+            for parameter, hook in hooked(module.parameters()):
+                raise divided_error(parameter, hook)  # torch divides other parameters in place of these
         check_own_plan(module, plan, self._layout.tensor)
         check_pipeline_split(split)
         check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
@@ -386,7 +397,7 @@ class ModelParts(PartitionPolicy):
         if self._mesh is None:
             self._fill(module, first, WHOLE, stored)
             move_to_device(module, self._device)
-            return ShardedModule(module)
+            return ShardedModule(module, receive=call_in_backward)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
         stages = cut()
@@ -401,7 +412,7 @@ class ModelParts(PartitionPolicy):
             shard_fully(module, self._mesh.mesh["data"])
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
-            return ShardedModule(module, division, names=names, ties=ties)
+            return ShardedModule(module, division, names=names, ties=ties, receive=call_in_backward)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
         assert group is not None
         pipeline = Pipeline(
@@ -412,7 +423,14 @@ class ModelParts(PartitionPolicy):
             device=self._device,
         )
         return ShardedModule(
-            module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
+            module,
+            division,
+            names=names,
+            ties=ties,
+            pipeline_group=group,
+            tied=tied,
+            pipeline=pipeline,
+            receive=call_in_backward,
         )
 
     def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:

@@ -176,7 +176,7 @@ class TrainLoop:
             self.loss = RunningLoss()
             self.metrics.reset()
         clock.start()
-        with closing(data.epoch(self.epoch, skip=self.batch)) as batches:
+        with self._calling_hooks(), closing(data.epoch(self.epoch, skip=self.batch)) as batches:
             for batch in batches:
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", self.batch)
@@ -199,14 +199,22 @@ class TrainLoop:
                 if self._stop.after_batch():
                     break
                 clock.start()
-        if self.pending:
-            self._finish_cycle()
+            if self.pending:
+                self._finish_cycle()
         clock.start()
         self.loss.settle()
         clock.extend()
         self.epoch, self.batch = self.epoch + 1, 0
         clock.examples = self._sync_workers(clock.examples)
         return {"loss": self.loss.final(), **self.metrics.compute()}
+
+    def _calling_hooks(self) -> AbstractContextManager[None]:
+        """A block whose updates call the hooks on parameters, with the gradients that one device has."""
+        optimizer, config = self._setup.optimizer, self._setup.config
+        if optimizer is None:
+            return nullcontext()
+        refused = f"accumulate={config.accumulate} makes several backward passes" if config.accumulate > 1 else ""
+        return optimizer.hooks_at_updates(refused or 'precision="fp16" scales losses' * (config.precision == "fp16"))
 
     def _report_batch(self) -> None:
         """Calls ``on_train_batch_end``, with metrics if a callback of some worker wants them."""
