@@ -20,7 +20,7 @@ from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
-from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region
 from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim, region_of
@@ -72,6 +72,7 @@ class ShardedModule(nn.Module):
                     _hand_over(plain[id(each)], each, receive)
 
             pipeline.after_backward = hand_over
+            pipeline.weights = frozenset([*plain, *map(id, plain.values())])
         self._is_fully_sharded = any(_is_divided(each, "data") for each in inside.parameters())
         self.training = inside.training
 
@@ -229,8 +230,26 @@ def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     """A plain parameter over the memory of this worker's share of another one, which gets its gradients."""
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
+        if _is_divided(parameter):
+            plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
     return plain
+
+
+class _RefusedGradient:
+    """The hook of a part of a weight, to which a backward pass leads only from a loss that reads it by itself.
+
+    It has no reference to the parameter, whose memory a circle would hold.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __call__(self, _: Tensor) -> None:
+        raise UsageError(
+            f"the loss reads a weight of which this worker holds a part (of shape {self._shape}), by itself and not "
+            f"through the model, so that a sum over weights is here one over parts; {WITHOUT_PENALTY}"
+        )
 
 
 class _HandOver:

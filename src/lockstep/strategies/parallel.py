@@ -39,7 +39,7 @@ from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_d
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import HasConfig, require_layers
-from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import (
     PipelineSplit,
@@ -267,6 +267,11 @@ class ParallelStrategy(ThreadedStrategy):
             with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise UsageError(
+                    "the step computes with a weight that the layout divides among workers beside plain tensors, "
+                    f"outside of the layers that the plan divides; {WITHOUT_PENALTY}"
+                ) from error
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
             if explained is None:
                 raise
