@@ -27,7 +27,7 @@ from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
-from lockstep.parallel.microbatch_state import BufferWatch, warn_of_changed
+from lockstep.parallel.microbatch_state import StateWatch, warn_of_changed
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
 from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
@@ -175,7 +175,7 @@ class Pipeline:
         self._trained += 1
         parts = min(rows, self._pipelining.microbatches)
         looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
-        watch = BufferWatch(self._stages[0].model) if looks else None
+        watch = StateWatch(self._stages[0].model) if looks else None
         self._pass(x, rows, examine, backward=True)
         self.after_backward()
         if watch is not None:
