@@ -16,6 +16,7 @@ from lockstep.collectives.communicator import Communicator, ControlFlags, check_
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
+from lockstep.mirroring.gradients.parameter_hooks import warn_of_backward_hooks
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import CallbackList
@@ -163,6 +164,7 @@ class TrainLoop:
         replicas = setup.strategy.num_replicas_in_sync
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
         self._graphs = GraphedSteps.create(setup, self._states)
+        self._looked_at_module = False
         if setup.optimizer is not None:
             setup.optimizer.zero_grad()
             setup.optimizer.reset_nonfinite()
@@ -213,6 +215,9 @@ class TrainLoop:
         optimizer, config = self._setup.optimizer, self._setup.config
         if optimizer is None:
             return nullcontext()
+        if not self._looked_at_module:
+            self._looked_at_module = True
+            warn_of_backward_hooks(self._setup.module.module)
         refused = f"accumulate={config.accumulate} makes several backward passes" if config.accumulate > 1 else ""
         return optimizer.hooks_at_updates(refused or 'precision="fp16" scales losses' * (config.precision == "fp16"))
 

@@ -9,6 +9,7 @@ divided; ``clamp`` of such parts is not ``clamp`` of the whole.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class ParameterHooks:
 
     def take_all(self) -> None:
         """Takes the hooks of all parameters. Outside replicas only."""
+        self._hooked.clear()  # of some they may have been removed
         for copies in self._parameters:
             self.take(copies[0])
 
@@ -167,6 +169,20 @@ def divided_error(weight: nn.Parameter, hook: Any) -> UsageError:
         "workers, none of which has its whole gradient; remove it, and use clip_norm=, or for what is done to each "
         "number by itself optimizer.register_step_pre_hook"
     )
+
+
+def warn_of_backward_hooks(module: nn.Module) -> None:
+    """Warns of hooks on modules that see gradients in the backward pass of a sum, which is divided only later."""
+    for name, part in module.named_modules():
+        for hook in (*part._backward_pre_hooks.values(), *part._backward_hooks.values()):
+            warnings.warn(
+                f"the {type(part).__name__} {name!r} has a backward hook ({_name(hook)}), and fit runs the backward "
+                "pass of the sum over a replica's rows, or a microbatch's: the hook sees gradients that are not yet "
+                "divided by the count, so that clipping them there is not clipping those of the mean; use clip_norm=, "
+                "or a loop of your own with ls.compute_average_loss",
+                stacklevel=2,
+            )
+            return
 
 
 def _post_hooks(parameter: nn.Parameter) -> dict[int, Any] | None:
