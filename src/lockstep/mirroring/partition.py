@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,10 @@ class PartitionPolicy(ABC):
         """The parameter to which autograd brings the gradient of a weight: itself, or one inside a part."""
 
     @abstractmethod
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters of what ``take`` has returned, and those inside a part."""
+
+    @abstractmethod
     def is_divided(self, weight: nn.Parameter) -> bool:
         """Whether other workers hold other numbers of a weight."""
 
@@ -56,6 +61,9 @@ class WholeModels(PartitionPolicy):
 
     def source_of(self, weight: nn.Parameter) -> nn.Parameter:
         return weight
+
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        return module.parameters()
 
     def is_divided(self, weight: nn.Parameter) -> bool:
         return False

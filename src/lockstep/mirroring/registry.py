@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.parameter_hooks import holders_of, hooked, refuse_hook
+from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -196,10 +196,11 @@ class MirroredObjects:
 
     def _take_hooks(self, module: MirroredModule) -> None:
         """Has updates call the hooks on parameters that several replicas train, or refuses them in a user's loop."""
-        for weight in module.propagation.weights:
-            for holder, hook in hooked(holders_of(weight, self._partition) if module.is_part else (weight,)):
-                if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
-                    refuse_hook(holder, hook)
+        weights = module.propagation.weights
+        for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
+            weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
+            if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
+                refuse_hook(holder, hook)
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:

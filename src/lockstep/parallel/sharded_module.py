@@ -64,6 +64,7 @@ class ShardedModule(nn.Module):
         self._orders = division.orders
         self._plain = {id(parameter): _plain(parameter, receive) for parameter in inside.parameters()}
         self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
+        self.holders = (*inside.parameters(), *self._plain.values())
         if pipeline is not None:  # autograd calls no hooks for gradients that a schedule computes by itself
             plain = self._plain
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
@@ -318,6 +318,9 @@ class ModelParts(PartitionPolicy):
     def source_of(self, weight: nn.Parameter) -> nn.Parameter:
         found = (part.source_of(weight) for part in self._parts.values())
         return next((each for each in found if each is not None), weight)
+
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        return module.holders if isinstance(module, ShardedModule) else module.parameters()
 
     def is_divided(self, weight: nn.Parameter) -> bool:
         return is_divided(self.source_of(weight))
