@@ -94,9 +94,24 @@ def all_optimizers(optimizer: torch.optim.Optimizer, calls: list[int], stack: Ex
     stack.callback(register_optimizer_step_post_hook(lambda stepped, *_: clamp(stepped)).remove)
 
 
+def replaced_for_its_class(optimizer: torch.optim.Optimizer, calls: list[int], stack: ExitStack) -> None:
+    kind, step = type(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def stepping(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self is optimizer:
+            calls.append(1)
+        result = step(self, *args, **kwargs)
+        clamp(self)
+        return result
+
+    stack.callback(setattr, kind, "step", step)
+    kind.step = stepping  # type: ignore[method-assign]
+
+
 AROUND: list[Callable[[torch.optim.Optimizer, list[int], ExitStack], Any]] = [
     *(replaced, replaced_after_a_scheduler, replaced_before_a_scheduler),
-    *(halves_gradients, clamps_weights, all_optimizers),
+    *(halves_gradients, clamps_weights, all_optimizers, replaced_for_its_class),
 ]
 
 
@@ -165,6 +180,21 @@ def test_when_it_is_gone_all_storages_go_on_alike(make_strategy: MakeStrategy, l
         expected.step()
     for copy in mirrored.copies:
         torch.testing.assert_close(dict(copy.state_dict()), dict(plain.state_dict()), rtol=1e-12, atol=1e-14)
+
+
+def test_scaled_updates_call_it_once_too(make_strategy: MakeStrategy):
+    calls = list[int]()
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, 0.01)
+        replaced(optimizer, calls, ExitStack())
+        return optimizer
+
+    with make_strategy(2).scope():
+        model = ls.Model(net().float())
+        model.compile(make, "mse", precision="fp16")
+        model.fit([(rows(number).float(), torch.zeros(7, 3)) for number in range(STEPS)], verbose=0)
+    assert len(calls) == STEPS
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -184,7 +184,8 @@ class StorageOptimizers:
                 "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
         around = around_step(self.plain)
-        self._warnings.look(around)
+        if around or "zero_grad" in vars(self.plain):
+            self._warnings.look(around)
         # The user may have loaded a state_dict into the plain optimizer.
         if self.plain.state is not self._state or (self._copies_are_stale and not around):
             self.reset()

@@ -9,7 +9,8 @@ A mirrored optimizer updates slices of the weights in its replicas' threads only
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
@@ -35,15 +36,32 @@ def _is_schedulers(step: Any) -> bool:
     return getattr(step, "__globals__", None) is vars(lr_scheduler) and hasattr(step, "__wrapped__")
 
 
-def around_step(optimizer: Optimizer) -> list[Any]:
+def around_step(optimizer: Optimizer) -> Sequence[Any]:
     """The hooks of the optimizer's step, those of all optimizers, and what stands in place of it; often nothing."""
-    own = vars(optimizer)  # an optimizer around another one may have no hooks: it need not call Optimizer.__init__
-    found = [*own.get("_optimizer_step_pre_hooks", {}).values(), *own.get("_optimizer_step_post_hooks", {}).values()]
+    own, kind = vars(optimizer), type(optimizer)
+    # An optimizer around another one may have no hooks: it need not call Optimizer.__init__.
+    hooks, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
+    of_all = optimizer_post_hooks or any(hook is not refuse_plain_step for hook in optimizer_pre_hooks.values())
+    if not hooks and not after and not of_all and "step" not in own and _is_original(kind, kind.step):
+        return ()  # at every update, several times
+    found = [*(hooks or {}).values(), *(after or {}).values(), *optimizer_post_hooks.values()]
     found += [hook for hook in optimizer_pre_hooks.values() if hook is not refuse_plain_step]
-    found += optimizer_post_hooks.values()
-    if "step" in own and (step := replaced_step(optimizer)) is not None:
-        found.append(step)
-    return found
+    found += [step for step in [replaced_step(optimizer)] if step is not None]
+    return found if _is_original(kind, kind.step) else [*found, kind.step]
+
+
+@lru_cache(maxsize=256)
+def _is_original(kind: type[Optimizer], step: Any) -> bool:
+    """Whether the step of an optimizer's class is not one that a program has set on a class of torch's."""
+    while step is not None and kind.__module__.startswith("torch.optim."):
+        if not _is_in_torch(step):
+            return False
+        step = getattr(step, "__wrapped__", None)  # torch wraps the step of each class for its hooks
+    return True
+
+
+def _is_in_torch(function: Any) -> bool:
+    return bool(getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."))
 
 
 class StepHookWarnings:
@@ -56,7 +74,7 @@ class StepHookWarnings:
         self._optimizer, self._holds = optimizer, holds
         self._warned: set[int] = set()
 
-    def look(self, around: list[Any]) -> None:
+    def look(self, around: Sequence[Any]) -> None:
         """Warns of hooks that see a part of the model, given what is around the step."""
         if around and self._holds and (fresh := [each for each in around if id(each) not in self._warned]):
             self._warned.update(map(id, fresh))
