@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import lockstep as ls
 
@@ -114,3 +116,34 @@ def test_settings_of_compile(program: Any, replicas: int, make_strategy: Callabl
         for column, names in kinds.items():
             for name in names:
                 assert program.observed(strategy, name, **settings) == table[row][column], name
+
+
+KINDS_IN_LOOPS = ["register_hook", "register_post_accumulate_grad_hook"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("register", KINDS_IN_LOOPS)
+def test_the_loop_of_one_replica_calls_hooks_on_parameters_as_torch_does(program: Any, register: str, early: bool):
+    calls, weights = program.loop({}, register, "2.weight", early=early)
+    assert calls == program.UPDATES
+    torch.testing.assert_close(weights, dict(program.loop_by_hand(register, "2.weight")), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+@pytest.mark.parametrize("register", KINDS_IN_LOOPS)
+def test_tensor_ranks_call_them_on_weights_that_are_whole(program: Any, register: str):
+    call = partial(program.loop, {"tensor": 2}, register, "2.bias", early=False)
+    calls, weights = ls.launch(call, workers=2, timeout_s=LIMIT_S)
+    assert calls == program.UPDATES
+    torch.testing.assert_close(weights, dict(program.loop_by_hand(register, "2.bias")), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("grid", [{"tensor": 2}, {"data": 2}, {"data": 2, "shard_parameters": True}])
+def test_loops_of_several_workers_refuse_the_others(program: Any, grid: dict[str, Any], early: bool):
+    call = partial(program.loop, grid, "register_hook", "2.weight", early=early)
+    with pytest.raises(ls.errors.ClusterError, match=r"UsageError: a parameter of shape .* has a hook"):
+        ls.launch(call, workers=2, timeout_s=LIMIT_S)

@@ -200,7 +200,7 @@ class MirroredObjects:
         for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
             weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
             if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
-                refuse_hook(holder, hook)
+                refuse_hook(holder, hook, is_part=module.is_part)
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:

@@ -247,3 +247,50 @@ def run_jobs(layouts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
             found[layout][kind] = all_gather_object(workers, "what hooks have seen", observed(strategy, kind))
         strategy.close()
     return found
+
+
+def loop(grid: Mapping[str, Any], register: str, name: str, *, early: bool) -> tuple[int, dict[str, Tensor]]:
+    """How often a loop on a layout calls a hook that halves gradients, and the weights."""
+    torch.set_num_threads(1)
+    strategy, module, calls = ls.ParallelStrategy(seed=0, device="cpu:0", **grid), net(), list[int]()
+    if early:
+        halve(module.get_parameter(name), register, calls)
+    mirrored = strategy.parallelize(module, tensor_plan=PLAN)
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.5))
+    if not early:
+        halve(dict(mirrored.named_parameters())[name], register, calls)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        ls.compute_average_loss(loss(mirrored(x), y)).backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(batches(UPDATES)):
+        strategy.run(step, batch)
+    weights = {name: value.clone() for name, value in mirrored.state_dict().items()}
+    strategy.close()
+    return len(calls), weights
+
+
+def loop_by_hand(register: str, name: str) -> dict[str, Tensor]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    halve(module.get_parameter(name), register, [])
+    for x, y in batches(UPDATES):
+        optimizer.zero_grad()
+        loss(module(x), y).mean().backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def halve(parameter: Any, register: str, calls: list[int]) -> None:
+    def hook(tensor: Tensor) -> Tensor | None:
+        calls.append(1)
+        if register == "register_hook":
+            return tensor / 2
+        parameter_grad = tensor.grad
+        assert parameter_grad is not None
+        parameter_grad /= 2
+        return None
+
+    getattr(parameter, register)(hook)

@@ -147,12 +147,17 @@ def hooked(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, A
                 break
 
 
-def refuse_hook(parameter: nn.Parameter, hook: Any) -> None:
+def refuse_hook(parameter: nn.Parameter, hook: Any, *, is_part: bool) -> None:
     """Raises a UsageError for a hook on a parameter that several replicas train in a loop of the user's."""
+    advice = (
+        "use optimizer.register_step_pre_hook, which sees the sums of what this worker holds"
+        if is_part
+        else "read or change .grad in the step, between backward() and optimizer.step(), where it is the sum over all "
+        "replicas"
+    )
     raise UsageError(
         f"a parameter of shape {tuple(parameter.shape)} has a hook ({_name(hook)}), which would see one replica's "
-        f"gradient and not the sum; remove it, and read or change .grad in the step, between backward() and "
-        "optimizer.step(), where it is the sum over all replicas"
+        f"gradient and not the sum; remove it, and {advice}"
     )
 
 

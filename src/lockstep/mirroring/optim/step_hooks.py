@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -38,7 +38,7 @@ def _is_schedulers(step: Any) -> bool:
 
 def around_step(optimizer: Optimizer) -> Sequence[Any]:
     """The hooks of the optimizer's step, those of all optimizers, and what stands in place of it; often nothing."""
-    own, kind = vars(optimizer), type(optimizer)
+    own, kind = vars(optimizer), cast("Any", type(optimizer))  # mypy takes no class of optimizers for hashable
     # An optimizer around another one may have no hooks: it need not call Optimizer.__init__.
     hooks, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
     of_all = optimizer_post_hooks or any(hook is not refuse_plain_step for hook in optimizer_pre_hooks.values())
@@ -51,7 +51,7 @@ def around_step(optimizer: Optimizer) -> Sequence[Any]:
 
 
 @lru_cache(maxsize=256)
-def _is_original(kind: type[Optimizer], step: Any) -> bool:
+def _is_original(kind: Any, step: Any) -> bool:
     """Whether the step of an optimizer's class is not one that a program has set on a class of torch's."""
     while step is not None and kind.__module__.startswith("torch.optim."):
         if not _is_in_torch(step):
