@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep._torch_compat import next_sequence_number
 from lockstep.parallel.microbatch_state import StateWatch
 from lockstep.parallel.pipeline import reads_weights
 from lockstep.parallel.pipeline_values import leaving_no_trace
@@ -93,13 +95,18 @@ def test_a_trial_pass_leaves_nothing(name: str):
 
 
 def test_a_loss_that_reads_weights_is_told_from_one_of_the_outputs_alone():
-    module, own = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), nn.Parameter(torch.ones(()))
+    module, other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), nn.Parameter(torch.ones(()))
     ids = frozenset(map(id, module.parameters()))
-    outputs = {"scores": module(torch.ones(4, 3)), "weight": module[1].weight, "kept": 1}
-    scores = outputs["scores"]
+    scores = module(torch.ones(4, 3))
+    outputs = {"scores": scores, "weight": module[1].weight, "hidden": SimpleNamespace(tensor=scores.exp()), "n": 1}
+    begin = next_sequence_number()
 
-    assert not reads_weights(scores.sum(), outputs, ids)
-    assert not reads_weights(scores.sum() * own + outputs["weight"].sum(), outputs, ids)
-    assert not reads_weights(scores.sum() + module[0].weight.detach().sum(), outputs, ids)
-    assert reads_weights(scores.sum() + module[0].weight.square().sum(), outputs, ids)
-    assert reads_weights(scores.sum() + 0.0 * module[1].bias.norm(), outputs, ids)
+    def reads(loss: Tensor) -> bool:
+        return reads_weights(loss, outputs, ids, begin)
+
+    assert not reads(scores.sum())
+    assert not reads(scores.sum() * other + outputs["weight"].sum())
+    assert not reads(outputs["hidden"].tensor.sum())
+    assert not reads(scores.sum() + module[0].weight.detach().sum())
+    assert reads(scores.sum() + module[0].weight.square().sum())
+    assert reads(scores.sum() + 0.0 * module[1].bias.norm())

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map
+from lockstep._torch_compat import next_sequence_number, tree_flatten, tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
@@ -327,9 +327,9 @@ class Pipeline:
         microbatch = self._now.microbatches[number]
         if not microbatch.rows:
             return torch.stack(list(leaves)).sum()
-        outputs = self._now.outputs.pop(number)
+        outputs, begin = self._now.outputs.pop(number), next_sequence_number()
         loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
-        if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights):
+        if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
             raise UsageError(
                 "the loss reads weights of the model by themselves, and this worker of the pipeline has those of its "
                 f"stages alone, so that a sum over the model's weights leaves others out; {WITHOUT_PENALTY}"
@@ -339,16 +339,19 @@ class Pipeline:
         return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
 
 
-def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int]) -> bool:
-    """Whether the graph of a loss leads to one of these parameters, by their ids, on a way not through the outputs."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    ends, given = {leaf.grad_fn for leaf in tensors}, {id(leaf) for leaf in tensors}
-    nodes = [loss.grad_fn]
+def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: int) -> bool:
+    """Whether a loss leads to one of these parameters, by their ids, on a way not through the outputs.
+
+    ``begin`` is the number of the first node that autograd has made for the loss; those before are of the outputs.
+    """
+    given = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+    nodes: list[Any] = [loss.grad_fn]
+    known: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node is None or node in ends:
+        if node in known or node._sequence_nr() < begin:
             continue
-        ends.add(node)
+        known.add(node)
         variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
         if variable is not None and id(variable) in weights and id(variable) not in given:
             return True
