@@ -18,6 +18,7 @@ MISSING = [
     ("torch._C", "_len_torch_dispatch_stack", "dispatch modes"),
     ("torch._C", "DisableTorchFunction", "past function modes"),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks", "saved tensors"),
+    ("torch._C._autograd", "_get_sequence_nr", "nodes of a loss"),
     ("torch._C._autograd", "_profiler_enabled", "profiled"),
     ("torch._C", "_are_functorch_transforms_active", "torch.func"),
     ("torch._C", "_set_grad_enabled", "gradients and data"),

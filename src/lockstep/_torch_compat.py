@@ -84,6 +84,11 @@ with _probe("the caller's hooks for saved tensors"):
     )
     saved_tensors_hooks_disabled()
 
+with _probe("telling the nodes of a loss from those of the model's outputs"):
+    next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+    next_sequence_number()
+    torch.ones((), requires_grad=True).exp().grad_fn._sequence_nr()  # type: ignore[union-attr]
+
 with _probe("telling whether the calling thread is profiled"):
     is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
     is_profiled()

@@ -58,6 +58,15 @@ def test_without_a_number_there_are_two_microbatches_for_every_stage():
     assert choose_pipeline_config("gpipe", 5, 4).microbatches == 5
 
 
+def test_gpipe_takes_a_shard_whole_too():
+    assert choose_pipeline_config("gpipe", 1, 4).microbatches == 1
+    for schedule in ("1f1b", "interleaved", "zero_bubble", "zero_bubble_v"):
+        with pytest.raises(ConfigError, match="microbatches=1 leave some of 4 workers idle"):
+            choose_pipeline_config(schedule, 1, 4)
+    with pytest.raises(ConfigError, match="microbatches=True"):
+        choose_pipeline_config("gpipe", True, 4)
+
+
 def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="microbatches=2 leave some of 4 workers idle all the time; give at least 4"):
         choose_pipeline_config("1f1b", 2, 4)

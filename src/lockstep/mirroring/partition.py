@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,18 @@ class PartitionPolicy(ABC):
         """The pipeline (``parallel.pipeline``) of which the part is a stage and cannot be called; else None."""
 
     @abstractmethod
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The parameter to which autograd brings the gradient of a weight: itself, or one inside a part."""
+
+    @abstractmethod
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters of what ``take`` has returned, and those inside a part."""
+
+    @abstractmethod
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        """Whether other workers hold other numbers of a weight."""
+
+    @abstractmethod
     def check(self, optimizer: Optimizer) -> None:
         """Raises ConfigError for an optimizer that cannot update the part."""
 
@@ -45,6 +58,15 @@ class WholeModels(PartitionPolicy):
 
     def pipeline(self, module: nn.Module) -> Any:
         return None
+
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        return weight
+
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        return module.parameters()
+
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        return False
 
     def check(self, optimizer: Optimizer) -> None:
         pass

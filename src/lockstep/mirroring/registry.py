@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
-from lockstep.mirroring.gradients.state import refuse_hooks
+from lockstep.mirroring.gradients.parameter_hooks import hooked, refuse_hook
 from lockstep.mirroring.metric import MirroredMetric, is_metric, mirror_metric
 from lockstep.mirroring.module.copies import storage_groups
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule, mirror_module
@@ -126,7 +126,9 @@ class MirroredObjects:
         self._partition.check(optimizer)
         check_agreement(strategy.workers, "the optimizer", plain_settings(optimizer))
         groups = storage_groups(strategy.devices)
-        mirrored = MirroredOptimizer(strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange)
+        mirrored = MirroredOptimizer(
+            strategy, optimizer, groups, self._copies_by_parameter, self._make_exchange, self._partition
+        )
         _check_memory(strategy.devices, mirrored.parameters)
         own = {id(copies[0]) for copies in mirrored.parameters}
         for former in self._adopted[:]:
@@ -203,11 +205,19 @@ class MirroredObjects:
         for module in self.modules:
             if module.align():
                 self._guarded = -1
-            if module.has_others and not (module.is_part or module.shards_weights):
-                refuse_hooks(module.propagation.weights)
+            if module.has_others:
+                self._take_hooks(module)
         for optimizer in self.optimizers:
             optimizer.gradients.check_left()
             guard_groups(optimizer.plain)  # loading a state_dict makes them anew
+
+    def _take_hooks(self, module: MirroredModule) -> None:
+        """Has updates call the hooks on parameters that several replicas train, or refuses them in a user's loop."""
+        weights = module.propagation.weights
+        for holder, hook in hooked(self._partition.holders(module.module) if module.is_part else weights):
+            weight = next((each for each in weights if holder is self._partition.source_of(each)), holder)
+            if not any(each.hooks.at_updates and each.hooks.take(weight) for each in self.optimizers):
+                refuse_hook(holder, hook, is_part=module.is_part)
 
     @contextmanager
     def changes_spread(self) -> Iterator[None]:

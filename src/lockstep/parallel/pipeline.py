@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lockstep._torch_compat import tree_flatten, tree_leaves, tree_map
+from lockstep._torch_compat import next_sequence_number, tree_flatten, tree_leaves, tree_map
 from lockstep.collectives.communicator import Communicator, all_gather_object
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.parallel.forward_inputs import ForwardArguments
+from lockstep.parallel.microbatch_state import StateWatch, warn_of_changed
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName
 from lockstep.parallel.pipeline_stage import Stage, TracedStage
 from lockstep.parallel.pipeline_trace import Action, ActionKind, Orders, PipelineTrace, Slot
@@ -48,6 +49,12 @@ _ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inp
 """By torch's names. torch also has actions that compute nothing."""
 _MOST_SCHEDULES = 8  # which hold buffers
 _MOST_VALUES = 256
+WITHOUT_PENALTY = (
+    "leave a penalty on weights to the optimizer (weight_decay=, which is that of squares, or a hook of "
+    "register_step_pre_hook that adds the penalty's derivative to .grad), and compute in the model's forward what "
+    "needs its weights"
+)
+"""What to do where a loss reads the weights of a divided model."""
 
 
 def orders_of(pipelining: PipelineConfig) -> Orders:
@@ -126,6 +133,7 @@ class Pipeline:
 
     Attributes:
         after_backward: called after each backward pass: where the backward is split, autograd calls no hooks.
+        weights: the ids of the parameters of this worker's stages.
     """
 
     def __init__(
@@ -141,6 +149,9 @@ class Pipeline:
         self._arguments = ForwardArguments(self._stages[0].model.forward)
         self._pipelining = pipelining
         self.after_backward: Callable[[], None] = lambda: None
+        self.weights: frozenset[int] = frozenset()
+        self._trained = 0  # passes that train, so far
+        self._warned_of_state = False
         self._device = device
         self._values: LatestKept[list[StageValues]] = LatestKept(_MOST_VALUES)
         self._schedules: LatestKept[Schedule] = LatestKept(_MOST_SCHEDULES)
@@ -161,8 +172,14 @@ class Pipeline:
             rows: the number of rows, at least one.
             examine: called where the outputs are, for each microbatch that has rows.
         """
+        self._trained += 1
+        parts = min(rows, self._pipelining.microbatches)
+        looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
+        watch = StateWatch(self._stages[0].model) if looks else None
         self._pass(x, rows, examine, backward=True)
         self.after_backward()
+        if watch is not None:
+            self._warned_of_state = warn_of_changed(watch, self._workers, parts)
 
     def evaluate(self, x: Any, rows: int, examine: Examine) -> None:
         """Forward of a shard. All workers must call it."""
@@ -310,10 +327,36 @@ class Pipeline:
         microbatch = self._now.microbatches[number]
         if not microbatch.rows:
             return torch.stack(list(leaves)).sum()
-        loss = self._now.examine(self._now.outputs.pop(number), slice(microbatch.begin, microbatch.end))
+        outputs, begin = self._now.outputs.pop(number), next_sequence_number()
+        loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
+        if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
+            raise UsageError(
+                "the loss reads weights of the model by themselves, and this worker of the pipeline has those of its "
+                f"stages alone, so that a sum over the model's weights leaves others out; {WITHOUT_PENALTY}"
+            )
         if self._slots:  # the loss is part of the last forward pass
             self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
         return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
+
+
+def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: int) -> bool:
+    """Whether a loss leads to one of these parameters, by their ids, on a way not through the outputs.
+
+    ``begin`` is the number of the first node that autograd has made for the loss; those before are of the outputs.
+    """
+    given = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+    nodes: list[Any] = [loss.grad_fn]
+    known: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in known or node._sequence_nr() < begin:
+            continue
+        known.add(node)
+        variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if variable is not None and id(variable) in weights and id(variable) not in given:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatch]:

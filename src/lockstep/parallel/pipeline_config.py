@@ -82,7 +82,9 @@ def choose_pipeline_config(
         stages_per_worker = 1 if workers == 1 or _STAGES_PER_WORKER.get(schedule, (1, 1))[1] == 1 else 2
     if microbatches is None:
         microbatches = 2 * workers if workers > 1 else 1
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < workers:
+    # The one microbatch of GPipe is for modules that must see all rows of a shard at once, such as batch norm.
+    least = 1 if schedule == "gpipe" and microbatches == 1 else workers
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < least:
         raise ConfigError(
             f"microbatches={shown(microbatches)} leave some of {workers} workers idle all the time; "
             f"give at least {workers}, better {2 * workers} or more"

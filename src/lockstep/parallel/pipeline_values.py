@@ -84,15 +84,25 @@ def sendable(values: Any) -> Any:
 
 @contextmanager
 def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """A block whose forward passes change no buffers, and none of the random numbers after it."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    """A block whose forward passes change no buffers or numbers of modules, and none of the random numbers after it."""
+    parts = list(module.modules())
+    before = [(part, dict(part._buffers), numbers_of(part)) for part in parts]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
             yield
     finally:
+        for part, buffers, numbers in before:
+            part._buffers.update(buffers)  # a forward may set a new tensor
+            part.__dict__.update(numbers)
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in values:
                 buffer.copy_(value)
+
+
+def numbers_of(part: nn.Module) -> dict[str, int | float]:
+    """The attributes of a module that are numbers, such as a count of its calls."""
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
 
 
 def _blank(tensor: Tensor) -> Tensor:

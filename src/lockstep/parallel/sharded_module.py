@@ -9,8 +9,7 @@ under plain names, gathered from all workers that hold a replica together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,10 +20,13 @@ from lockstep._torch_compat import DisableTorchFunction, IncompatibleKeys
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.forward_inputs import call_on_dummy_row, has_no_rows
-from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
 from lockstep.parallel.pipeline_trace import PipelineTrace
 from lockstep.parallel.regions import Region
 from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, local_shard, ordered_dim, region_of
+
+Receive = Callable[[nn.Parameter, Tensor, bool], None]
+"""Adds to a plain parameter's gradient one that a backward pass has made, of a part of it if the bool says so."""
 
 
 class ShardedModule(nn.Module):
@@ -38,6 +40,7 @@ class ShardedModule(nn.Module):
         pipeline_group: the workers that hold the stages of this part; None without a pipeline.
         tied: the names of weights that another stage holds too, in the same order there.
         pipeline: runs a step through the stages; None without a pipeline.
+        receive: adds a gradient to a plain parameter, of which this worker may have a part only (``divided``).
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ShardedModule(nn.Module):
         pipeline_group: Communicator | None = None,
         tied: Sequence[str] = (),
         pipeline: Pipeline | None = None,
+        receive: Receive,
     ) -> None:
         super().__init__()
         self.names = tuple(inside.state_dict() if names is None else names)
@@ -58,15 +62,18 @@ class ShardedModule(nn.Module):
         self._tied, self.pipeline = tuple(tied), pipeline
         self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
         self._orders = division.orders
-        self._plain = {id(parameter): _plain(parameter) for parameter in inside.parameters()}
+        self._plain = {id(parameter): _plain(parameter, receive) for parameter in inside.parameters()}
+        self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
+        self.holders = (*inside.parameters(), *self._plain.values())
         if pipeline is not None:  # autograd calls no hooks for gradients that a schedule computes by itself
             plain = self._plain
 
             def hand_over() -> None:
                 for each in inside.parameters():
-                    _hand_over(plain[id(each)], each)
+                    _hand_over(plain[id(each)], each, receive)
 
             pipeline.after_backward = hand_over
+            pipeline.weights = frozenset([*plain, *map(id, plain.values())])
         self._is_fully_sharded = any(_is_divided(each, "data") for each in inside.parameters())
         self.training = inside.training
 
@@ -79,6 +86,10 @@ class ShardedModule(nn.Module):
         """The ids of the plain parameters that tensor ranks divide; the others are whole and equal on all ranks."""
         named = self.inside.parameters()
         return frozenset(id(self._plain[id(each)]) for each in named if _is_divided(each, "tensor"))
+
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter | None:
+        """The parameter inside that has the memory of a plain one, and gets its gradients first."""
+        return self._sources.get(id(weight))
 
     def whole(self) -> dict[str, nn.Parameter]:
         """By name, the plain parameters that every tensor rank holds."""
@@ -216,23 +227,56 @@ class ShardedModule(nn.Module):
         return _whole(value).index_select(ordered_dim(value), order.to(value.device))
 
 
-def _plain(parameter: nn.Parameter) -> nn.Parameter:
+def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     """A plain parameter over the memory of this worker's share of another one, which gets its gradients."""
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(partial(_hand_over, plain))  # type: ignore[no-untyped-call]
+        if _is_divided(parameter):
+            plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
     return plain
 
 
-def _hand_over(plain: nn.Parameter, parameter: Tensor) -> None:
+class _RefusedGradient:
+    """The hook of a part of a weight, to which a backward pass leads only from a loss that reads it by itself.
+
+    It has no reference to the parameter, whose memory a circle would hold.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __call__(self, _: Tensor) -> None:
+        raise UsageError(
+            f"the loss reads a weight of which this worker holds a part (of shape {self._shape}), by itself and not "
+            f"through the model, so that a sum over weights is here one over parts; {WITHOUT_PENALTY}"
+        )
+
+
+class _HandOver:
+    """The hook by which a parameter inside hands its gradient over. Its class tells it from the hooks of a user."""
+
+    def __init__(self, plain: nn.Parameter, receive: Receive) -> None:
+        self._plain, self._receive = plain, receive
+
+    def __call__(self, parameter: Tensor) -> None:
+        _hand_over(self._plain, parameter, self._receive)
+
+
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether this worker has a part only of a parameter inside."""
+    return _is_divided(parameter)
+
+
+def _hand_over(plain: nn.Parameter, parameter: Tensor, receive: Receive) -> None:
     with DisableTorchFunction():  # or the step guard would take this for a read by the step
         gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
-        own = _local(gradient)
+        own, divided = _local(gradient), _is_divided(parameter)
         with DisableTorchFunction():
-            plain.grad = own if plain.grad is None else plain.grad.add_(own)
+            receive(plain, own, divided)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
@@ -31,6 +31,7 @@ from lockstep.collectives.communicator import (
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, PartExchange
+from lockstep.mirroring.gradients.parameter_hooks import call_in_backward, divided_error, hooked
 from lockstep.mirroring.module.module import MirroredModule, signature
 from lockstep.mirroring.optim.kernels import ELEMENTWISE
 from lockstep.mirroring.partition import PartitionPolicy
@@ -38,7 +39,7 @@ from lockstep.parallel.deferred_init import DeferredInit, materialize, move_to_d
 from lockstep.parallel.mesh import WorkerMesh
 from lockstep.parallel.mesh_layout import MeshLayout, choose_mesh_layout
 from lockstep.parallel.model_specs import HasConfig, require_layers
-from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.pipeline import WITHOUT_PENALTY, Pipeline
 from lockstep.parallel.pipeline_config import PipelineConfig, ScheduleName, choose_pipeline_config
 from lockstep.parallel.pipeline_stage import (
     PipelineSplit,
@@ -49,7 +50,7 @@ from lockstep.parallel.pipeline_stage import (
     tied_ends,
 )
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
-from lockstep.parallel.sharded_module import ShardedModule
+from lockstep.parallel.sharded_module import ShardedModule, is_divided
 from lockstep.parallel.tensor_parallel import (
     WHOLE,
     DividedModel,
@@ -256,6 +257,7 @@ class ParallelStrategy(ThreadedStrategy):
             sharing=sharing,
             whole=self._parts.whole(firsts),
             part=(self._groups.coordinate.replica, self._groups.coordinate.stage),
+            holds=self._parts.held(sharing is not None),
         )
 
     @contextmanager
@@ -265,6 +267,11 @@ class ParallelStrategy(ThreadedStrategy):
             with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise UsageError(
+                    "the step computes with a weight that the layout divides among workers beside plain tensors, "
+                    f"outside of the layers that the plan divides; {WITHOUT_PENALTY}"
+                ) from error
             explained = None if self._mesh is None else self._mesh.explain(error, "a collective of the model's parts")
             if explained is None:
                 raise
@@ -307,6 +314,16 @@ class ModelParts(PartitionPolicy):
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
+
+    def source_of(self, weight: nn.Parameter) -> nn.Parameter:
+        found = (part.source_of(weight) for part in self._parts.values())
+        return next((each for each in found if each is not None), weight)
+
+    def holders(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        return module.holders if isinstance(module, ShardedModule) else module.parameters()
+
+    def is_divided(self, weight: nn.Parameter) -> bool:
+        return is_divided(self.source_of(weight))
 
     def check(self, optimizer: Optimizer) -> None:
         """Raises a ConfigError unless it updates each number by itself, which is the same on parts and the whole."""
@@ -361,12 +378,24 @@ class ModelParts(PartitionPolicy):
         given = {id(each) for each in parameters}
         return [each for part in self._parts.values() for each in part.tied if id(each) in given]
 
+    def held(self, shares_state: bool) -> str:
+        """What of a model's weights this worker's optimizer has, in words; empty for all of them."""
+        stages, ranks = self._layout.pipeline, self._layout.tensor
+        parts = [f"the weights of worker {self._coordinate.stage} of a pipeline (pipeline={stages})"] * (stages > 1)
+        parts += [f"1/{ranks} of each divided weight (tensor={ranks})"] * (ranks > 1)
+        parts += [f"1/{self._layout.data} of each weight (shard_parameters=True)"] * self.shards_weights
+        parts += [f"pieces of weights, about 1/{self._layout.data} of them (shard_optimizer=True)"] * shares_state
+        return " and ".join(parts)
+
     def _divided_ids(self) -> frozenset[int]:
         return frozenset().union(*(part.divided for part in self._parts.values()))
 
     def _divided(
         self, module: nn.Module, plan: TensorPlan, split: PipelineSplit, weights: str | os.PathLike[str] | None
     ) -> ShardedModule:
+        if self._layout.tensor > 1 or self.shards_weights:
+            for parameter, hook in hooked(module.parameters()):
+                raise divided_error(parameter, hook)  # torch divides other parameters in place of these
         check_own_plan(module, plan, self._layout.tensor)
         check_pipeline_split(split)
         check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
@@ -376,7 +405,7 @@ class ModelParts(PartitionPolicy):
         if self._mesh is None:
             self._fill(module, first, WHOLE, stored)
             move_to_device(module, self._device)
-            return ShardedModule(module)
+            return ShardedModule(module, receive=call_in_backward)
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
         stages = cut()
@@ -391,7 +420,7 @@ class ModelParts(PartitionPolicy):
             shard_fully(module, self._mesh.mesh["data"])
         move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
         if not stages:
-            return ShardedModule(module, division, names=names, ties=ties)
+            return ShardedModule(module, division, names=names, ties=ties, receive=call_in_backward)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
         assert group is not None
         pipeline = Pipeline(
@@ -402,7 +431,14 @@ class ModelParts(PartitionPolicy):
             device=self._device,
         )
         return ShardedModule(
-            module, division, names=names, ties=ties, pipeline_group=group, tied=tied, pipeline=pipeline
+            module,
+            division,
+            names=names,
+            ties=ties,
+            pipeline_group=group,
+            tied=tied,
+            pipeline=pipeline,
+            receive=call_in_backward,
         )
 
     def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:

@@ -16,6 +16,7 @@ from lockstep.collectives.communicator import Communicator, ControlFlags, check_
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Number
+from lockstep.mirroring.gradients.parameter_hooks import warn_of_backward_hooks
 from lockstep.mirroring.optim.step import StepResult
 from lockstep.replicas.device.async_scalars import NO_SCALARS, AsyncScalars
 from lockstep.train.callbacks.base import CallbackList
@@ -164,6 +165,7 @@ class TrainLoop:
         self._watching_loss: AbstractContextManager[None] = warning_of_loss_state(setup.config.loss, replicas)
         self._strategy.begin_training(train_step)
         self._graphs = GraphedSteps.create(setup, self._states)
+        self._looked_at_module = False
         if setup.optimizer is not None:
             setup.optimizer.zero_grad()
             setup.optimizer.reset_nonfinite()
@@ -177,7 +179,7 @@ class TrainLoop:
             self.loss = RunningLoss()
             self.metrics.reset()
         clock.start()
-        with closing(data.epoch(self.epoch, skip=self.batch)) as batches:
+        with self._calling_hooks(), closing(data.epoch(self.epoch, skip=self.batch)) as batches:
             for batch in batches:
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", self.batch)
@@ -200,14 +202,25 @@ class TrainLoop:
                 if self._stop.after_batch():
                     break
                 clock.start()
-        if self.pending:
-            self._finish_cycle()
+            if self.pending:
+                self._finish_cycle()
         clock.start()
         self.loss.settle()
         clock.extend()
         self.epoch, self.batch = self.epoch + 1, 0
         clock.examples = self._sync_workers(clock.examples)
         return {"loss": self.loss.final(), **self.metrics.compute()}
+
+    def _calling_hooks(self) -> AbstractContextManager[None]:
+        """A block whose updates call the hooks on parameters, with the gradients that one device has."""
+        optimizer, config = self._setup.optimizer, self._setup.config
+        if optimizer is None:
+            return nullcontext()
+        if not self._looked_at_module:
+            self._looked_at_module = True
+            warn_of_backward_hooks(self._setup.module.module)
+        refused = f"accumulate={config.accumulate} makes several backward passes" if config.accumulate > 1 else ""
+        return optimizer.hooks_at_updates(refused or 'precision="fp16" scales losses' * (config.precision == "fp16"))
 
     def _report_batch(self) -> None:
         """Calls ``on_train_batch_end``, with metrics if a callback of some worker wants them."""

@@ -43,10 +43,12 @@ class GradientExchange(ABC):
         keeps_sums: whether replica 0, whose gradients are the sums after an update, is one of the local replicas.
         stays_on_device: whether nothing passes through the host, so that totals need not be read, nor ``open`` called.
         sharing: the workers among whom the optimizer's state is sharded; None if each keeps all of it.
+        holds: what of the model's weights the optimizer of this worker holds, in words; empty for all of them.
     """
 
     keeps_sums = True
     stays_on_device = False
+    holds: str = ""
     sharing: ShardingGroup | None = None
 
     @abstractmethod
@@ -118,6 +120,7 @@ class PartExchange(GradientExchange):
         sharing: the workers that hold this part, if the optimizer's state is sharded among them.
         whole: by name, the parameters that all tensor ranks of this part hold alike; None without tensor ranks.
         part: the replica and the stage that these tensor ranks divide.
+        holds: what of the model's weights is here, in words; empty for all of them.
     """
 
     between_replicas: GradientExchange
@@ -129,6 +132,7 @@ class PartExchange(GradientExchange):
     sharing: ShardingGroup | None = None
     whole: Mapping[str, nn.Parameter] | None = None
     part: tuple[int, int] = (0, 0)
+    holds: str = ""
 
     def __post_init__(self) -> None:
         self.keeps_sums = self.workers.is_chief

@@ -11,14 +11,13 @@ counts once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import nn
 
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.collectives.reduce import mark_summed
@@ -208,17 +207,3 @@ class EngineHook:
         call = self._call()
         if call is not None:
             call(*self._args)
-
-
-def refuse_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises a UsageError if a user's hook is on one of these parameters, which several replicas train."""
-    for parameter in parameters:
-        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-            for hook in hooks.values() if hooks else ():
-                if not isinstance(hook, EngineHook):
-                    name = getattr(hook, "__qualname__", type(hook).__name__)
-                    raise UsageError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a hook ({name}), which would see one "
-                        "replica's gradient and not the sum; remove it, and read or change .grad in the step, between "
-                        "backward() and optimizer.step(), where it is the sum over all replicas"
-                    )

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep._torch_compat import optimizer_post_hooks, optimizer_pre_hooks
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.exchange import Copies
-from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refuse_plain_step
+from lockstep.mirroring.optim.misuse import IN_LOCKSTEP
+from lockstep.mirroring.optim.step_hooks import StepHookWarnings, around_step
 from lockstep.mirroring.zero1 import ShardedOptimizer, ShardingGroup
 
 FUSED: tuple[type[Optimizer], ...] = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -96,8 +96,11 @@ class StorageOptimizers:
         sharing: ShardingGroup | None = None,
         *,
         on_gpus: bool = False,
+        holds: str = "",
     ) -> None:
         self.plain = optimizer
+        self._warnings = StepHookWarnings(optimizer, holds)
+        self._copies_are_stale = False
         self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
         self._without_gradient = list(parameters)
         self._has_sparse = False
@@ -108,18 +111,12 @@ class StorageOptimizers:
         self._leaders = tuple(leaders)
         self._sharded = None if sharing is None else ShardedOptimizer([copies[0] for copies in parameters], sharing)
         self.reset()
+        self._warnings.look(around_step(optimizer))
 
     @property
     def divisible(self) -> bool:
-        """Whether parameters can be updated in slices: torch's elementwise optimizers, without hooks on the step."""
-        hooks = (
-            # An optimizer around another one may have none: it need not call Optimizer.__init__.
-            vars(self.plain).get("_optimizer_step_pre_hooks", {}),
-            vars(self.plain).get("_optimizer_step_post_hooks", {}),
-            [hook for hook in optimizer_pre_hooks.values() if hook is not refuse_plain_step],
-            optimizer_post_hooks,
-        )
-        return type(self.plain) in ELEMENTWISE and not any(hooks)
+        """Whether parameters can be updated in slices: torch's elementwise optimizers, with nothing around the step."""
+        return type(self.plain) in ELEMENTWISE and not around_step(self.plain)
 
     @property
     def every(self) -> tuple[Optimizer, ...]:
@@ -132,7 +129,7 @@ class StorageOptimizers:
         if not self._on_gpus:
             return "the weights are no plain floating-point tensors on GPUs"
         if not self.divisible:
-            return f"{type(self.plain).__name__} has hooks on its step, or is not torch's own"
+            return f"{type(self.plain).__name__} has hooks on its step, another step, or is not torch's own"
         unseen, self._without_gradient = self._without_gradient, []
         for copies in unseen:  # whether a gradient is sparse is looked at once
             gradients = [copy.grad for copy in copies if copy.grad is not None]
@@ -145,7 +142,7 @@ class StorageOptimizers:
         """Makes the copies again, with the state that the user's optimizer has now (after load_state_dict)."""
         if self._sharded is not None:
             self._sharded.cut(self.plain.state)
-        self._state = self.plain.state
+        self._state, self._copies_are_stale = self.plain.state, False
         self._by_leader: dict[int, Optimizer] = {self._leaders[0]: self.plain}
         for leader in self._leaders[1:]:
             memo: dict[int, Any] = {id(copies[0]): copies[leader] for copies in self._parameters}
@@ -186,7 +183,11 @@ class StorageOptimizers:
                 f"the optimizer's groups got {len(fresh)} parameters (the first of shape {tuple(fresh[0].shape)}); "
                 "make a new optimizer over the module's parameters, and hand it to strategy.mirror or compile"
             )
-        if self.plain.state is not self._state:  # the user loaded a state_dict into the plain optimizer
+        around = around_step(self.plain)
+        if around or "zero_grad" in vars(self.plain):
+            self._warnings.look(around)
+        # The user may have loaded a state_dict into the plain optimizer.
+        if self.plain.state is not self._state or (self._copies_are_stale and not around):
             self.reset()
         elif self._on_gpus:
             self._choose_kernels()
@@ -232,6 +233,9 @@ class StorageOptimizers:
     def step(self, leader: int) -> None:
         """Updates all parameters of the leader's storage; of sharded ones, this worker's pieces."""
         optimizer = self._by_leader[leader]
+        if leader != self._leaders[0] and around_step(self.plain):
+            self._copy_weights(leader)
+            return
         groups = [] if self._sharded is None else optimizer.param_groups
         wholes = [group["params"] for group in groups]
         with self._pieces_ready([parameter for whole in wholes for parameter in whole]):
@@ -249,6 +253,13 @@ class StorageOptimizers:
             finally:
                 for group, whole in zip(groups, wholes, strict=True):
                     group["params"] = whole
+
+    @torch.no_grad()
+    def _copy_weights(self, leader: int) -> None:
+        """In place of a step: hooks are called once an update, and what they change reaches all storages so."""
+        self._copies_are_stale = True
+        for copies in self._parameters:
+            copies[leader].copy_(copies[self._leaders[0]])
 
     def finish(self) -> None:
         """Takes the weights that other workers have updated, if they share the state. All of them must call it."""

@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 from lockstep._torch_compat import DisableTorchFunction, not_compiled
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange
+from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.gradients.state import GradientState, Stage
 from lockstep.mirroring.optim.kernels import StorageOptimizers
 from lockstep.mirroring.optim.misuse import guard_groups
 from lockstep.mirroring.optim.step import LockstepUpdate, StepResult, Totals, UpdateTimes
+from lockstep.mirroring.optim.step_hooks import replaced_step
+from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class MirroredOptimizer(Optimizer):
         parameters: for each parameter its copies, one for each local replica.
         gradients: where the gradients are. Its ``sums_after_runs`` says whether those that a run leaves are summed
             after it, so that a program outside replicas sees those of one device. ``Model`` does not need it.
+        hooks: those on the parameters, which updates call for ``Model``.
     """
 
     _step_supports_amp_scaling = False  # a scaler unscales; the plain optimizer may do that by itself
@@ -53,6 +57,7 @@ class MirroredOptimizer(Optimizer):
         groups: Sequence[Sequence[int]],
         find_copies: Callable[[], Mapping[int, Copies]],
         make_exchange: MakeExchange,
+        partition: PartitionPolicy,
     ) -> None:
         # Optimizer.__init__ is not called: all that it would set up is the plain optimizer's.
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -61,7 +66,7 @@ class MirroredOptimizer(Optimizer):
         self.plain = optimizer
         self._groups = groups
         self._find_copies = find_copies
-        self._make_exchange = make_exchange
+        self._make_exchange, self._partition = make_exchange, partition
         self.parameters: list[Copies] = []
         self._prepare()
 
@@ -184,6 +189,11 @@ class MirroredOptimizer(Optimizer):
             NonFiniteLossError: the summed loss is a number that is NaN or infinite; no weight has changed.
         """
         own_context(self._owner, "optimizer")
+        if "step" in self.__dict__ and replaced_step(self) is not None:
+            raise UsageError(
+                "the step of a mirrored optimizer was replaced on the object, and fit updates without calling it; "
+                "replace that of the plain optimizer (optimizer.plain.step), which is called once an update"
+            )
         self.gradients.check_not_lost()
         self.gradients.take_back(context.local_replica)
         result = self._update.run(context, totals, clip_norm, scaler)
@@ -208,6 +218,24 @@ class MirroredOptimizer(Optimizer):
             return
         with self.gradients.unsynced(), self._exchange.held(replicas):
             yield
+
+    @contextmanager
+    def hooks_at_updates(self, refused: str) -> Iterator[None]:
+        """A block of runs whose updates call the hooks on parameters, and whose backward passes do not.
+
+        Raises UsageError if there are hooks, and ``refused`` says why they would not be those of one device.
+        """
+        self.hooks.at_updates = True
+        try:
+            self.hooks.take_all()
+            if refused and self.hooks.any:
+                raise UsageError(
+                    f"parameters have hooks, and {refused}, so that they would not see the gradient of one update; "
+                    "remove them, and use clip_norm= or optimizer.register_step_pre_hook"
+                )
+            yield
+        finally:
+            self.hooks.at_updates = False
 
     def sum_after_run(self) -> None:
         """After a run of the only worker: sums the gradients, so that the user's module has those of one device."""
@@ -305,8 +333,11 @@ class MirroredOptimizer(Optimizer):
         self.gradients = GradientState(self.parameters, keeps_sums=exchange.keeps_sums)
         if former is not None:
             self.gradients.stage, self.gradients.sums_after_runs = former.stage, former.sums_after_runs
+        self.hooks = ParameterHooks(self.parameters, self._partition)
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
-        self._update = LockstepUpdate(self.plain, self.parameters, self._groups, exchange, on_gpus=on_gpus)
+        self._update = LockstepUpdate(
+            self.plain, self.parameters, self._groups, exchange, hooks=self.hooks, on_gpus=on_gpus
+        )
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:

@@ -26,6 +26,7 @@ from lockstep._torch_compat import DisableTorchFunction, foreach_mul_, foreach_n
 from lockstep.collectives.tree import tree_sum
 from lockstep.errors import NonFiniteLossError
 from lockstep.mirroring.gradients.exchange import Copies, GradientExchange, Number, divide, gradients_of, spread
+from lockstep.mirroring.gradients.parameter_hooks import ParameterHooks
 from lockstep.mirroring.optim.kernels import AmpAdapter, StorageOptimizers, on_device
 from lockstep.mirroring.optim.misuse import plain_settings
 from lockstep.replicas.context import ReplicaContext
@@ -158,14 +159,17 @@ class LockstepUpdate:
         groups: Sequence[Sequence[int]],
         exchange: GradientExchange,
         *,
+        hooks: ParameterHooks | None = None,
         on_gpus: bool = False,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._hooks = exchange, hooks
         self._settings = partial(plain_settings, optimizer)
         self._parameters = parameters
         self._leaders = tuple(group[0] for group in groups)
         self._leader_of = {member: group[0] for group in groups for member in group}
-        self.optimizers = StorageOptimizers(optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus)
+        self.optimizers = StorageOptimizers(
+            optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus, holds=exchange.holds
+        )
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
         self.skips = Skips(self._home)
@@ -263,6 +267,9 @@ class LockstepUpdate:
             return result
         gradients = self._gradients(mine, leader)
         divide(gradients, _divisor(result.count))
+        if self._hooks is not None and self._hooks.any:
+            context.meet("hooks on parameters", self._hooks, lambda hooks: hooks[0].call(self._leaders))
+            gradients = self._gradients(mine, leader)
         norm = None
         if clip_norm is not None:
             norm = context.meet("gradient norm", self._norms(mine, leader), self._global_norm)
