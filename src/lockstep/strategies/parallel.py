@@ -95,7 +95,7 @@ class MeshGroups:
             self.job,
             replica=self.coordinate.replica,
             leaders=self.layout.leaders(last),
-            chief=self.job.is_chief,
+            chief=self.job.leads,
             layout="" if self.job.is_single else str(self.layout),
             ends_with=[*ends_with, self._close],
         )

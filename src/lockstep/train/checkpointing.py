@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
-from lockstep.collectives.communicator import Communicator, run_on_chief
+from lockstep.collectives.communicator import Communicator, refuse_to_save, run_on_chief
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
@@ -139,6 +139,7 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
 
     The chief gathers a model that is divided among workers in its host memory, one tensor after another.
     """
+    refuse_to_save(workers, "save_weights")
     module.exchange_buffers()
     part = _part_of(module)
     state: dict[str, Tensor] = module.state_dict() if part is None else {}
