@@ -87,7 +87,7 @@ def _numbers(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
     if not environment.get("RANK") and is_job_step(environment):
         return None
     launched = parse_torchrun(environment)
-    return launched and ("torchrun's RANK and WORLD_SIZE", launched.num_workers, launched.index)
+    return None if launched is None else ("torchrun's RANK and WORLD_SIZE", launched.num_workers, launched.index)
 
 
 def _services(environment: Mapping[str, str]) -> Iterator[ClusterSpec]:

@@ -132,7 +132,7 @@ def _read_pools(text: str) -> tuple[dict[str, list[str]], str, int]:
     except (ValueError, RecursionError):
         declared = None
     parts = declared if isinstance(declared, dict) else {}
-    pools, task = parts.get("cluster"), parts.get("task")
+    pools, task = parts.get("cluster") or {}, parts.get("task")
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
     listed = isinstance(pools, dict) and all(isinstance(addresses, list) for addresses in pools.values())
     if not listed or kind not in _POOLS or type(index) is not int or not 0 <= index < len(pools.get(kind, ())):

@@ -30,8 +30,8 @@ from lockstep.config.request import (
 from lockstep.errors import ConfigError
 
 __all__ = [
-    "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice", "default_devices",
-    "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
+    "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
+    "default_devices", "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
     "parse_device_request", "release_devices", "request_devices", "resolve_devices", "set_logical_device_configuration",
 ]  # fmt: skip
 
