@@ -228,6 +228,7 @@ def test_no_batch_costs_an_exchange_of_its_own(split_cpu, run_workers: RunWorker
     assert run_workers((1, 1), body)[0] == [
         "the beginning of an iteration over the data",
         "the beginning of an iteration over the data: the chief's generators",
+        "a few rows of the data",
         "the end of the data, after 64 global batches",
     ]
 
