@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, 
 
 import lockstep as ls
 from lockstep.collectives.communicator import all_gather_object
+from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import ClusterError
 
 pytestmark = pytest.mark.workers
@@ -183,7 +184,7 @@ def test_the_generators_of_the_data_stay_where_they_are():
 def test_an_error_of_a_row_is_raised_as_it_is(split_cpu, run_workers):
     def body(workers: Any) -> None:
         loader = DataLoader(Rows(from_ten_on(0)), batch_size=8)
-        ls.data.dataset.DistributedDataset(loader, split_cpu(1), workers=workers).iterate()
+        DistributedDataset(loader, split_cpu(1), workers=workers).iterate()
 
     with pytest.raises(OSError, match="this row has no file"):
         run_workers((1, 1), body)
