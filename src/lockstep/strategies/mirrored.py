@@ -10,12 +10,14 @@ from lockstep import tensorflow_names
 from lockstep.checks import check_number, check_seconds
 from lockstep.cluster.environment import declared_cluster
 from lockstep.cluster.launchers import ALONE
-from lockstep.cluster.spec import Task
+from lockstep.cluster.spec import ClusterSpec, Task
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
-from lockstep.errors import UsageError
+from lockstep.errors import ClusterError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices
+
+MULTI_WORKER = "MultiWorkerMirroredStrategy"
 
 
 class MirroredStrategy(ThreadedStrategy):
@@ -52,7 +54,7 @@ class MirroredStrategy(ThreadedStrategy):
         threads = check_replicas(replicas, threads_per_replica)
         check_seconds("timeout_s", timeout_s)
         check_number("seed", seed, whole=True)
-        cluster = declared_cluster()
+        cluster = _declared_cluster()
         task: Task = "worker" if cluster is None else cluster.task
         if cluster is not None and task == "worker" and cluster.num_workers > 1:
             raise UsageError(
@@ -68,3 +70,13 @@ class MirroredStrategy(ThreadedStrategy):
 
     def __repr__(self) -> str:
         return f"MirroredStrategy({describe_devices(self)})"
+
+
+def _declared_cluster() -> ClusterSpec | None:
+    """The cluster that the environment declares. Raises ClusterError, which names the strategy for several workers."""
+    try:
+        return declared_cluster()
+    except ClusterError as error:
+        if MULTI_WORKER in str(error):
+            raise
+        raise ClusterError(f"{error}; MirroredStrategy is for one process, and {MULTI_WORKER} for several") from None
