@@ -134,6 +134,7 @@ LISTS: dict[str, Environment] = {
     "SLURM's batch script": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-8]"},
     "Grid Engine": {"JOB_ID": "7", "NSLOTS": "8", "PE_HOSTFILE": "/var/spool/hosts"},
     "Azure Batch": {"AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+    "a child of a program that uses MPI by itself": {"PMIX_RANK": "0", "OMPI_MCA_ess": "singleton"},
     "an indexed Job of Kubernetes": {"JOB_COMPLETION_INDEX": "3"},
     "an array": {"SLURM_ARRAY_TASK_ID": "3", "AWS_BATCH_JOB_ARRAY_INDEX": "3", "LSB_JOBINDEX": "3", "SGE_TASK_ID": "3"},
     "a task of Volcano that lists nobody": {"VC_TASK_INDEX": "1"},

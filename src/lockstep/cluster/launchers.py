@@ -41,6 +41,7 @@ class Launcher:
         port: those that give the port of the chief's store; the first that is set counts.
         job: those that together distinguish this job from all others, and are equal on all its processes.
         signs: those that must be set for the launcher to be recognised; ``rank`` if empty.
+        alone: a variable and its value that show a process which no launcher has started.
         line: what to write so that all processes know the chief's address.
     """
 
@@ -54,11 +55,14 @@ class Launcher:
     port: tuple[str, ...] = ("MASTER_PORT",)
     job: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
+    alone: tuple[str, str] = ("", "")
     line: str
 
     def is_recognised(self, environment: Mapping[str, str]) -> bool:
         """Whether the launcher has started the process with this environment."""
-        return all(environment.get(name) for name in self.signs or (self.rank,))
+        name, value = self.alone
+        is_alone = bool(name) and environment.get(name) == value
+        return not is_alone and all(environment.get(sign) for sign in self.signs or (self.rank,))
 
 
 def _by_shell(rank: str, starter: str = "") -> str:
@@ -194,7 +198,14 @@ INTERFACES = (
         local_size="PMI_LOCAL_SIZE",
         line=_EXPORT,
     ),
-    Launcher(name="PMIx", rank="PMIX_RANK", size="", line=_by_shell("$PMIX_RANK", "prterun -n 4 ")),
+    Launcher(
+        name="PMIx",
+        rank="PMIX_RANK",
+        size="",
+        # What a program leaves to its children that has called MPI_Init without mpirun, as mpi4py does (Open MPI 4.1.4).
+        alone=("OMPI_MCA_ess", "singleton"),
+        line=_by_shell("$PMIX_RANK", "prterun -n 4 "),
+    ),
     Launcher(name="ALPS", rank="ALPS_APP_PE", size="", line=_by_shell("$ALPS_APP_PE", "aprun -n 4 ")),
 )
 
