@@ -110,6 +110,7 @@ REFUSED: dict[str, tuple[Environment, str]] = {
         if row.chief == ("MASTER_ADDR",) or row.name == "Open MPI"
     },
     **{f"{row.name} without a size": ({row.rank: "1"}, re.escape(row.line)) for row in TABLE if not row.size},
+    "PALS without a size": ({"PALS_RANKID": "1", "PALS_APID": "an-id"}, r"sh -c 'RANK=\$PALS_RANKID WORLD_SIZE=4"),
     "Hydra without a port": ({**numbered(LAUNCHERS[-1], 3, 4, 2), "MASTER_ADDR": "hosta"}, "-genv MASTER_PORT 29500"),
     "Kubeflow, elastic": ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "hosta:29400"}, "PET_NNODES='1:4'"),
     "Kubeflow without a rank": ({"PET_NNODES": "2"}, r"PET_NODE_RANK not set .*torchrun train\.py"),

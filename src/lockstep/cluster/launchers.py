@@ -202,7 +202,7 @@ INTERFACES = (
         name="PMIx",
         rank="PMIX_RANK",
         size="",
-        # What a program leaves to its children that has called MPI_Init without mpirun, as mpi4py does (Open MPI 4.1.4).
+        # A program that calls MPI_Init without mpirun, as mpi4py does, leaves its children a rank (Open MPI 4.1.4).
         alone=("OMPI_MCA_ess", "singleton"),
         line=_by_shell("$PMIX_RANK", "prterun -n 4 "),
     ),
@@ -218,10 +218,10 @@ def find_launcher(environment: Mapping[str, str], rows: tuple[Launcher, ...]) ->
 def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> ClusterSpec:
     """The cluster that a launcher's variables declare. Raises ClusterError unless they are whole."""
     variables = Variables(environment, launcher.name, f"write `{launcher.line}`; {ALONE}")
-    if not launcher.size:
-        number = f"{launcher.rank}={shown(environment[launcher.rank])}"
-        raise _refusal(launcher, f"{number} numbers this process, and no variable says of how many")
-    variables.require(launcher.size)
+    if not variables.get(launcher.size):
+        number = f"{launcher.rank}={shown(variables.get(launcher.rank))}"
+        line = _by_shell(f"${launcher.rank}") if launcher.size else launcher.line
+        raise _refusal(launcher, f"{number} numbers this process, and no variable says of how many", line)
     size = variables.number(launcher.size, least=1)
     if size == 1:
         return ClusterSpec(workers=("",), index=0, job_id=variables.job_id(), source=launcher.name)
@@ -284,8 +284,8 @@ def _first_host(text: str) -> str:
     return first.partition(":")[0] if first.count(":") == 1 else first
 
 
-def _refusal(launcher: Launcher, what: str) -> ClusterError:
+def _refusal(launcher: Launcher, what: str, line: str = "") -> ClusterError:
     return ClusterError(
-        f"{launcher.name}: {what}; for MultiWorkerMirroredStrategy or ParallelStrategy write `{launcher.line}`, with "
-        f"hosta for that host; {ALONE}"
+        f"{launcher.name}: {what}; for MultiWorkerMirroredStrategy or ParallelStrategy write "
+        f"`{line or launcher.line}`, with hosta for the host of process 0; {ALONE}"
     )

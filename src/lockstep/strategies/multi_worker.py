@@ -317,8 +317,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         replicas: the number of replicas of all workers, laid on their devices in blocks. The numbers of the training
             then depend on it alone, to the last bit, and not on workers and devices of one kind; sums of GPUs go
             through host memory for it. None is one replica for each device.
-        cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
-            is the only worker.
+        cluster: who takes part; None is what TF_CONFIG or the variables of a launcher say: torchrun's, mpirun's,
+            SLURM's and others. Without any, this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
         communication: how they communicate afterwards.
@@ -367,5 +367,5 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         super().__init__(job.devices, job.workers, runner, job.make_exchange)
 
     def __repr__(self) -> str:
-        names = describe_devices(self)
-        return f"MultiWorkerMirroredStrategy({names}, worker {self.workers.index} of {self.workers.size})"
+        place = f"worker {self.workers.index} of {self.workers.size}" if self.task == "worker" else self.task
+        return f"MultiWorkerMirroredStrategy({describe_devices(self)}, {place})"

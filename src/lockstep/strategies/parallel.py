@@ -235,7 +235,9 @@ class ParallelStrategy(ThreadedStrategy):
         return super().generators.with_part(self._own)
 
     def __repr__(self) -> str:
-        return f"ParallelStrategy({self.layout}, worker {self._job.workers.index} of {self._job.workers.size})"
+        workers = self._job.workers
+        place = f"worker {workers.index} of {workers.size}" if self.task == "worker" else self.task
+        return f"ParallelStrategy({self.layout}, {place})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
         firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights
