@@ -30,6 +30,10 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_ctrl_c_ends_a_run_in_one_line",
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
+    "cluster/test_launched_jobs.py": (
+        "test_mpirun_trains_one_model",
+        "test_processes_with_these_variables_train_one_model",
+    ),
     "data/test_resume.py": (),
     "data/test_streams_workers.py": (),
     "examples/test_coming_from.py": ("test_the_pages_show_the_lines_that_differ",),

@@ -43,7 +43,9 @@ STRATEGY: Mapping[str, str] = {
     "experimental_local_results": "use strategy.local_results(value)",
     "unwrap": "use strategy.local_results(value)",
     "experimental_distribute_values_from_function": "use ls.PerReplica([value of each local replica])",
-    "cluster_resolver": "use strategy.workers, which has index, size and is_chief",
+    "cluster_resolver": (
+        "use strategy.task, which is 'worker' or 'evaluator', and strategy.workers, which has index, size and is_chief"
+    ),
     "extended": "use the strategy's own methods: run, reduce, gather, local_results and variable",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.environment import first_host, is_job_step, parse_slurm, step_port
+from lockstep.cluster.slurm import first_host, is_job_step, parse_slurm, step_port
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.environment import EXAMPLE, parse_tf_config
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.tf_config import EXAMPLE, parse_tf_config
 from lockstep.errors import ClusterError
 
 # Workload B's text, as published.

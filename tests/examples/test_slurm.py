@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.app import parse
-from lockstep.cluster.environment import step_port
+from lockstep.cluster.slurm import step_port
 from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"

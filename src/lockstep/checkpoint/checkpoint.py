@@ -144,7 +144,7 @@ class Checkpoint:
             damages[path] = (self._damage_in_files(path) if self.is_sharded else "") or self._load(saved)
             if not damages[path]:
                 now = all_conditions(self._strategy, self.settings)
-                if self.workers.processes.is_chief:
+                if self.workers.processes.leads:
                     warn_of_changes(path, record.conditions, now)
                 return path, record
 

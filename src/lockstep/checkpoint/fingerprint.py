@@ -93,10 +93,10 @@ def _of_worker(
             found["parts"] |= sums
         else:  # of a module: each replica has buffers of its own, and their averages are among the weights
             items[name] = [{key: each[key] for key in each.keys() & weights.keys()} for each in items[name]]
-            if workers.is_chief and not of_parts:
+            if workers.leads and not of_parts:
                 sums = {key: _sum_of_tensor(tensor) for key, tensor in (state.weights or {}).items()}
             found["weights"][name] = {key: each for key, each in sums.items() if key not in items[name][0]}
-        if workers.is_chief:
+        if workers.leads:
             own = None if of_parts else state.worker
             found["alike"][name] = _described({"shared": _by_names(state.shared), "worker": own})
     if workers.processes.index in workers.leaders:

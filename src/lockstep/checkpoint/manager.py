@@ -25,7 +25,13 @@ from lockstep.checkpoint.folder import CheckpointFolder, step_name
 from lockstep.checkpoint.format import Contents, Fill
 from lockstep.checkpoint.sharded_io import write_shards
 from lockstep.checks import check_choice, check_kind, check_number, check_path
-from lockstep.collectives.communicator import Communicator, error_text, raise_gathered_errors, run_on_chief
+from lockstep.collectives.communicator import (
+    Communicator,
+    error_text,
+    raise_gathered_errors,
+    refuse_to_save,
+    run_on_chief,
+)
 from lockstep.errors import CheckpointError
 
 
@@ -113,6 +119,7 @@ class CheckpointManager:
         check_number("step", step, least=0, whole=True, optional=False)
         check_number("monitored", monitored)
         workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
+        refuse_to_save(workers, "CheckpointManager.save")
         self.wait()
         contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)
         if is_sharded:

@@ -1,7 +1,7 @@
 """A worker's part of its host: which GPUs that it sees are its own, and how many threads it uses.
 
 It sees only its own GPUs           lockstep run, srun --gpus-per-task: all that it sees
-It sees all GPUs of the host        torchrun, srun: an equal part, by its rank among the host's workers
+It sees all GPUs of the host        torchrun, srun, mpirun: an equal part, by its rank among the host's workers
 There is one worker on this host    all that it sees
 
 Launchers divide the cores with OMP_NUM_THREADS. Nobody does for workers that are started by hand, as with TF_CONFIG:
@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.cluster.environment import Variables
+from lockstep.cluster.launchers import local_numbers
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.variables import Variables
 from lockstep.errors import ClusterError
 
 OWN_GPUS = "LOCKSTEP_OWN_GPUS"
@@ -66,6 +67,8 @@ def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None)
         return LocalRank(rank=rank, workers=size, sees_own=bool(variables.get(OWN_GPUS)))
     if cluster.source == "SLURM":
         return _slurm_local_rank(variables)
+    if (numbers := local_numbers(environment, cluster.source)) is not None:
+        return LocalRank(rank=numbers[0], workers=numbers[1], sees_own=bool(variables.get(OWN_GPUS)))
     # TF_CONFIG and a ClusterSpec name every worker's host. Whoever starts workers so sets CUDA_VISIBLE_DEVICES by hand.
     hosts = [cluster.host(index) for index in range(cluster.num_workers)]
     own = hosts[cluster.index]

@@ -92,7 +92,7 @@ class ClusterSpec:
         index: this process's rank among the workers, from 0; for an evaluator, its rank among the evaluators.
         task: "worker", or "evaluator" for a process beside the training.
         job_id: distinguishes this job's processes from others that find the same address.
-        source: where the cluster was declared, for messages: "TF_CONFIG", "torchrun", "SLURM" or "ClusterSpec".
+        source: where the cluster was declared, for messages: "TF_CONFIG", "torchrun", "SLURM", "Open MPI" and others.
         attempt: how often the job was restarted after a failure.
         store_is_served: whether a launcher serves the store at the chief's address; otherwise worker 0 does.
         noun: what messages call the workers.

@@ -26,8 +26,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from lockstep.checks import ABOVE_ZERO, check_choice, check_number, check_seconds
+from lockstep.cluster.spec import Task
 from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
-from lockstep.errors import CheckpointError, ClusterError
+from lockstep.errors import CheckpointError, ClusterError, UsageError
 
 R = TypeVar("R")
 
@@ -56,8 +57,10 @@ class Communicator(ABC):
         layout: how the processes of a worker divide the model among them; empty if they do not.
         any_layout: whether the number of replicas was given, so that no number may depend on how they are laid on
             workers and devices.
+        task: the role of this process; an evaluator is never the chief.
 
     Attributes:
+        leads: whether this worker reads for all and sends what it has read: the chief, and an evaluator by itself.
         nodes: for each worker, the largest nodes of the tree of additions within its replicas.
     """
 
@@ -72,6 +75,7 @@ class Communicator(ABC):
         leaders: Sequence[int] | None = None,
         layout: str = "",
         any_layout: bool = False,
+        task: Task = "worker",
     ) -> None:
         self.index = index
         self.replicas, self.names = tuple(replicas), tuple(names)
@@ -81,7 +85,9 @@ class Communicator(ABC):
         self.nodes = tuple(nodes_within(*block, self.num_replicas) for block in blocks)
         self.any_layout = any_layout
         self.is_single = self.size == 1 if single is None else single
-        self.is_chief = index == 0 if chief is None else chief
+        self.task = task
+        self.leads = index == 0 if chief is None else chief
+        self.is_chief = self.leads and task == "worker"
         self.leaders = tuple(range(self.size) if leaders is None else leaders)
         self.layout = layout
         self._own_flags = self._agreed_flags = ControlFlags(0)
@@ -126,7 +132,7 @@ class Communicator(ABC):
 
     def broadcast_bytes(self, name: str, payload: bytes) -> bytes:
         """Gives every worker the chief's payload; others' payloads are ignored."""
-        return self.all_gather_bytes(name, payload if self.is_chief else b"")[0]
+        return self.all_gather_bytes(name, payload if self.leads else b"")[0]
 
     def sum_numbers(self, name: str, rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
         """Adds numbers of all replicas, in double precision and the order of ``tree``.
@@ -188,8 +194,9 @@ class Communicator(ABC):
 class SingleWorkerCommunicator(Communicator):
     """The communicator of a process by itself: each collective returns its argument."""
 
-    def __init__(self, replicas: int, *, any_layout: bool = False) -> None:
-        super().__init__(0, (replicas,), ("worker 0",), any_layout=any_layout)
+    def __init__(self, replicas: int, *, any_layout: bool = False, task: Task = "worker") -> None:
+        name = "worker 0" if task == "worker" else f"the {task}"
+        super().__init__(0, (replicas,), (name,), any_layout=any_layout, task=task)
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         flags = self._own_flags  # read once: a signal handler may set others meanwhile
@@ -231,7 +238,7 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
     """Runs ``act`` on the chief while the others wait; None on the others, who get a ClusterError if it fails."""
     result, failed = None, None
     try:
-        result = act() if workers.is_chief else None
+        result = act() if workers.leads else None
     except Exception as error:  # noqa: BLE001  raised below, once the others know of it
         failed = error
     report = b"" if failed is None else f"{type(failed).__name__}: {failed}".encode(errors="backslashreplace")
@@ -241,6 +248,31 @@ def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | 
     if message:
         raise ClusterError(f"{workers.names[0]}, the chief, failed in {name!r} with {message}")
     return result
+
+
+def evaluator_error(caller: str) -> UsageError:
+    """The error of ``caller``, which would train a second model in an evaluator."""
+    return UsageError(
+        f"{caller} was asked for in an evaluator, which takes no part in the training and would train a second model; "
+        "train where strategy.task is 'worker', and here load what the chief has saved and evaluate it: "
+        "model.load_weights(path) or model.load_checkpoint(folder), then model.evaluate(data)"
+    )
+
+
+def refuse_to_train(workers: Communicator, caller: str) -> None:
+    """Raises a UsageError in an evaluator."""
+    if workers.task == "evaluator":
+        raise evaluator_error(caller)
+
+
+def refuse_to_save(workers: Communicator, caller: str) -> None:
+    """Raises a UsageError in an evaluator, where ``caller`` would write over the chief's files."""
+    if workers.task == "evaluator":
+        raise UsageError(
+            f"{caller} was called in an evaluator, whose weights are those that it has loaded, and could replace "
+            "the chief's file; save where strategy.task is 'worker', and here copy the file that was loaded "
+            "(shutil.copy) to keep it"
+        )
 
 
 def error_text(act: Callable[[], object]) -> str:
@@ -319,7 +351,14 @@ class MeshCommunicator(Communicator):
     ) -> None:
         names = [f"replica {number}, of {job.names[leader]}," for number, leader in enumerate(leaders)]
         super().__init__(
-            replica, (1,) * len(leaders), names, single=job.size == 1, chief=chief, leaders=leaders, layout=layout
+            replica,
+            (1,) * len(leaders),
+            names,
+            single=job.size == 1,
+            chief=chief,
+            leaders=leaders,
+            layout=layout,
+            task=job.task,
         )
         self._job, self._ends_with = job, tuple(ends_with)
         self.is_leader = job.index in self.leaders

@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "DeviceRegistry", "DeviceRequest", "LogicalDevice", "LogicalDeviceConfiguration", "PhysicalDevice",
-    "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
+    "default_devices", "get_logical_device_configuration", "list_logical_devices", "list_physical_devices",
     "parse_device_request", "release_devices", "request_devices", "resolve_devices", "set_logical_device_configuration",
 ]  # fmt: skip
 
@@ -47,6 +47,14 @@ def list_physical_devices(kind: str | None = None) -> list[PhysicalDevice]:
 def list_logical_devices(kind: str | None = None) -> list[LogicalDevice]:
     """The logical devices as divided now; ``kind`` "CPU" or "GPU", in any case, lists only those."""
     return list(_registry.logical_devices(None if kind is None else parse_kind(kind)))
+
+
+def default_devices() -> tuple[LogicalDevice, ...]:
+    """Every logical GPU, else every logical CPU device: what is used where no device is named.
+
+    Warns once if torch has an accelerator that is no CUDA GPU, which then computes nothing.
+    """
+    return _registry.default_devices()
 
 
 def set_logical_device_configuration(

@@ -7,6 +7,7 @@ are tested on machines without one.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,17 @@ def discover_physical_devices() -> tuple[PhysicalDevice, ...]:
     return (cpu, *(_gpu(number) for number in gpus))
 
 
+def unused_accelerator() -> str:
+    """The type of the accelerator that torch has and Lockstep does not use, such as "mps" or "xpu"; empty if none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cuda":
+        return ""
+    try:
+        return accelerator.type if torch.accelerator.is_available() else ""
+    except RuntimeError:  # a backend of another package that has registered its name and not its module (torch 2.13)
+        return ""
+
+
 def parse_kind(kind: str) -> DeviceKind:
     """``"CPU"`` or ``"GPU"``, from any case; raises ConfigError for another kind."""
     kinds: dict[str, DeviceKind] = {"CPU": "CPU", "GPU": "GPU"}
@@ -117,6 +129,7 @@ class DeviceRegistry:
         self._physical = None if physical_devices is None else tuple(physical_devices)
         self._configurations: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
         self._uses: Counter[PhysicalDevice] = Counter()  # by strategies that are not closed
+        self._warned = False
         self._lock = threading.RLock()
 
     def physical_devices(self, kind: DeviceKind | None = None) -> tuple[PhysicalDevice, ...]:
@@ -131,6 +144,27 @@ class DeviceRegistry:
         with self._lock:
             kinds: tuple[DeviceKind, ...] = ("CPU", "GPU") if kind is None else (kind,)
             return tuple(device for each in kinds for device in self._number(each))
+
+    def default_devices(self) -> tuple[LogicalDevice, ...]:
+        """All logical GPUs, else those of the CPU; warns once if torch has an accelerator that is not used then."""
+        if gpus := self.logical_devices("GPU"):
+            return gpus
+        self.warn_of_accelerator()
+        return self.logical_devices("CPU")
+
+    def warn_of_accelerator(self) -> None:
+        """Warns, once in this process, that the CPU is used although torch has an accelerator that is no CUDA GPU."""
+        with self._lock:
+            accelerator = "" if self._warned else unused_accelerator()
+            if not accelerator:
+                return
+            self._warned = True
+        warnings.warn(
+            f"torch has the accelerator {accelerator!r} here, and Lockstep computes on CUDA GPUs and on the CPU only: "
+            "no device was named, so this computes on the CPU and moves modules there; to ask for the CPU, name it: "
+            'MirroredStrategy(devices=["cpu:0"])',
+            stacklevel=2,
+        )
 
     def configuration(self, physical: PhysicalDevice) -> tuple[LogicalDeviceConfiguration, ...] | None:
         """The shares that ``physical`` was divided into; None if it was not divided."""

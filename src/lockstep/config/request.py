@@ -38,7 +38,7 @@ _MAX_SHARES = 1024  # every share is a thread: a mistyped number should end in o
 def resolve(registry: DeviceRegistry, devices: Sequence[DeviceName] | None) -> tuple[LogicalDevice, ...]:
     """The logical devices that ``devices`` means, in that order; see ``config.resolve_devices``."""
     if devices is None:
-        return registry.logical_devices("GPU") or registry.logical_devices("CPU")
+        return registry.default_devices()
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ConfigError(f"devices={devices!r} is not a list; write a list of devices such as ['cpu:0', 'cpu:1']")
     if not devices:

@@ -197,6 +197,7 @@ class DistributedIterable:
         self._begun = True
         # Begun in the caller's thread: what this draws from torch's generator comes in program order.
         batches, states = self._noting(self._reader.begin(skip, transfer))
+        self._sync.compare()
         if random is not None and DEFAULT in random:
             if not skip:  # a sampler draws its seed with the first batch
                 batches = chain(list(islice(batches, 1)), batches)
@@ -228,6 +229,7 @@ class DistributedIterable:
         self._sync.begin()
         self._begun = True
         batches, states = self._noting(self._reader.begin(0, transfer))
+        self._sync.compare()
         self._stateful.restore_generators(state)
         set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
@@ -364,7 +366,7 @@ class DistributedDataset(DistributedIterable):
         sync: WorkerSync
         if shard == "batch":
             reader = _global_reader(source, workers, layout)
-            sync = WorkerSync() if workers.is_single else SameDataSync(workers, source, lambda: reader.generators)
+            sync = WorkerSync() if workers.is_single else SameDataSync(workers, reader)
         else:
             replicas = workers.replicas[workers.index]
             reader = BatchReader(source, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.data.layout import BatchLayout
 from lockstep.data.resume import all_generators
+from lockstep.data.row_sample import Readings, RowSample, SampledRows
 from lockstep.data.sharding import LocalRows, join_batches, local_shards
 from lockstep.data.sources import batches_in, persists, started
 from lockstep.data.structure import is_plain, named_leaves
@@ -46,6 +47,7 @@ class Reader(ABC):
         self.dataset = dataset
         self.layout = layout
         self.left_out: Any = None  # the last batch that the iteration begun last left out
+        self.sampled: SampledRows | None = None  # since the first iteration, of data that workers read by index
 
     @property
     def length(self) -> int | None:
@@ -66,6 +68,10 @@ class Reader(ABC):
         """Starts the source's persistent loading processes, if it has any that do not run yet."""
         if persists(self.dataset) and not self.started:
             self.begin(0, lambda batch: batch)
+
+    def read_again(self, sample: RowSample) -> list[Readings]:
+        """Reads rows of a dataset that is read by index, for a reader that has ``sampled`` some."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:

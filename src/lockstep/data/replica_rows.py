@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
 from lockstep.data.resume import generators_of, numpy_state
+from lockstep.data.row_sample import (
+    Readings,
+    RowSample,
+    SampledRows,
+    choose_rows,
+    describe_row,
+    has_known_keys,
+)
 from lockstep.data.sharding import join_shards, shard_sizes
 from lockstep.data.sources import drawn_seed, persists
 from lockstep.replicas.rng.state import derived_seed, own_generator
@@ -35,6 +44,7 @@ _OF_PROCESSES = (
     *("prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
 """The arguments of a DataLoader that say in which processes it loads, and how these hand over what they loaded."""
+_MOST_OBJECTS, _MOST_ITEMS = 10_000, 100  # looked at for generators: not all items of a dataset in memory
 
 
 class _ReplicaRows(NamedTuple):
@@ -77,6 +87,7 @@ class ReplicaRowsReader(Reader):
         self._process_seeds = torch.Generator()  # not the caller's: what processes draw is seeded with each part
         self._own: DataLoader[Any] | None = None  # with processes
         self._seed: int | None = None
+        self._sample: RowSample | None = None
 
     @property
     def started(self) -> bool:
@@ -85,8 +96,28 @@ class ReplicaRowsReader(Reader):
 
     def begin(self, skip: int, to_devices: ToDevices) -> Iterator[Any]:
         parts = self._begin_parts(skip)
-        loaded = self._load_in_processes(parts) if self._loader.num_workers else map(self._rows.load, parts)
+        sample = self._sample if self.sampled is None else None
+        loaded = self._load_in_processes(parts, sample) if self._loader.num_workers else map(self._rows.load, parts)
+        if sample is not None:
+            # The first process reads them beside the first batches; else this thread does, before any that reads ahead.
+            readings: Any = next(loaded) if self._loader.num_workers else self._rows.read(sample)
+            self.sampled = SampledRows(sample, index_digest(sample.keys), [again[0] for again in readings])
         return self._shards(loaded, to_devices)
+
+    def read_again(self, sample: RowSample) -> list[Readings]:
+        if not self._loader.num_workers:
+            return self._rows.read(sample)
+        # In a process too: a dataset may open its files when it is first read, and these belong to one process.
+        loader: DataLoader[Any] = DataLoader(
+            self._rows,
+            batch_sampler=[sample],  # type: ignore[list-item]  # its items are samples, not indices
+            generator=torch.Generator(),
+            collate_fn=_unchanged,
+            worker_init_fn=partial(_begin_process, self._loader.worker_init_fn),
+            num_workers=1,
+            multiprocessing_context=self._loader.multiprocessing_context,
+        )
+        return next(iter(loader))
 
     def _begin_parts(self, skip: int) -> Iterator[_Part]:
         sampler: Any = self._loader.batch_sampler
@@ -99,6 +130,11 @@ class ReplicaRowsReader(Reader):
         self._process_seeds.manual_seed(seed)
         for _ in islice(batches, skip):
             pass
+        if self._sample is None and not self._workers.is_single:
+            first = [] if has_known_keys(self._loader) else list(islice(batches, 1))
+            batches = chain(first, batches)
+            sample = choose_rows(self._loader, list(first[0]) if first else [], seed)
+            self._sample = sample if sample.keys else None
         return (self._part(list(indices), seed, number) for number, indices in enumerate(batches, skip))
 
     def _part(self, indices: list[Any], seed: int, batch: int) -> _Part:
@@ -111,7 +147,7 @@ class ReplicaRowsReader(Reader):
         )
         return _Part(replicas, 0 if workers.is_single else index_digest(indices))
 
-    def _load_in_processes(self, parts: Iterator[_Part]) -> Iterator[_LoadedPart]:
+    def _load_in_processes(self, parts: Iterator[_Part], sample: RowSample | None) -> Iterator[Any]:
         if self._own is None:
             self._own = DataLoader(
                 self._rows,
@@ -121,7 +157,7 @@ class ReplicaRowsReader(Reader):
                 worker_init_fn=partial(_begin_process, self._loader.worker_init_fn),
                 **{name: getattr(self._loader, name) for name in _OF_PROCESSES},
             )
-        self._sampler.parts = parts
+        self._sampler.parts = parts if sample is None else chain([sample], parts)
         return iter(self._own)
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
@@ -137,9 +173,9 @@ class _PartSampler:
     """The batch sampler of the DataLoader with processes, which begins it twice: the newest iteration."""
 
     def __init__(self) -> None:
-        self.parts: Iterator[_Part] = iter(())
+        self.parts: Iterator[_Part | RowSample] = iter(())
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[_Part | RowSample]:
         return self.parts
 
 
@@ -155,7 +191,21 @@ class _SeededRows(Dataset[_LoadedPart]):
             batches = [self._load(rows, seed_all) for rows in part.replicas]
         return _LoadedPart(batches, [rows.empty for rows in part.replicas], part.digest)
 
-    __getitems__ = load  # what a DataLoader calls with an item of its batch sampler
+    def read(self, sample: RowSample) -> list[Readings]:
+        """Reads rows without collating them, and leaves all generators as they were."""
+        at_once = getattr(self.dataset, "__getitems__", None)
+        with _restored(self.dataset), _seeding((self.dataset, self._collate_fn)) as seed_all:
+            rows: list[Readings] = []
+            for key, seed in zip(sample.keys, sample.seeds, strict=True):
+                rows.append([])
+                for reading in range(sample.readings):
+                    seed_all(derived_seed(seed, sample.readings, reading))
+                    rows[-1].append(describe_row(at_once([key])[0] if at_once else self.dataset[key]))
+        return rows
+
+    def __getitems__(self, item: _Part | RowSample) -> Any:
+        """What a DataLoader calls with an item of its batch sampler."""
+        return self.read(item) if isinstance(item, RowSample) else self.load(item)
 
     def _load(self, rows: _ReplicaRows, seed_all: Callable[[int], None]) -> Any:
         seed_all(rows.seed)
@@ -175,6 +225,40 @@ def _begin_process(user_init: Callable[[int], None] | None, process: int) -> Non
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # it is frozen
     if user_init is not None:
         user_init(process)
+
+
+@contextmanager
+def _restored(dataset: Any) -> Iterator[None]:
+    """A block after which the generators that a dataset holds anywhere are as before: in its transforms, and theirs."""
+    states = list(_states_within(dataset))
+    try:
+        yield
+    finally:
+        for put_back in states:
+            put_back()
+
+
+def _states_within(dataset: Any) -> Iterator[Callable[[], object]]:
+    numpy = sys.modules.get("numpy")
+    seen: set[int] = set()
+    open_ = [dataset]
+    while open_ and len(seen) < _MOST_OBJECTS:
+        value = open_.pop()
+        if id(value) in seen or isinstance(value, (type, ModuleType, torch.Tensor)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Generator):
+            yield partial(value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            yield partial(value.setstate, value.getstate())
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            yield partial(value.set_state, value.get_state())
+        elif isinstance(value, (list, tuple)):
+            open_ += value[:_MOST_ITEMS]
+        else:
+            open_ += (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
 
 
 class _Lent(NamedTuple):

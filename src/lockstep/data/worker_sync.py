@@ -1,6 +1,7 @@
 """What the workers tell each other while they iterate over data together.
 
     SameDataSync   begin: compare the lengths of the data; all take the chief's generator states
+                   the first time: compare a few rows of data that is read by index
                    each batch: its digest is compared in the next exchange, whatever that is for
                    end: all workers have come to it, after the same number of batches
     OwnDataSync    before each batch: who has one? Workers without one get an empty batch
@@ -11,6 +12,7 @@ there the order of the collectives would differ between workers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Any
@@ -21,8 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
-from lockstep.data.readers import CheckedBatch
+from lockstep.data.readers import CheckedBatch, Reader
 from lockstep.data.resume import default_state, set_default_state
+from lockstep.data.row_sample import compare_rows
 from lockstep.data.sharding import with_no_rows
 from lockstep.data.sources import batches_in
 from lockstep.data.structure import map_leaves
@@ -44,6 +47,9 @@ class WorkerSync:
     def begin(self) -> None:
         """Is called when an iteration begins, before the source's own iteration begins."""
 
+    def compare(self) -> None:
+        """Is called when an iteration has begun, before its first batch is read."""
+
     def wrap(self, batches: ClosableIterator[Any], left_out: Callable[[], Any]) -> ClosableIterator[Any]:
         """Returns the batches as the consumer gets them.
 
@@ -59,18 +65,26 @@ class WorkerSync:
 class SameDataSync(WorkerSync):
     """For workers that all read the same global batches, each taking its part.
 
-    ``generators`` returns those that must have the chief's states, beside torch's default one.
+    The ``generators`` of their ``reader`` get the chief's states, beside torch's default one.
     """
 
-    def __init__(
-        self, workers: Communicator, dataset: Iterable[Any], generators: Callable[[], Sequence[torch.Generator]]
-    ) -> None:
+    def __init__(self, workers: Communicator, reader: Reader) -> None:
         self._workers = workers
-        self._dataset = dataset
-        self._generators = generators
+        self._reader = reader
+        self._compared = False
 
     def begin(self) -> None:
-        start_together(self._workers, self._dataset, self._generators())
+        start_together(self._workers, self._reader.dataset, self._reader.generators)
+
+    def compare(self) -> None:
+        """Compares a few rows, once; the chief warns. Raises ClusterError if a worker has others."""
+        rows = self._reader.sampled
+        if rows is None or self._compared:
+            return
+        self._compared = True
+        warning = compare_rows(self._workers.processes, rows, self._reader.read_again)
+        if warning and self._workers.is_chief:
+            warnings.warn(warning, stacklevel=2)
 
     def wrap(self, batches: ClosableIterator[CheckedBatch], left_out: Callable[[], Any]) -> Generator[Any, None, None]:
         taken = 0

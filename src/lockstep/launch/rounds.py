@@ -40,8 +40,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep._torch_compat import HashStore, Store, leave_rendezvous, rendezvous_round, share_no_rendezvous_store
 from lockstep.checks import check_seconds
-from lockstep.cluster.environment import JOB_ID_VARIABLE, parse_torchrun
+from lockstep.cluster.environment import parse_torchrun
 from lockstep.cluster.spec import ClusterSpec, parse_address
+from lockstep.cluster.variables import JOB_ID_VARIABLE
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.rendezvous import LOOPBACK, Hosts, LauncherRendezvous
 from lockstep.membership.failure_report import FailureReport

@@ -318,7 +318,7 @@ def mirror_metric(owner: Strategy, metric: Any) -> MirroredMetric:
     copies = [copy.deepcopy(metric).to(device.torch_device) for device in owner.devices]
     for number, each in enumerate(copies):
         _ungroup(each)
-        if number or not owner.workers.is_chief:
+        if number or not owner.workers.leads:
             each.reset()
     mirrored = MirroredMetric(owner, copies)
     mirrored.__dict__["_plain"] = metric  # the strategy finds the mirrored one by its id, which must stay its own

@@ -20,6 +20,7 @@ from torch import nn
 from lockstep import tensorflow_names
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checks import MOST_AT_ONCE, check_call, check_number
+from lockstep.cluster.spec import Task
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
 from lockstep.collectives.per_replica import (
     PerReplica,
@@ -31,14 +32,14 @@ from lockstep.collectives.per_replica import (
 )
 from lockstep.collectives.reduce import ReduceOp, gather_across, reduce_across
 from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
-from lockstep.config import LogicalDevice, list_logical_devices, release_devices, resolve_devices
+from lockstep.config import LogicalDevice, default_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
 from lockstep.data.sharding import note_shard, shard_sizes
 from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
-from lockstep.mirroring.gradients.exchange import LocalExchange
+from lockstep.mirroring.gradients.exchange import EvaluatorExchange, LocalExchange
 from lockstep.mirroring.metric import MirroredMetric, is_metric
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
 from lockstep.mirroring.optim.optimizer import MakeExchange, MirroredOptimizer
@@ -185,6 +186,11 @@ class Strategy(ABC):
             if name in tensorflow_names.STRATEGY:
                 raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.STRATEGY)
             return object.__getattribute__(self, name)  # raises again what a property has raised, if it is one
+
+    @property
+    def task(self) -> Task:
+        """The role of this process: "worker", or "evaluator" for one beside the training, which trains nothing."""
+        return self.workers.task
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -457,7 +463,8 @@ class ThreadedStrategy(Strategy):
         partition: PartitionPolicy | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(make_exchange, partition)
+        # An evaluator's optimizers are made as elsewhere, and make no update.
+        super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
         self.devices, self.workers, self._runner, self._guard = devices, workers, runner, guard
         self._release_devices = weakref.finalize(self, release_devices, devices)  # called at most once
 
@@ -549,7 +556,7 @@ class DefaultStrategy(Strategy):
     @cached_property
     def devices(self) -> tuple[LogicalDevice, ...]:  # type: ignore[override]
         """The one device; chosen, and taken into use, when it is first asked for."""
-        return resolve_devices([(list_logical_devices("GPU") or list_logical_devices("CPU"))[0]])
+        return resolve_devices([default_devices()[0]])
 
     workers: Communicator = SingleWorkerCommunicator(1)
 

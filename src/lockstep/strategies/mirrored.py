@@ -8,12 +8,16 @@ import torch
 
 from lockstep import tensorflow_names
 from lockstep.checks import check_number, check_seconds
-from lockstep.cluster.environment import declared_job
+from lockstep.cluster.environment import declared_cluster
+from lockstep.cluster.launchers import ALONE
+from lockstep.cluster.spec import ClusterSpec, Task
 from lockstep.collectives.communicator import SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
-from lockstep.errors import UsageError
+from lockstep.errors import ClusterError, UsageError
 from lockstep.replicas.runner import ReplicaRunner
 from lockstep.strategies.base import ThreadedStrategy, check_replicas, chosen_devices, describe_devices
+
+MULTI_WORKER = "MultiWorkerMirroredStrategy"
 
 
 class MirroredStrategy(ThreadedStrategy):
@@ -50,16 +54,29 @@ class MirroredStrategy(ThreadedStrategy):
         threads = check_replicas(replicas, threads_per_replica)
         check_seconds("timeout_s", timeout_s)
         check_number("seed", seed, whole=True)
-        job = declared_job()
-        if job is not None:
+        cluster = _declared_cluster()
+        task: Task = "worker" if cluster is None else cluster.task
+        if cluster is not None and task == "worker" and cluster.num_workers > 1:
             raise UsageError(
-                f"{job.source} declares a job of {job.num_workers} workers, and MirroredStrategy would train one model "
-                "in each of them; use MultiWorkerMirroredStrategy, or start one process without those variables"
+                f"{cluster.source} declares a job of {cluster.num_workers} workers, and MirroredStrategy would train "
+                "one model in each of them; use MultiWorkerMirroredStrategy, or start one process without those "
+                f"variables; {ALONE}"
             )
         chosen = chosen_devices(devices, replicas)
         seed = torch.initial_seed() if seed is None else seed
         runner = ReplicaRunner(chosen, seed=seed, timeout_s=timeout_s, threads=threads)
-        super().__init__(chosen, SingleWorkerCommunicator(len(chosen), any_layout=replicas is not None), runner)
+        workers = SingleWorkerCommunicator(len(chosen), any_layout=replicas is not None, task=task)
+        super().__init__(chosen, workers, runner)
 
     def __repr__(self) -> str:
         return f"MirroredStrategy({describe_devices(self)})"
+
+
+def _declared_cluster() -> ClusterSpec | None:
+    """The cluster that the environment declares. Raises ClusterError, which names the strategy for several workers."""
+    try:
+        return declared_cluster()
+    except ClusterError as error:
+        if MULTI_WORKER in str(error):
+            raise
+        raise ClusterError(f"{error}; MirroredStrategy is for one process, and {MULTI_WORKER} for several") from None

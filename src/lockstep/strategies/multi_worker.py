@@ -27,7 +27,7 @@ from lockstep.collectives.communicator import (
     check_agreement,
 )
 from lockstep.collectives.distributed import DistributedCommunicator
-from lockstep.config import LogicalDevice, list_logical_devices, list_physical_devices
+from lockstep.config import LogicalDevice, default_devices, list_logical_devices, list_physical_devices
 from lockstep.errors import ClusterError, ConfigError, LockstepError, NonFiniteLossError
 from lockstep.membership.membership import Membership, join
 from lockstep.mirroring.gradients.buckets import BucketExchange, GradientMarks
@@ -45,7 +45,7 @@ def own_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
     """This worker's part of the GPUs that it sees; without any, the CPU's logical devices. No ``cluster``: all."""
     gpus = list_physical_devices("GPU")
     if not gpus:
-        return tuple(list_logical_devices("CPU"))
+        return default_devices()
     own = {gpus[number].name for number in own_local_rank(cluster).own_gpus(len(gpus))}
     return tuple(device for device in list_logical_devices("GPU") if device.physical.name in own)
 
@@ -154,7 +154,9 @@ class WorkerJob:
         self._gpus: tuple[int, ...] = ()
         self._nccl = False
         self.devices = tuple(devices) if replicas is None else laid_out(replicas, devices)
-        self.workers: Communicator = SingleWorkerCommunicator(len(self.devices), any_layout=replicas is not None)
+        self.workers: Communicator = SingleWorkerCommunicator(
+            len(self.devices), any_layout=replicas is not None, task="worker" if cluster is None else cluster.task
+        )
         if cluster is not None and cluster.task == "worker" and cluster.num_workers > 1:
             info = {"devices": len(devices), "replicas": replicas or 0, "gpu": _gpu_id(devices[0].torch_device)}
             self._membership = join(
@@ -315,8 +317,8 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         replicas: the number of replicas of all workers, laid on their devices in blocks. The numbers of the training
             then depend on it alone, to the last bit, and not on workers and devices of one kind; sums of GPUs go
             through host memory for it. None is one replica for each device.
-        cluster: who takes part; None is what TF_CONFIG, torchrun's variables or SLURM's say. Without any, this process
-            is the only worker.
+        cluster: who takes part; None is what TF_CONFIG or the variables of a launcher say: torchrun's, mpirun's,
+            SLURM's and others. Without any, this process is the only worker.
         seed: of the replicas' random numbers, the same on every worker; None is the chief's ``torch.initial_seed()``.
         timeout_s: how many seconds to wait for all workers at the start.
         communication: how they communicate afterwards.
@@ -365,5 +367,5 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         super().__init__(job.devices, job.workers, runner, job.make_exchange)
 
     def __repr__(self) -> str:
-        names = describe_devices(self)
-        return f"MultiWorkerMirroredStrategy({names}, worker {self.workers.index} of {self.workers.size})"
+        place = f"worker {self.workers.index} of {self.workers.size}" if self.task == "worker" else self.task
+        return f"MultiWorkerMirroredStrategy({describe_devices(self)}, {place})"

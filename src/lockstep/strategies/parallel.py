@@ -96,7 +96,7 @@ class MeshGroups:
             self.job,
             replica=self.coordinate.replica,
             leaders=self.layout.leaders(last),
-            chief=self.job.is_chief,
+            chief=self.job.leads,
             layout="" if self.job.is_single else str(self.layout),
             ends_with=[*ends_with, self._close],
         )
@@ -236,7 +236,9 @@ class ParallelStrategy(ThreadedStrategy):
         return super().generators.with_part(self._own)
 
     def __repr__(self) -> str:
-        return f"ParallelStrategy({self.layout}, worker {self._job.workers.index} of {self._job.workers.size})"
+        workers = self._job.workers
+        place = f"worker {workers.index} of {workers.size}" if self.task == "worker" else self.task
+        return f"ParallelStrategy({self.layout}, {place})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
         firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.checks import check_path
-from lockstep.collectives.communicator import Communicator, run_on_chief
+from lockstep.collectives.communicator import Communicator, refuse_to_save, run_on_chief
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
@@ -143,6 +143,7 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
 
     The chief gathers a model that is divided among workers in its host memory, one tensor after another.
     """
+    refuse_to_save(workers, "save_weights")
     target = Path(check_path(path, "the path of the weights"))
     write = write_torch_weights if weights_format(target, "the path of the weights") == "torch" else write_weights
     module.exchange_buffers()

@@ -16,6 +16,7 @@ from lockstep import console
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.checks import check_number
+from lockstep.collectives.communicator import refuse_to_train
 from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.compile import Compilation
 from lockstep.mirroring.module.module import MemoryFormat, MirroredModule
@@ -332,6 +333,7 @@ class Model:
             class_weight=class_weight,
             sample_weight=sample_weight,
         )
+        refuse_to_train(self.strategy.workers, "fit")
         setup = self._trainable("fit")
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         batches = self._iterator(data, "the training data", steps_per_epoch=steps_per_epoch)
@@ -407,6 +409,7 @@ class Model:
             y: the targets.
             sample_weight: one weight per row.
         """
+        refuse_to_train(self.strategy.workers, "train_on_batch")
         setup = self._trainable("train_on_batch")
         batches = self._one_batch(x, y, sample_weight)
         self.stop_training = False
@@ -440,7 +443,7 @@ class Model:
             args, kwargs = module_arguments(example)
             with noting_shapes(self.module) as shapes, torch.no_grad():
                 self(*args, **kwargs)
-        if self.strategy.workers.is_chief:
+        if self.strategy.workers.leads:
             console.write_line(summary_table(self.module, shapes, depth=depth, width=console.width()))
 
     def state_dict(self) -> dict[str, Any]:

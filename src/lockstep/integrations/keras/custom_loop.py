@@ -28,6 +28,7 @@ from keras.src.losses import loss as keras_losses
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.collectives.communicator import refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
 from lockstep.integrations.keras.own_step import OwnStep
@@ -165,6 +166,7 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
         if step.compared is not None:
             step.compared.append([None if each is None else each.detach().clone() for each in grads])
             return None
+        refuse_to_train(context.strategy.workers, f"{self.name}.apply")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         strategy, assigned = context.strategy, [each for each in variables if id(each) in step.assigned]
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import keras
 import torch
 
-from lockstep.collectives.communicator import run_on_chief
+from lockstep.collectives.communicator import refuse_to_save, refuse_to_train, run_on_chief
 from lockstep.collectives.per_replica import PerReplica, merge
 from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import as_tensor, batch_rows, local_rows
@@ -209,6 +209,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
+        refuse_to_train(self._distribution.strategy.workers, "fit")
         _check_given(x, batch_size, kwargs.get("callbacks"))
         check_equal_rows(x=x, y=y, sample_weight=kwargs.get("sample_weight"))
         if isinstance(held_out := kwargs.get("validation_data"), tuple):
@@ -229,6 +230,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Keras's own."""
+        refuse_to_train(self._distribution.strategy.workers, "train_on_batch")
         check_equal_rows(x=x, y=y, sample_weight=sample_weight)
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
@@ -346,6 +348,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
+        refuse_to_save(self._distribution.strategy.workers, f"{name} of a Keras model")
         with _undistributed(self):
             run_on_chief(self._distribution.strategy.workers, f"{name} of a Keras model", act)
 

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
-from lockstep.collectives.communicator import all_gather_object
+from lockstep.collectives.communicator import all_gather_object, refuse_to_save, refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
@@ -91,6 +91,7 @@ class Trainer(transformers.Trainer):
 
     def train(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it."""
+        refuse_to_train(self._workers, "Trainer.train")
         self._one_process.establish()
         sync.agree_on_arguments(self._workers, self.args)
         self._holds_best = False
@@ -122,6 +123,11 @@ class Trainer(transformers.Trainer):
         super()._maybe_log_save_evaluate(*args, **named)
         if due:  # callbacks were asked
             sync.agree_on_flags(self._workers, self.control)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers. Every worker must call it; the chief writes."""
+        refuse_to_save(self._workers, "Trainer.save_model")
+        super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> None:
         self._mirrored_module.sync_buffers()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep._torch_compat import foreach_add_, foreach_div_
-from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.collectives.communicator import Communicator, all_gather_object, evaluator_error
 from lockstep.collectives.tree import Node, add_nodes, one_each, tree_sum
 from lockstep.errors import UsageError
 from lockstep.mirroring.zero1 import ShardingGroup
@@ -106,6 +106,14 @@ class LocalExchange(GradientExchange):
         add_nodes(parts, len(self._groups), add)
 
 
+class EvaluatorExchange(LocalExchange):
+    """That of an evaluator, which takes no part in the training: its optimizers make no update."""
+
+    def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:
+        """Raises a UsageError."""
+        raise evaluator_error("the update of an optimizer")
+
+
 @dataclass(kw_only=True, eq=False)
 class PartExchange(GradientExchange):
     """Between workers that hold parts of the model.
@@ -135,7 +143,7 @@ class PartExchange(GradientExchange):
     holds: str = ""
 
     def __post_init__(self) -> None:
-        self.keeps_sums = self.workers.is_chief
+        self.keeps_sums = self.workers.leads
         self._compared = False
 
     def open(self, totals: Sequence[tuple[float, float]], settings: Settings) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def _read_split(file: Path) -> tuple[str, ...]:
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """Returns what ``read`` returns on the chief. Every worker must call it."""
-    sent = json.dumps(astuple(read())) if workers.is_chief else ""
+    sent = json.dumps(astuple(read())) if workers.leads else ""
     train, valid, test, source = json.loads(workers.broadcast_bytes("the text", sent.encode()))
     return TextSplits(tuple(train), tuple(valid), tuple(test), source)
 

@@ -97,7 +97,7 @@ class Callback:
 
     def _say(self, text: str) -> None:
         """Writes a line to standard output, on the chief."""
-        if self.model.strategy.workers.is_chief:
+        if self.model.strategy.workers.leads:
             console.write_line(text)
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
@@ -162,8 +162,8 @@ class CallbackList:
             if not isinstance(each, Callback):
                 kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
-        is_chief = model.strategy.workers.is_chief
-        here = [callback for callback in callbacks if is_chief or not callback.chief_only]
+        leads = model.strategy.workers.leads  # an evaluator shows its own progress
+        here = [callback for callback in callbacks if leads or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))

@@ -1,0 +1,145 @@
+"""Real processes that a launcher has started, or that have its variables, train one model with one device's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from tests.programs.launched import batches, make_module
+from tests.strategies.conftest import FreePorts, free_ports
+
+__all__ = ["free_ports"]
+
+pytestmark = pytest.mark.workers
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "launched.py"
+LIMIT_S = 120
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # mpirun of Open MPI refuses root else
+COMMANDS = {
+    "Open MPI": ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n"],
+    "MPICH": ["mpirun.mpich", "-n"],
+}
+
+
+def expected() -> list[float]:
+    """The weights of a loop on one device."""
+    module = make_module()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(3):
+        for x, y in batches():
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(module(x), y).backward()
+            optimizer.step()
+    return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def check(lines: Sequence[str], workers: int) -> None:
+    """Every process has trained the one model, and one of them is the chief."""
+    found = sorted(json.loads(line) for line in lines)
+
+    assert [(index, size, chief) for index, size, chief, _ in found] == [
+        (index, workers, index == 0) for index in range(workers)
+    ]
+    assert all(weights == found[0][3] for *_, weights in found)
+    assert found[0][3] == pytest.approx(expected(), rel=1e-5, abs=1e-6)
+
+
+def launched(name: str, words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    command, *arguments = COMMANDS[name]
+    if shutil.which(command) is None:
+        pytest.skip(f"there is no {command}; apt-get install openmpi-bin mpich")
+    environment = {**os.environ, **ROOT, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [command, *arguments, *words], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_mpirun_trains_one_model(name: str):
+    script = f"{sys.executable} {PROGRAM}; exit $?"  # a shell stands between the launcher and the program
+    words = ["2", sys.executable, str(PROGRAM)] if name == "Open MPI" else ["2", "sh", "-c", script]
+    done = launched(name, words)
+
+    assert done.returncode == 0, done.stderr
+    check(done.stdout.splitlines(), 2)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_mpirun_with_a_strategy_for_one_process_fails(name: str):
+    done = launched(name, ["2", sys.executable, str(PROGRAM), "one"])
+
+    assert done.returncode != 0
+    assert "MultiWorkerMirroredStrategy" in done.stderr
+    assert "[" not in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_mpirun_of_one_process_is_one_process(name: str):
+    check(launched(name, ["1", sys.executable, str(PROGRAM), "one"]).stdout.splitlines(), 1)
+
+
+Environments = Callable[[FreePorts], list[dict[str, str]]]
+
+
+def counted(workers: int, rank: str, **others: str) -> list[dict[str, str]]:
+    return [{**others, rank: str(number)} for number in range(workers)]
+
+
+def vertex(ports: FreePorts) -> list[dict[str, str]]:
+    first, second = (f"127.0.0.1:{port}" for port in ports(2))
+    pools = {"workerpool0": [first], "workerpool1": [second]}
+    return [
+        {"CLUSTER_SPEC": json.dumps({"cluster": pools, "task": {"type": kind, "index": 0}, "environment": "cloud"})}
+        for kind in pools
+    ]
+
+
+def sagemaker(ports: FreePorts) -> list[dict[str, str]]:
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    shared = {"SM_HOSTS": json.dumps(hosts), "MASTER_PORT": str(ports(1)[0])}
+    return [{**shared, "SM_CURRENT_HOST": host} for host in hosts]
+
+
+def kubeflow(ports: FreePorts) -> list[dict[str, str]]:
+    shared = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(ports(1)[0]), "PET_NPROC_PER_NODE": "4"}
+    return counted(2, "PET_NODE_RANK", PET_NNODES="2", **shared)
+
+
+DESCRIPTIONS: dict[str, Environments] = {
+    "Vertex AI": vertex,
+    "SageMaker": sagemaker,
+    "Kubeflow": kubeflow,
+    "SkyPilot": lambda _: counted(
+        2,
+        "SKYPILOT_NODE_RANK",
+        SKYPILOT_NUM_NODES="2",
+        SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2",
+        SKYPILOT_TASK_ID=f"sky-{uuid4()}",
+    ),
+    "Azure's mpirun": lambda _: counted(
+        2,
+        "OMPI_COMM_WORLD_RANK",
+        OMPI_COMM_WORLD_SIZE="2",
+        AZ_BATCH_MASTER_NODE="127.0.0.1:6000",
+        PMIX_NAMESPACE=str(uuid4()),
+    ),
+    "Flux": lambda _: counted(3, "FLUX_TASK_RANK", FLUX_JOB_SIZE="3", FLUX_JOB_NNODES="1", FLUX_JOB_ID=f"f{uuid4()}"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_processes_with_these_variables_train_one_model(python: Callable[..., Any], free_ports: FreePorts, name: str):
+    programs = [python(str(PROGRAM), OMP_NUM_THREADS="1", **variables) for variables in DESCRIPTIONS[name](free_ports)]
+    outcomes = [program.communicate(LIMIT_S) for program in programs]
+
+    assert [program.returncode for program in programs] == [0] * len(programs), outcomes
+    check([line for printed, _ in outcomes for line in printed.splitlines()], len(programs))
