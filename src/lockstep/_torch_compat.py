@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -98,6 +99,11 @@ with _probe("telling whether tensors are batched or traced by torch.func"):
     functorch_is_active()
     functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
     functorch_interpreter()
+
+with _probe("telling which module torch.func.functional_call gives other weights"):
+    functional_call_code: CodeType = torch.nn.utils.stateless._functional_call.__code__
+    if functional_call_code.co_varnames[0] != "module":
+        raise AttributeError("the first argument of functional_call is not the module")
 
 with _probe("telling reads and writes of gradients and data in a step"):
     GET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import lockstep as ls
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -113,3 +115,45 @@ def test_one_replica_may_use_it(make_strategy: MakeStrategy):
 
     for use in (dual, jvp, hessian):
         strategy.run(lambda use=use: use(mirrored, rows()))
+
+
+def ensemble(models: Any, base: nn.Module, x: Tensor) -> Tensor:
+    weights, buffers = torch.func.stack_module_state(models)
+
+    def one(weights: Any, buffers: Any) -> Any:
+        return torch.func.functional_call(base, (weights, buffers), (x,))
+
+    result: Tensor = torch.func.vmap(one)(weights, buffers)
+    return result.transpose(0, 1)
+
+
+def test_an_ensemble_called_through_a_module_on_meta(make_strategy: MakeStrategy):
+    expected = ensemble([net(0), net(1)], net().to("meta"), rows())
+    strategy = make_strategy(2)
+    mirrored = [strategy.mirror(net(seed)) for seed in (0, 1)]
+    bases = ls.PerReplica([net().to("meta"), net().to("meta")])
+
+    def with_its_own(x: Tensor) -> Tensor:
+        return ensemble(mirrored, copy.deepcopy(mirrored[0].module).to("meta"), x)
+
+    torch.testing.assert_close(gathered(strategy, with_its_own), expected)
+    (x,) = strategy.distribute_dataset([rows()])
+    outputs = strategy.run(lambda base, x: ensemble(mirrored, base, x), (bases, x))
+    torch.testing.assert_close(strategy.gather(outputs, 0), expected)
+
+
+def test_weights_set_on_one_module_by_several_replicas_are_refused(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored, base = [strategy.mirror(net(seed)) for seed in (0, 1)], net().to("meta")
+
+    with pytest.raises(UsageError, match=r"functional_call on one Sequential in replicas \d and \d.*PerReplica"):
+        gathered(strategy, lambda x: ensemble(mirrored, base, x))
+
+
+def test_one_replica_may_set_weights_on_a_module_from_outside(make_strategy: MakeStrategy):
+    strategy, base = make_strategy(1), net().to("meta")
+    mirrored = [strategy.mirror(net(seed)) for seed in (0, 1)]
+
+    torch.testing.assert_close(
+        gathered(strategy, lambda x: ensemble(mirrored, base, x)), ensemble([net(0), net(1)], base, rows())
+    )

@@ -117,6 +117,32 @@ def test_a_plan_of_the_user_s_own_is_refused_where_its_style_does_not_fit():
         check_own_plan(module, {"1": ColwiseParallel()}, 2)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *(nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm),
+        *(nn.utils.parametrizations.orthogonal, nn.utils.spectral_norm),
+    ],
+)
+def test_a_layer_whose_weight_is_computed_is_refused(wrap: Any):
+    module = nn.Sequential(wrap(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 4), wrap(nn.Linear(4, 4)))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    with pytest.raises(ConfigError, match=r"tensor_plan divides '0', whose weight is computed .*tensor=1"):
+        check_own_plan(module, plan, 2)
+    check_own_plan(module, plan, 1)
+    check_own_plan(module[1:], {"2": RowwiseParallel()}, 2)  # it may stand beside divided ones
+
+
+def test_a_model_whose_weights_are_computed_is_refused():
+    module = llama()
+    with torch.device("meta"):
+        nn.utils.parametrizations.weight_norm(module.model.layers[0].mlp.up_proj)
+
+    with pytest.raises(ConfigError, match=r"plan divides 'model\.layers\.0\.mlp\.up_proj', whose weight is computed"):
+        check_plan(module, "auto", 3, sequences=False)
+
+
 def test_the_parts_of_a_model_are_those_of_its_plans():
     spec = require_model_spec(llama(), "a test")
 

@@ -340,6 +340,8 @@ class DividedModel:
                 f'the plan of {type(self._module).__name__} divides {name} (a {kind}) in the style "{style}", which is '
                 "not supported there; choose tensor=1, or give a tensor_plan of your own that leaves it whole"
             )
+        if part is not None and (style in _LINEAR_STYLES or style in _EMBEDDINGS):
+            _check_weights(name, part, "the model's plan")
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         """The sizes that must be divided evenly, by name: those of what is computed on divided units."""
@@ -564,8 +566,24 @@ def check_own_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
             )
 
 
+def _check_weights(name: str, part: Any, plan: str) -> None:
+    """Refuses a layer whose weight is computed from other parameters: torch divides parameters, each by itself."""
+    others = [parameter for parameter, _ in part.named_parameters() if parameter not in ("weight", "bias")]
+    if others:
+        raise ConfigError(
+            f"{plan} divides {name!r}, whose weight is computed from {', '.join(others)}, as weight_norm and "
+            "spectral_norm do, and parts of those do not give parts of it; leave the layer out of the plan, choose "
+            "tensor=1, or make the weight plain first (torch.nn.utils.parametrize.remove_parametrizations, or "
+            "torch.nn.utils.remove_weight_norm)"
+        )
+
+
 def _check_own_style(name: str, part: nn.Module, style: tp.ParallelStyle, degree: int) -> None:
-    if type(style) not in (tp.ColwiseParallel, tp.RowwiseParallel) or isinstance(part, nn.Embedding):
+    if type(style) not in (tp.ColwiseParallel, tp.RowwiseParallel):
+        return
+    if degree > 1 and isinstance(part, (nn.Linear, nn.Embedding)):
+        _check_weights(name, part, "tensor_plan")
+    if isinstance(part, nn.Embedding):
         return
     if not isinstance(part, nn.Linear):
         raise ConfigError(

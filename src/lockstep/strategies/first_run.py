@@ -26,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep._torch_compat import DisableTorchFunction, NormBase, disable_dispatch_modes, tree_leaves
+from lockstep._torch_compat import (
+    DisableTorchFunction,
+    NormBase,
+    disable_dispatch_modes,
+    functional_call_code,
+    tree_leaves,
+)
 from lockstep.collectives.communicator import Communicator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.introspection import attribute_of, attributes_of, is_kind, module_of
@@ -85,6 +91,7 @@ class FirstRun:
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._passes = [Passes() for _ in rows]
+        self._called_with_weights: dict[int, tuple[Any, int]] = {}  # by the id of a module: it, and the first replica
         self._seeded = [SeededDraws() for _ in rows]
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
@@ -154,9 +161,26 @@ class FirstRun:
             if code is _FORWARD_MODE:
                 refuse_forward_mode()
             self._ran[id(code)] = code, frame.f_globals
+        if event == "call" and code is functional_call_code:
+            self._refuse_shared_module(frame.f_locals["module"])
         if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
             with _unseen():
                 self._differentiates(frame, event, given)
+
+    def _refuse_shared_module(self, module: Any) -> None:
+        """``functional_call`` gives a module other weights for as long as it runs, and takes them away at its end."""
+        context = get_replica_context()
+        if context is None or is_kind(module, MirroredModule):
+            return
+        other = self._called_with_weights.setdefault(id(module), (module, context.local_replica))[1]
+        if other != context.local_replica:
+            kind = type(module).__name__
+            raise UsageError(
+                f"the step calls functional_call on one {kind} in replicas {other} and {context.local_replica}, which "
+                "sets weights on it while the other uses it; make the module in the step (copy.deepcopy(net)"
+                '.to("meta")), give each replica its own with ls.PerReplica([copy.deepcopy(base), ...]), or call what '
+                "strategy.mirror(module) returned"
+            )
 
     def _differentiates(self, frame: FrameType, event: str, given: Any) -> None:
         context, local = get_replica_context(), frame.f_locals
