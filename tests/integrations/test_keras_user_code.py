@@ -198,9 +198,15 @@ class UnbuiltWithStep(Unbuilt):
 @pytest.mark.parametrize("model", [Unbuilt, UnbuiltWithStep])
 @pytest.mark.parametrize("method", ["predict", "predict_on_batch"])
 def test_predict_makes_the_weights_that_keras_makes(model: Callable[[], Any], method: str, make_strategy: MakeStrategy):
-    expected, outputs = on_both(model, make_strategy(3), lambda made: getattr(made, method)(X))
+    def use(made: Any) -> Any:
+        return getattr(made, method)(X), made.get_weights()
+
+    (expected, weights), (outputs, same_weights) = on_both(model, make_strategy(3), use)
 
     np.testing.assert_allclose(outputs, expected, atol=EXACT)
+    assert len(same_weights) == len(weights) == 2
+    for weight, same in zip(weights, same_weights, strict=True):
+        np.testing.assert_array_equal(same, weight)
 
 
 class StepByItself(Unbuilt):
