@@ -426,7 +426,6 @@ class ByItself(keras.Sequential):
         (KERAS.sequential, {"loss": contrast}, "loss"),
         (KERAS.sequential, {"metrics": [Largest()]}, "'largest'"),
         (one_output, {"loss": "mse", "metrics": [keras.metrics.PearsonCorrelation("r", axis=0)]}, "'r'"),
-        (KERAS.sequential, {"run_eagerly": True}, "run_eagerly=True"),
         (lambda: ByItself([keras.Input((8,)), keras.layers.Dense(3)]), {}, "ByItself.train_step"),
     ],
 )

@@ -90,6 +90,30 @@ def test_a_rerun_that_draws_by_compiled_code_has_the_same_bits(make_strategy: Ma
     assert KERAS.largest_difference(first.get_weights(), again.get_weights()) == 0.0
 
 
+def nested(strategy: ls.Strategy) -> Any:
+    inner = distribute(dense(keras.Sequential), strategy)
+    return distribute(keras.Sequential([keras.Input((8,)), inner, keras.layers.Dense(2)]), strategy)
+
+
+def uneven_batches() -> Iterator[Any]:
+    """Batches of 2, 3 and 4 rows in turn, 20 rows in all."""
+    for number in range(7):
+        begin = number // 3 * 9 + (0, 2, 5)[number % 3]
+        yield (KERAS.X[begin : min(begin + 2 + number % 3, 20)],)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_predict_before_any_training_compiles_once_and_ends(make_strategy: MakeStrategy):
+    made = nested(make_strategy(2))
+    made.compile("sgd", "mse", jit_compile=True)
+
+    outputs = made.predict(uneven_batches(), verbose=0)
+
+    expected = made(KERAS.X[:20]).detach().numpy()
+    assert KERAS.largest_difference([outputs], [expected]) < EXACT
+    assert counters["aot_autograd"]["total"] == 1  # a shard of one row; batches of other sizes run uncompiled
+
+
 class Branching(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return x if keras.ops.sum(keras.ops.square(x)) >= 0 else -x
@@ -99,6 +123,12 @@ class WithLoss(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(keras.losses.MeanSquaredError()(x, 2 * x))
         return x
+
+
+class Exchanging(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        context = ls.get_replica_context()
+        return x if context is None else x + 0.0 * context.all_reduce("sum", x.sum())
 
 
 class ByItself(keras.Sequential):
@@ -115,6 +145,7 @@ def dense(kind: Any, *between: Any) -> Any:
     [
         (lambda: dense(keras.Sequential, Branching()), False, "jit_compile=True cannot take the whole forward pass"),
         (lambda: dense(keras.Sequential, WithLoss()), False, "computes a loss of Keras in its call"),
+        (lambda: dense(keras.Sequential, Exchanging()), False, "exchanges values"),
         (lambda: dense(keras.Sequential, keras.layers.BatchNormalization()), True, "sync_batchnorm=True"),
         (lambda: dense(ByItself), False, "ByItself.train_step"),
     ],

@@ -22,12 +22,14 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from torch import Tensor, nn
 
 from lockstep._torch_compat import DisableTorchFunction, EnableTorchFunction, tree_flatten, tree_unflatten
-from lockstep.errors import ConfigError, LockstepError, ReplicaError
+from lockstep.errors import CollectiveError, ConfigError, LockstepError, ReplicaError
 from lockstep.integrations.keras.losses import current_shard
 from lockstep.integrations.keras.seeded_draws import draws_by_operators
 from lockstep.integrations.keras.variables import stateless_scope
 from lockstep.replicas.compiled import COMPILE_LIMIT_S, compile_for_replicas
+from lockstep.replicas.context import in_context
 from lockstep.replicas.rng.mode import without_replica_rng
+from lockstep.train.batch import replica_of_step
 
 
 class CompiledForward:
@@ -91,6 +93,11 @@ class _Code:
                 self._code = compile_for_replicas(forward, inputs, {})
         except Exception as error:  # torch has errors of many kinds, around those of the model's code
             cause = _innermost(error)
+            if isinstance(cause, CollectiveError):
+                raise ConfigError(
+                    f"a layer of {forward.model.name!r} exchanges values with other replicas in its call, and compiled "
+                    "code cannot; leave jit_compile out"
+                ) from error
             if isinstance(cause, LockstepError):
                 raise cause from None
             reason = str(cause).strip().split("\n", 1)[0]
@@ -177,11 +184,14 @@ def _tensors_of(structure: Any) -> tuple[list[Tensor], _Rebuild]:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """A block in which layers draw by operators that take their seeds, and meet no other replica."""
+    """A block in which layers draw by operators that take their seeds, and meet no other replica.
+
+    One replica traces while the others wait for its code, so a collective would never end.
+    """
     shard = current_shard.get()
     token = current_shard.set(shard and replace(shard, add=_refuse_to_add))
     try:
-        with draws_by_operators():
+        with draws_by_operators(), in_context(replica_of_step().alone()):
             yield
     finally:
         current_shard.reset(token)

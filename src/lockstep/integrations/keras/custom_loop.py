@@ -128,13 +128,24 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
                     "strategy.distribute_dataset(batches), and hand what that yields to strategy.run",
                     stacklevel=2,
                 )
-        args, kwargs = keras.tree.map_structure(_symbolic, given[0])
         with _without_scope(context.strategy.devices[0].torch_device):
             if not model.built:
-                model(*args, **kwargs)
+                build(model, *given[0])
             model._distribution.compare_weights(model)
 
     context.meet(f"the first call of {model.name}", (args, kwargs), prepare)
+
+
+def build(model: Any, args: Any, kwargs: Any) -> None:
+    """Makes the variables of a model for the arguments of its call, whose values it does not read."""
+    args, kwargs = keras.tree.map_structure(_symbolic, (tuple(args), kwargs))
+    model(*args, **kwargs)
+
+
+def runs_own_code() -> bool:
+    """Whether the replica runs a step of the user's, in which models may be called that the strategy has not seen."""
+    scope = get_stateless_scope()
+    return isinstance(scope, ReplicaVariables) and scope.kind != "keras"
 
 
 def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | None]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
+from lockstep.integrations.keras.fixed_draws import compared
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
@@ -40,7 +41,7 @@ def check_first_batch(step: Step, data: Any, strategy: Strategy) -> None:
         strategy: that of the model.
     """
     model, variables, run, rows = step.model, step.variables, step.run, step.rows
-    whole = _changes_of_whole(model, variables, data, rows)
+    whole = _changes_of_whole(model, variables, data, rows, is_training=step.is_training)
     _, sums = run.sums(strategy)
     compared = [(each, total) for each, total in sums if run.adds_up(each) or total.is_floating_point()]
     states = {
@@ -113,16 +114,18 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _changes_of_whole(model: Any, variables: ModelVariables, data: Any, rows: int) -> dict[int, Tensor]:
+def _changes_of_whole(
+    model: Any, variables: ModelVariables, data: Any, rows: int, *, is_training: bool
+) -> dict[int, Tensor]:
     """By how much one batch changes metrics, which start at 0, and other variables: by Keras alone, by id."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
-    with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole):
+    with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole), compared():
         before = {id(each): torch.zeros_like(each.value) for each in variables.metrics}
         before |= {id(each): each.value for each in (*variables.trainable, *variables.others)}
         scope.state_mapping.update(before)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=False)
+        loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=is_training)
         model._loss_tracker.update_state(loss, sample_weight=rows)
         model.compute_metrics(x, y, outputs, sample_weight=weight)
     return {key: scope.state_mapping[key] - value for key, value in before.items() if value.dtype != torch.bool}

@@ -29,7 +29,7 @@ from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.compiled import CompiledForward
-from lockstep.integrations.keras.custom_loop import allow_custom_steps, prepare_in_step
+from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_own_code
 from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
 from lockstep.integrations.keras.metrics import computes_metrics, results_of_all
@@ -198,13 +198,19 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         context = get_replica_context()
         if context is not None and context.strategy is not self._distribution.strategy:
             raise UsageError(f"the model {self.name!r} is called in a step of another strategy than its own")
-        if context is not None and not self._distribution.weights_are_compared:
+        if context is not None and not self._distribution.weights_are_compared and runs_own_code():
             prepare_in_step(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Keras's own."""
         super().compile(*args, **kwargs)
+        self._distribution.model_was_compiled()
+
+    def compile_from_config(self, config: Any) -> None:
+        """Keras's own, which compiles no model whose class has a ``compile`` other than Keras's."""
+        with _undistributed(self):
+            self.compile_from_config(config)
         self._distribution.model_was_compiled()
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -241,20 +247,20 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on a batch of all replicas; returns the metrics. Outside replicas."""
-        if not self.trainable_variables:
-            warnings.warn("the model has no trainable weights", stacklevel=2)
-            return self.test_step(data)
-        step, shards = self._step(data)
+        step, shards = self._step(data, is_training=True)
         strategy = self._distribution.strategy
         self._run(step.train, shards)
         gradients = step.run.merge(strategy, step.variables.trainable)
+        if not gradients:
+            warnings.warn("the model has no trainable weights", stacklevel=2)
+            return self._results(step)
         with torch.no_grad(), strategy.computing_alike():
             self.optimizer.apply(gradients, step.variables.trainable)
         return self._results(step)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """The loss and metrics of a batch of all replicas, added to those before. Outside replicas."""
-        step, shards = self._step(data)
+        step, shards = self._step(data, is_training=False)
         self._run(step.evaluate, shards)
         step.run.merge(self._distribution.strategy)
         return self._results(step)
@@ -264,6 +270,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         self._refuse_in_replica()
         self._distribution.has_stepped = True
         strategy, (shards, rows) = self._distribution.strategy, self._distribution.divide(data)
+        self._build_for(data)
+        self._distribution.compare_weights(self)
         step = self._distribution.step(self, rows)
         with torch.no_grad():
             outputs = strategy.run(step.predict, shards)
@@ -315,7 +323,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         with _undistributed(self):
             return self.__reduce__()
 
-    def _step(self, data: Any) -> tuple[Step, Any]:
+    def _step(self, data: Any, *, is_training: bool) -> tuple[Step, Any]:
         """A step for a batch, and the shards that it runs on; the first one is checked."""
         self._refuse_in_replica()
         distribution, strategy = self._distribution, self._distribution.strategy
@@ -323,12 +331,20 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         shards, rows = distribution.divide(data)
         distribution.compare_weights(self)
         if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
-            uncompiled = replace(distribution.step(self, rows), compiled=None)
-            self._run(uncompiled.evaluate, shards)
-            check_first_batch(uncompiled, data, strategy)
+            step = distribution.step(self, rows)
+            # Function modes see what is drawn, and compiled code does not.
+            step = replace(step, compiled=None, needs_modes=True, is_training=is_training)
+            self._run(step.check, shards)
+            check_first_batch(step, data, strategy)
             distribution.first_batch_is_checked = True
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
+
+    def _build_for(self, data: Any) -> None:
+        """Makes the variables of a model that is called for the first time, before replicas call it."""
+        if not self.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_on_host, data))
+            build(self, (x,), {})
 
     def _refuse_in_replica(self) -> None:
         if get_replica_context() is not None:
@@ -353,10 +369,6 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             run_on_chief(self._distribution.strategy.workers, f"{name} of a Keras model", act)
 
     def _refuse_options(self) -> None:
-        if self.run_eagerly:
-            raise ConfigError(
-                "the model was compiled with run_eagerly=True, which replicas do not support; leave it out"
-            )
         if self.jit_compile and self._distribution.sync_batchnorm:
             raise ConfigError(
                 "the model was compiled with jit_compile=True and has batch norms of sync_batchnorm=True, in which "
@@ -380,7 +392,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                     f"{_class_before(type(self)).__name__}.{name} computes a step by itself, and jit_compile=True "
                     f"compiles Keras's steps only; leave jit_compile out, or call super().{name}(data)"
                 )
-            return partial(self._own_step, name)
+            return partial(self._own_steps, name)
 
         def step(data: Any) -> Any:
             self._distribution.has_stepped = False
@@ -394,11 +406,23 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         return step
 
+    def _own_steps(self, name: str, data: Sequence[Any]) -> Any:
+        """The results of a step that the model's class computes by itself, for each of the batches that Keras gives.
+
+        These are several with ``steps_per_execution`` of Keras 3.16, which returns the last results, and all outputs.
+        """
+        results = [self._own_step(name, batch) for batch in data]
+        if name != "predict_step" or len(results) == 1:
+            return results[-1]
+        return keras.tree.map_structure(lambda *outputs: torch.cat(outputs), *results)
+
     def _own_step(self, name: str, data: Any) -> Any:
         """The results of a step that the model's class computes by itself, in each replica on its shard."""
         distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
-        batch = keras.tree.map_structure(_on_host, data[0])
+        batch = keras.tree.map_structure(_on_host, data)
         (shards, sizes), rows = distribution.divide(batch)
+        if name == "predict_step":  # Keras builds a model for fit and evaluate
+            self._build_for(batch)
         distribution.compare_weights(self)
         step = OwnStep(
             step=getattr(self, name),

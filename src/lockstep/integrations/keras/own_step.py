@@ -14,8 +14,8 @@ It is given the replica's shard, and its numbers are those of the whole batch:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
-from lockstep.integrations.keras.losses import Shard, is_compared, losses_of_shard
+from lockstep.integrations.keras.fixed_draws import compared
+from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.metrics import averaged, results_of_all
 from lockstep.integrations.keras.step import moved
 from lockstep.integrations.keras.variables import flattened, parts_like
 from lockstep.replicas.context import ReplicaContext
-from lockstep.replicas.rng.mode import is_random
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
@@ -82,44 +82,13 @@ class OwnStep:
         shard = Shard(rows=rows, all_rows=self.rows, add=partial(context.all_reduce, "sum"))
         with losses_of_shard(shard), ExitStack() as around:
             if self.is_compared:
-                around.enter_context(_compared())
+                around.enter_context(compared())
             around.enter_context(WholeGradients(context, share))
             results = self.step(moved(data, context))
         if self.is_compared:
             step: Any = get_stateless_scope()
             return step.compared
         return averaged(context, share, results)
-
-
-@contextmanager
-def _compared() -> Iterator[None]:
-    """A block in which the results for a row do not depend on the rows beside it, nor on what is drawn."""
-    token = is_compared.set(True)
-    try:
-        with _FixedDraws():
-            yield
-    finally:
-        is_compared.reset(token)
-
-
-class _FixedDraws(TorchFunctionMode):
-    """Inside, random numbers are 0.5, or 0 for integers, dropout leaves all elements, and rows are not shuffled."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_random(func) and "dropout" in func.__name__ and args:
-            return args[0]
-        kwargs = kwargs or {}
-        if func in (torch.argsort, Tensor.argsort):  # by which Keras shuffles
-            return _in_order(*args, **kwargs)
-        drawn = func(*args, **kwargs)
-        if not is_random(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
-            return drawn
-        return torch.arange(drawn.numel(), device=drawn.device) if func is torch.randperm else drawn.fill_(0.5)
-
-
-def _in_order(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    """``argsort``, which leaves equal numbers in their order."""
-    return torch.sort(input, dim=dim, descending=descending, stable=True).indices
 
 
 class WholeGradients(TorchFunctionMode):

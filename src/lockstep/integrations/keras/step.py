@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction
 from lockstep.integrations.keras.compiled import CompiledForward
+from lockstep.integrations.keras.fixed_draws import compared
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
 from lockstep.integrations.keras.metrics import averaged, computes_metrics
 from lockstep.integrations.keras.variables import ModelVariables, ReplicaVariables, RunVariables
@@ -36,6 +37,7 @@ class Step:
         scale: what the optimizer multiplies the loss by.
         needs_modes: whether torch's function modes must see what the model calls.
         compiled: calls the model by compiled code; None where the model is called as it is.
+        is_training: whether the loop trains, where the model itself is evaluated.
     """
 
     model: Any
@@ -45,17 +47,27 @@ class Step:
     scale: float = 1.0
     needs_modes: bool = True
     compiled: CompiledForward | None = None
+    is_training: bool = False
 
     def train(self, data: Any, rows: int) -> None:
         """Forward and backward."""
         with self.run.in_replica(rows / self.rows) as values:
             loss = self._loss(values, data, rows, training=True)
             weights = [values.value(each) for each in self.variables.trainable]
-            values.gradients = torch.autograd.grad(loss * (values.share * self.scale), weights, allow_unused=True)
+            if weights:  # as in Keras, which trains nothing where all layers are frozen
+                values.gradients = torch.autograd.grad(loss * (values.share * self.scale), weights, allow_unused=True)
 
     def evaluate(self, data: Any, rows: int) -> None:
         """The loss and the metrics."""
         with self.run.in_replica(rows / self.rows) as values:
+            self._loss(values, data, rows, training=False)
+
+    def check(self, data: Any, rows: int) -> None:
+        """The loss and the metrics as ``evaluate`` has them, to compare them with those of the whole batch.
+
+        ``compute_loss`` of the model's class is told whether the loop trains, as in the steps that follow.
+        """
+        with self.run.in_replica(rows / self.rows) as values, compared():
             self._loss(values, data, rows, training=False)
 
     def predict(self, data: Any, rows: int) -> Any:
@@ -78,6 +90,7 @@ class Step:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(moved(data, context))
         with losses_of_shard(shard):
             outputs = self._outputs(x, training=training)
+            training = training or self.is_training
             loss: Tensor = self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=training)
             with torch.no_grad():
                 self.model._loss_tracker.update_state(loss, sample_weight=rows)
