@@ -1,13 +1,15 @@
-"""Data that goes on at a saved position has the order of data that was never left, whatever holds the state of the order.
+"""Data that goes on at a saved position has the order of data that was never left, whatever the order follows from.
 
 What cannot be saved is named by a warning when the position is saved.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -137,7 +139,7 @@ class Buckets(Sampler[list[int]]):
     """Batches from buckets, each with a pointer, that are visited in an order drawn by a nested sampler's generator."""
 
     def __init__(self) -> None:
-        self.buckets = [Bucket(range(0, 10)), Bucket(range(10, ROWS))]
+        self.buckets = [Bucket(range(10)), Bucket(range(10, ROWS))]
         self.inner = {"order": Order(np.random.RandomState(3))}
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -297,7 +299,9 @@ def seed() -> None:
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("at", [(1, -1), (1, 1), (0, 2), (0, -1)])
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_comes_next_is_what_would_have_come(split_cpu: Any, source: str, at: tuple[int, int], reused: bool):
+def test_what_comes_next_is_what_would_have_come(
+    split_cpu: Any, source: str, at: tuple[int, int], reused: bool
+) -> None:
     if reused and source == "an epoch counter" and at == (0, 2):
         pytest.skip("what no epoch has changed yet is not saved, so that a program may set it otherwise")
     devices, given = split_cpu(2), SOURCES[source]()
@@ -314,7 +318,7 @@ def test_what_comes_next_is_what_would_have_come(split_cpu: Any, source: str, at
     assert found == expected[-len(found) :]
 
 
-def test_a_second_resume_is_right_too(split_cpu: Any):
+def test_a_second_resume_is_right_too(split_cpu: Any) -> None:
     devices = split_cpu(1)
     expected, position = read(DistributedDataset(sampled(ByEpoch()), devices), 4, save_at=(1, -1))
     for epoch in (2, 3):
@@ -322,3 +326,114 @@ def test_a_second_resume_is_right_too(split_cpu: Any):
         data.load_state_dict(position)
         found, position = read(data, 1, save_at=(0, -1))
         assert found == expected[4 * epoch : 4 * epoch + 4]
+
+
+class Cycling(Order):
+    """Goes on with one iterator from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.rows = itertools.cycle(random.Random(1).sample(range(ROWS), ROWS))
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.rows, 15)
+
+
+class Objects(Order):
+    """Shuffles an array of objects, which no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.order = np.array([Bucket([row]) for row in range(ROWS)], dtype=object)
+
+    def __iter__(self) -> Iterator[int]:
+        np.random.default_rng(3).shuffle(self.order)
+        return iter([bucket.rows[0] for bucket in self.order])
+
+
+@pytest.mark.parametrize(("sampler", "name"), [(Cycling, "sampler.rows"), (Objects, "sampler.order")])
+@pytest.mark.parametrize("at", [(0, -1), (1, 0)])
+def test_what_cannot_be_saved_is_named_once(split_cpu: Any, sampler: Any, name: str, at: tuple[int, int]) -> None:
+    data = DistributedDataset(sampled(sampler()), split_cpu(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read(data, 3, save_at=at)
+        data.state_dict()
+    (text,) = [str(warning.message) for warning in caught]
+    assert f"without {name} " in text
+    assert sampler.__name__ in text
+    assert "state_dict() and load_state_dict()" in text
+
+
+class Harmless(Rows):
+    """Opens, caches and counts, and none of that decides what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file, self.lock, self.cache = None, threading.Lock(), {}
+        self.latest: Any = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.file = self.file or (value for value in ())
+        self.lock = threading.Lock()
+        self.latest = datetime.datetime.now()
+        self.cache.setdefault(index, Bucket([index]))
+        return super().__getitem__(index)
+
+
+def test_what_does_not_decide_the_order_is_not_warned_of(split_cpu: Any) -> None:
+    loader = DataLoader(Harmless(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(DistributedDataset(loader, split_cpu(1)), 1, save_at=(0, -1))
+
+
+def test_an_attribute_that_never_changes_is_the_program_s(split_cpu: Any) -> None:
+    devices = split_cpu(1)
+    _, position = read(DistributedDataset(sampled(ByEpoch()), devices), 2, save_at=(1, -1))
+    loader = sampled(ByEpoch())
+    loader.batch_sampler.batch_size = 4
+    data = DistributedDataset(loader, devices)
+    data.load_state_dict(position)
+    assert loader.batch_sampler.batch_size == 4
+    assert loader.sampler.epoch == 2
+
+
+def test_a_program_that_sets_the_epoch_after_loading_has_its_own(split_cpu: Any) -> None:
+    class Seeded(ByEpoch):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.Random(self.epoch).sample(range(ROWS), ROWS))
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    data = DistributedDataset(sampled(Seeded()), split_cpu(1))
+    data.set_epoch(1)
+    _, position = read(data, 1, save_at=(0, -1))
+    data.set_epoch(2)
+    expected, _ = read(data, 1)
+    other = DistributedDataset(sampled(Seeded()), split_cpu(1))
+    other.load_state_dict(position)
+    other.set_epoch(2)
+    assert read(other, 1)[0] == expected
+
+
+def test_data_of_another_kind_is_refused(split_cpu: Any) -> None:
+    devices = split_cpu(1)
+    _, position = read(DistributedDataset(DataLoader(Rows(), batch_sampler=Buckets()), devices), 2, save_at=(1, -1))
+    data = DistributedDataset(sampled(Order(random)), devices)
+    with pytest.raises(DataError, match=r"the state of batch_sampler\.buckets\[0\].*give the data and samplers"):
+        data.load_state_dict(position)
+
+
+class Lazy:
+    """Raises at every attribute that somebody asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+def test_no_code_of_the_data_s_objects_runs(split_cpu: Any) -> None:
+    rows = Rows()
+    rows.library = Lazy()  # type: ignore[attr-defined]
+    read(DistributedDataset(sampled(SequentialSampler(rows), rows), split_cpu(1)), 2, save_at=(1, -1))

@@ -15,7 +15,7 @@ import copyreg
 import io
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -59,6 +59,7 @@ _MAX_DEPTH = 12
 _COPIED_BYTES = 2**16  # larger arrays of a dataset are copied once they have changed
 _COMPARED = 64
 
+RowsState = Literal["begun", "now", "unknown"]
 Kind = Literal["attribute", "item", "variable", "state"]
 
 
@@ -86,11 +87,21 @@ class _Value:
     def has_code(self) -> bool:
         return self.code is not None or self.value is None
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is None or an empty container."""
+        return self.value is None or (isinstance(self.code, dict) and list(self.code.values()) == [[]])
+
+    @property
+    def is_beyond_saving(self) -> bool:
+        """Whether no checkpoint can hold it. A large array without a code has not changed yet."""
+        return not self.has_code and not (is_array(self.value) and self.value.nbytes <= MAX_BYTES)
+
     def differs(self, before: _Value) -> bool:
         """Whether it is another value than before, or may be one."""
         if self.has_code and before.has_code:
             return not same(self.code, before.code)
-        if self.value is None or before.value is None:  # a file that is opened late, a cache that is made or dropped
+        if self.is_blank or before.is_blank:  # a file that is opened late, a cache that is filled
             return False
         if _advances(self.value):  # one made anew for each iteration is at its beginning
             return self.value is before.value
@@ -173,7 +184,7 @@ class SourceAttributes:
     def __init__(self, source: Any, stateful: Any = None) -> None:
         self._source, self._stateful = source, stateful
         self._first: dict[str, _Value] = {}
-        self._owners: set[str] | None = None  # when the source was new
+        self._owners: set[str] = set()  # when the source was new
         self._latest: Look | None = None
         self._changing: set[str] = set()
         self._reported: set[str] = set()
@@ -181,7 +192,7 @@ class SourceAttributes:
     def look(self) -> Look:
         """The values now: before an iteration begins, or for ``state``."""
         look = Look(self._source, self._stateful)
-        if self._owners is None:
+        if self._latest is None:
             self._owners = set(look.owners)
             self._first = dict(look.values)
         before = self._first if self._latest is None else self._latest.values
@@ -194,28 +205,29 @@ class SourceAttributes:
         self._latest = look
         return look
 
-    def state(self, begun: Look | None = None, *, rows_as_now: bool = False) -> AttributeState:
+    def state(self, begun: Look | None = None, *, rows: RowsState = "begun") -> AttributeState:
         """Returns, for a checkpoint, what changes from iteration to iteration; warns once of what cannot be saved.
 
         Args:
             begun: the values when the iteration began whose position is saved; None between iterations.
-            rows_as_now: the position is that of a source that goes on at the very sample, so that only its samplers
-                are begun anew.
+            rows: what dataset and collate function will need when the iteration goes on. "begun": what they had when
+                it began, as all batches are loaded again. "now": what they have now, as the source goes on at the
+                very sample. "unknown": what they had at the batch before, which is past if batches are loaded ahead.
         """
         now = self.look()
         saved = []
         for path in sorted(self._changing, key=lambda path: (path.count("."), path)):
             is_order = path.startswith(_ORDER_PATHS)
-            look = now if begun is None or (rows_as_now and not is_order) else begun
+            look = now if begun is None or (rows == "now" and not is_order) else begun
             value = look.values.get(path)
-            of_source = rows_as_now and value is not None and value.is_in(now.stateful_path)
-            if value is None or of_source or (is_array(value.value) and not value.has_code and look is not now):
-                continue  # as when the source was new
-            if value.at not in (self._owners or ()) or not value.has_code:
-                self._warn(path, value)
+            if value is None or (rows == "now" and value.is_in(now.stateful_path)):
                 continue
-            in_place = value.value is self._first[path].value
-            saved.append([value.at, value.kind, encoded(value.key), value.code, in_place])
+            is_lost = rows == "unknown" and begun is not None and not is_order
+            if value.at not in self._owners or is_lost or value.is_beyond_saving:
+                self._warn(path, value, in_epoch=is_lost)
+            elif value.has_code:  # a large array that has not changed before this iteration is that of a new source
+                in_place = value.value is self._first[path].value
+                saved.append([value.at, value.kind, encoded(value.key), value.code, in_place])
         return saved
 
     def load(self, state: Sequence[Any]) -> None:
@@ -234,15 +246,20 @@ class SourceAttributes:
                 raise _missing(value) from error
             self._changing.add(value.path)
 
-    def _warn(self, path: str, value: _Value) -> None:
+    def _warn(self, path: str, value: _Value, *, in_epoch: bool) -> None:
         if path in self._reported:
             return
         self._reported.add(path)
+        changes = "with each batch, and batches are loaded ahead" if in_epoch else "from one iteration to the next"
+        advice = (
+            "save at the end of epochs, or draw it from a generator seeded by the index of the row"
+            if in_epoch
+            else f"give {value.holder} state_dict() and load_state_dict(), or have it follow from set_epoch(epoch)"
+        )
         warnings.warn(
-            f"the position in the data is saved without {path[1:]} ({type(value.value).__name__}), an attribute of "
-            f"{value.holder} that changes from one iteration to the next: a training that goes on from it may get its "
-            f"rows in another order; give {value.holder} state_dict() and load_state_dict(), or have it derive that "
-            "from set_epoch(epoch)",
+            f"the position in the data is saved without {path[1:]} ({type(value.value).__name__}) of "
+            f"{value.holder}, which changes {changes}: a training that goes on from it may get other rows than one "
+            f"that was not interrupted; {advice}",
             stacklevel=2,
         )
 
@@ -259,7 +276,7 @@ def _roots(source: Any) -> Iterator[tuple[str, Any]]:
         if not is_container(source):
             yield "source", source
         return
-    for name in (*_ORDER, *_ROWS):
+    for name in (*_ROWS, *_ORDER):  # a sampler may hold the dataset
         yield name, getattr(source, name, None)
     if _package(type(source)) not in _LOADERS:  # a class of the user's
         ours = vars(DataLoader(range(1)))  # type: ignore[arg-type]
@@ -370,7 +387,7 @@ def _mark(value: Any) -> Any:
     if type(value) is torch.Tensor and value.layout is torch.strided:
         flat = value.detach().reshape(-1)
         return (_Same(value), value._version, str(flat[:: max(1, flat.numel() // _COMPARED)].tolist()))
-    if is_array(value):
+    if type(value).__name__ == "ndarray" and value.ndim:  # one of objects too: other addresses are other bytes
         return (_Same(value), value.flat[:: max(1, value.size // _COMPARED)].tobytes())
     if isinstance(value, dict):  # one that grows is a cache
         return _Same(value)

@@ -121,7 +121,7 @@ class Position:
         state: AttributeState = []
         if self.attributes is not None:
             attributes, begun = self.attributes
-            state = attributes.state(begun, rows_as_now=self.source is not None)
+            state = attributes.state(begun, rows="begun" if self.source is None else "now")
         return {**now, "random": dict(self.random), "attributes": state}
 
 
@@ -241,7 +241,9 @@ class DistributedIterable:
         self._stateful.restore_generators(state)
         set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
-        return DataIteration(handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state), look))
+        return DataIteration(
+            handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state), look)
+        )
 
     def _at(
         self, random: RandomState, passed: int, source: dict[str, Any] | None = None, look: Look | None = None

@@ -118,7 +118,9 @@ class _Encoder:
         if kind in _SEQUENCES and getattr(value, "maxlen", None) is None:
             packed = _packed(value) if _PACKED <= len(value) <= 8 * _MAX_ITEMS else None
             self._count(items=len(value) // (1 if packed is None else 8))
-            return {_SEQUENCES[kind]: [self.encoded(item, depth + 1) for item in list(value)] if packed is None else packed}
+            return {
+                _SEQUENCES[kind]: [self.encoded(item, depth + 1) for item in list(value)] if packed is None else packed
+            }
         if kind in _MAPPINGS:
             self._count(items=2 * len(value))
             pairs = [[self.encoded(key, depth + 1), self.encoded(item, depth + 1)] for key, item in list(value.items())]
@@ -169,8 +171,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor, or an array of NumPy's, and of no class derived from it."""
-    return type(value) is torch.Tensor or (_is_numpys(value) and bool(value.shape))
+    """Whether it is a tensor, or an array of numbers of NumPy's, and of no class derived from it."""
+    return type(value) is torch.Tensor or (_is_numpys(value) and bool(value.shape) and not value.dtype.hasobject)
 
 
 def _is_numpys(value: Any) -> bool:

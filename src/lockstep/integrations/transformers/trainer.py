@@ -72,8 +72,7 @@ class Trainer(transformers.Trainer):
         self._one_process = arguments.OneProcess(args, self.strategy)
         sync.begin_random_numbers(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
-        if self._workers.size > 1:
-            self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
+        self._callbacks = self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The loss is weighed by its shard's share before backward."""
@@ -91,7 +90,7 @@ class Trainer(transformers.Trainer):
         """As in transformers. Every worker must call it."""
         self._one_process.establish()
         sync.agree_on_arguments(self._workers, self.args)
-        self._holds_best = False
+        self._holds_best, self._callbacks.resumed_from = False, None
         self._loss_check = sharding.LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
@@ -133,6 +132,7 @@ class Trainer(transformers.Trainer):
             super()._save_rng_state(output_dir)
         sync.save_random_numbers(self.strategy, Path(output_dir))
         sync.save_conditions(self.strategy, Path(output_dir), self.args)
+        self._callbacks.save_data_state(Path(output_dir), epoch_ended=float(self.state.epoch or 0).is_integer())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -143,6 +143,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         sync.agree_on_checkpoint(self._workers, resume_from_checkpoint)
+        self._callbacks.resumed_from = Path(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
