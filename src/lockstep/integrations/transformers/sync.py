@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 from lockstep.checkpoint.conditions import all_conditions, warn_of_changes
 from lockstep.collectives.communicator import Communicator, all_gather_object, check_agreement
 from lockstep.data.attribute_state import Look, SourceAttributes
+from lockstep.integrations.transformers.examples import count_examples
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -56,6 +57,7 @@ class AgreeingCallbacks(CallbackHandler):
 
     def call_event(self, event: str, *args: Any, **named: Any) -> TrainerControl:
         if event == "on_train_begin":
+            count_examples(self.train_dataloader, self._workers.num_replicas)
             self.attributes, self._begun = SourceAttributes(self.train_dataloader), None
             load_data_state(self.attributes, self.resumed_from)
         elif event == "on_epoch_begin" and self.attributes is not None:

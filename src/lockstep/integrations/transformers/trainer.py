@@ -29,6 +29,7 @@ from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
+from lockstep.integrations.transformers.examples import count_examples, division_of
 from lockstep.mirroring.module.batch_norm import guard_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -110,6 +111,7 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it; all get the chief's metrics."""
         self._one_process.establish()
+        count_examples(named["dataloader"] if "dataloader" in named else args[0], self.strategy.num_replicas_in_sync)
         output = super().evaluation_loop(*args, **named)
         metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
         return output._replace(metrics=metrics)
@@ -249,9 +251,10 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        _, division = division_of(inputs)
         with arguments.seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
-        return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device)
+        return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device, division)
 
     def _predict_shard(
         self, shard: sharding.Shard, prediction_loss_only: bool, ignore_keys: Any
