@@ -149,6 +149,14 @@ def test_a_collator_that_takes_whole_batches_alone_is_refused(tiny: Any, make_st
         tiny.train(task(tiny, collate), Trainer, replicas=2, strategy=make_strategy(2))
 
 
+def test_a_collator_whose_rows_depend_on_the_whole_batch_is_refused(tiny: Any, make_strategy: MakeStrategy) -> None:
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**padded([example["chosen"] for example in examples] + [[1, 2]]), "margin": torch.tensor(0.0)}
+
+    with pytest.raises(DataError, match=r"made 13 rows of 12 examples, and other rows .*one replica"):
+        tiny.train(task(tiny, collate), Trainer, replicas=2, strategy=make_strategy(2))
+
+
 def llama() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 512}

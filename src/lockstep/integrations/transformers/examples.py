@@ -89,12 +89,14 @@ def _collated(collator: Callable[[Any], Any], replicas: int, known: _Known, exam
     number = len(examples)
     if not isinstance(batch, Mapping) or all(size == number for size in _row_counts(batch)):
         return batch
-    return {**batch, _KEY: _divided(collator, batch, examples, replicas, known)}
+    division = _divided(collator, batch, examples, replicas, known)
+    return batch if division is None else {**batch, _KEY: division}
 
 
 def _divided(
     collator: Callable[[Any], Any], batch: Mapping[str, Any], examples: Any, replicas: int, known: _Known
-) -> Division:
+) -> Division | None:
+    """How a batch is divided; None if its tensors disagree in length in a way that no example explains."""
     number = len(examples)
     places = list(pairwise(accumulate(shard_sizes(number, replicas), initial=0)))
     if known.orders and all(size % number == 0 for size in _row_counts(batch)):
@@ -104,7 +106,16 @@ def _divided(
     collated = _collated_alone(collator, examples, places, max(_row_counts(batch)))
     fitting: list[RowOrder] = [order for order in _ORDERS if _fits(batch, collated, number, places, order)]
     if not fitting:
-        return Division(examples=number, parts=collated, order=None, is_flat=_is_flat(batch, collated))
+        is_flat = _is_flat(batch, collated)
+        if is_flat or _adds_up(batch, [part for part in collated if part is not None]):
+            return Division(examples=number, parts=collated, order=None, is_flat=is_flat)
+        if len(set(_row_counts(batch))) > 1:
+            return None
+        raise DataError(
+            f"data_collator made {max(_row_counts(batch))} rows of {number} examples, and other rows of the examples "
+            "of each replica alone, so that the batch cannot be divided by example; have it make the same rows of an "
+            "example whatever the others are, or use one replica"
+        )
     parts = [_taken(batch, number, fitting[0], *place) for place in places]
     if len(fitting) == 1:
         known.orders.add(fitting[0])
@@ -150,8 +161,10 @@ def _taken(batch: Mapping[str, Any], number: int, order: RowOrder, start: int, s
         times = len(value) // number
         if times == 1 or order == "interleaved":
             return value[start * times : stop * times]
-        blocks = [value[block * number + start : block * number + stop] for block in range(times)]
-        return torch.cat(blocks) if isinstance(value, Tensor) else [item for block in blocks for item in block]
+        blocks = [slice(block * number + start, block * number + stop) for block in range(times)]
+        if isinstance(value, Tensor):
+            return torch.cat([value[block] for block in blocks])
+        return [item for block in blocks for item in value[block]]
 
     return {key: rows_of(value) for key, value in batch.items() if key != _KEY}
 
@@ -184,6 +197,15 @@ def _is_padded(rows: Any, part: Any) -> bool:
     on_right = rows[tuple(slice(wanted) for _, wanted in wider)]
     on_left = rows[tuple(slice(size - wanted, size) for size, wanted in wider)]
     return torch.equal(on_right, part) or torch.equal(on_left, part)
+
+
+def _adds_up(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the parts have as many rows as the batch, in each of their tensors."""
+    counts = [_row_counts(part) for part in parts]
+    whole = _row_counts(batch)
+    return (
+        all(len(count) == len(whole) for count in counts) and [sum(rows) for rows in zip(*counts, strict=True)] == whole
+    )
 
 
 def _is_flat(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any] | None]) -> bool:
