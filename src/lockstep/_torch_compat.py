@@ -122,6 +122,21 @@ with _probe("methods that torch.compile leaves as they are"):
     # The public torch.compiler.disable would import dynamo here, for half a second.
     not_compiled: Callable[[_Method], _Method] = torch._compile._disable_dynamo  # type: ignore[assignment]
 
+with _probe("torch.compile around a mirrored module"):
+    _frames = torch._C._dynamo.eval_frame
+    _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+
+    def not_compiled_but_its_calls(method: _Method) -> _Method:
+        """A method that torch.compile runs as it is; what it calls is compiled.
+
+        As ``torch.compiler.disable(recursive=False)``, which would import dynamo here.
+        """
+        _frames.set_code_exec_strategy(method.__code__, _SKIPPED)
+        method._torchdynamo_disable = True  # type: ignore[attr-defined]
+        method._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+        return method
+
+
 with _probe("updates of many tensors in one call"):
     foreach_add_: Any = torch._foreach_add_
     foreach_copy_: Any = torch._foreach_copy_

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,65 @@ def test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout(tiny: Any, make_st
         tiny.assert_same(gone_on, undisturbed, far=0)
 
 
+class Drawing(torch.utils.data.Sampler[int]):
+    """Shuffles by a generator of Python's."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rng = size, random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(self.size), self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def with_sampler(base: type) -> type:
+    class Sampled(base):  # type: ignore[misc]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return Drawing(len(self.train_dataset))
+
+    return Sampled
+
+
+def test_a_resumed_run_has_the_order_of_a_sampler_that_draws_by_itself(
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
+):
+    saving = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
+    task = tiny.Task(args=saving, trainer=with_sampler)
+    undisturbed = tiny.train(task, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
+    for step in (2, 5, 6):  # in the middle of an epoch of 3 steps, and at its end
+        going = resumed(task, tmp_path / "a", step)
+        gone_on = tiny.train(going, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "c"))
+        tiny.assert_same(gone_on, undisturbed, far=0)
+
+
+def test_a_collator_that_draws_is_right_after_an_epoch_and_is_named_in_its_middle(
+    tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
+):
+    def drawing() -> Callable[[Any], Any]:
+        rng = random.Random(3)
+
+        def collate(rows: Any) -> Any:
+            batch = tiny.collate(rows)
+            return {**batch, "labels": batch["labels"] ^ (rng.random() < 0.5)}
+
+        return collate
+
+    def task(**args: Any) -> Any:
+        return tiny.Task(args={"num_train_epochs": 2, **args}, more={"data_collator": drawing()})
+
+    epochs = task(save_strategy="epoch")
+    undisturbed = tiny.train(epochs, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "a"))
+    going = resumed(task(save_strategy="epoch"), tmp_path / "a", 3)
+    gone_on = tiny.train(going, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "b"))
+    tiny.assert_same(gone_on, undisturbed, far=0)
+
+    steps = task(save_strategy="steps", save_steps=2)
+    with pytest.warns(UserWarning, match=r"saved without collate_fn.*rng \(Random\)"):
+        tiny.train(steps, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "c"))
+
+
 def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
     tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
 ):
@@ -63,7 +123,7 @@ def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
 
     assert names(tmp_path / "ours") == names(tmp_path / "theirs") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     added = set(names(tmp_path / "ours" / "checkpoint-4")) ^ set(names(tmp_path / "theirs" / "checkpoint-4"))
-    assert added == {"lockstep_rng_state.pth", "lockstep_conditions.json"}
+    assert added == {"lockstep_rng_state.pth", "lockstep_conditions.json", "lockstep_data_state.pth"}
     from_theirs = resumed(task, tmp_path / "theirs", 2)
     from_ours = resumed(task, tmp_path / "ours", 2)
     for going, base, more in (

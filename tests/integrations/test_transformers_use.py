@@ -260,7 +260,11 @@ def test_adapters_are_trained_alone_and_saved_alone(tiny: Any, make_strategy: Ma
 
     tiny.assert_same(ours, theirs)
     files = [sorted(f.name for f in (tmp_path / who / "checkpoint-3").iterdir()) for who in ("ours", "theirs")]
-    assert set(files[0]) - set(files[1]) == {"lockstep_conditions.json", "lockstep_rng_state.pth"}
+    assert set(files[0]) - set(files[1]) == {
+        "lockstep_conditions.json",
+        "lockstep_data_state.pth",
+        "lockstep_rng_state.pth",
+    }
     assert "adapter_model.safetensors" in files[0]
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lockstep.checks import check_choice, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
+from lockstep.data.attribute_state import AttributeState, Look, SourceAttributes
 from lockstep.data.layout import BatchLayout, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, ReadAhead, checked_depth
 from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
@@ -103,6 +104,7 @@ class Position:
         lists: what the lists in the batches so far held, as ``BatchLayout.known``.
         source: the state of the source itself, None if it has none.
         ended: whether all batches have been handed out.
+        attributes: of samplers and datasets, and what they were when the iteration began.
     """
 
     random: RandomState
@@ -111,11 +113,16 @@ class Position:
     lists: Mapping[str, str]
     source: dict[str, Any] | None = None
     ended: bool = False
+    attributes: tuple[SourceAttributes, Look] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position for ``DistributedIterable.resume``, of plain values and tensors."""
         now = {"passed": self.passed, "source": self.source, "part": self.part, "lists": dict(self.lists)}
-        return {**now, "random": dict(self.random)}
+        state: AttributeState = []
+        if self.attributes is not None:
+            attributes, begun = self.attributes
+            state = attributes.state(begun, rows="begun" if self.source is None else "now")
+        return {**now, "random": dict(self.random), "attributes": state}
 
 
 class DataIteration:
@@ -161,13 +168,14 @@ class DistributedIterable:
             prefetch = DEFAULT_DEPTH if may_read_ahead(reader.dataset) else 0
         self._prefetch = checked_depth(prefetch)
         self._stateful = StatefulSource.of(reader.dataset)
+        self._attributes = SourceAttributes(reader.dataset, self._stateful and self._stateful.owner)
         self._position: Position | None = None  # of the loop begun last
         self._loaded: Mapping[str, Any] | None = None
         self._begun = False
 
     def __iter__(self) -> DataIteration:
         loaded, self._loaded = self._loaded, None
-        iteration = self.iterate() if loaded is None else self.resume(loaded)
+        iteration = self.iterate() if loaded is None else self.resume({**loaded, "attributes": ()})
         self._position = iteration.position
         return iteration
 
@@ -192,7 +200,7 @@ class DistributedIterable:
             set_random_state(self._reader.dataset, random)
         if self._stateful is not None:
             self._stateful.rewind()
-        begun = self.random_state()
+        begun, look = self.random_state(), self._attributes.look()
         self._sync.begin()
         self._begun = True
         # Begun in the caller's thread: what this draws from torch's generator comes in program order.
@@ -203,7 +211,7 @@ class DistributedIterable:
                 batches = chain(list(islice(batches, 1)), batches)
             set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._reader.left_out)
-        return DataIteration(handed_out, states, self._at(begun, skip))
+        return DataIteration(handed_out, states, self._at(begun, skip, look=look))
 
     def resume(self, position: Mapping[str, Any]) -> DataIteration:
         """Begins an iteration that continues at the position that ``Position.state_dict`` returned.
@@ -219,12 +227,14 @@ class DistributedIterable:
                 'on as many workers as it was saved on, with the same shard=, or read all data on each (shard="batch")'
             )
         self._reader.layout.known.update(position.get("lists", {}))
+        self.load_attributes(position)
         state = position.get("source")
         if state is None or self._stateful is None:
             if position["passed"] and self._reader.length is None:
                 self._tell_of_reading_again(position["passed"])
             return self.iterate(skip=position["passed"], random=position["random"])
         transfer, callers = Transfer(self._devices), default_state()
+        look = self._attributes.look()
         self._stateful.load(state)
         self._sync.begin()
         self._begun = True
@@ -233,10 +243,15 @@ class DistributedIterable:
         self._stateful.restore_generators(state)
         set_default_state(callers)
         handed_out = self._handed_out(batches, transfer, lambda: self._first_batch(transfer))
-        return DataIteration(handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state)))
+        return DataIteration(
+            handed_out, states, self._at(dict(position["random"]), position["passed"], dict(state), look)
+        )
 
-    def _at(self, random: RandomState, passed: int, source: dict[str, Any] | None = None) -> Position:
-        return Position(random, passed, self._sync.part, self._reader.layout.known, source)
+    def _at(
+        self, random: RandomState, passed: int, source: dict[str, Any] | None = None, look: Look | None = None
+    ) -> Position:
+        attributes = None if look is None else (self._attributes, look)
+        return Position(random, passed, self._sync.part, self._reader.layout.known, source, attributes=attributes)
 
     def _tell_of_reading_again(self, passed: int) -> None:
         source = self._reader.dataset
@@ -282,11 +297,20 @@ class DistributedIterable:
             return self._position.state_dict()
         if self._loaded is not None:
             return dict(self._loaded)
-        return self._at(without_default(self.random_state()), 0).state_dict()
+        return {**self._at(without_default(self.random_state()), 0).state_dict(), "attributes": self.attribute_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``for`` loop over this begin at a position that ``state_dict`` returned; see ``resume``."""
         self._position, self._loaded = None, dict(state)
+        self.load_attributes(state)  # at once: set_epoch() may be called before the loop
+
+    def attribute_state(self) -> AttributeState:
+        """Returns what the attributes of samplers and datasets are now, of those that change between iterations."""
+        return self._attributes.state()
+
+    def load_attributes(self, position: Mapping[str, Any]) -> None:
+        """Brings them to what they are in a position. Raises DataError if it is of other data."""
+        self._attributes.load(position.get("attributes", ()))
 
     def random_state(self) -> RandomState:
         """Returns the current states of all generators that the source may draw from, for ``iterate``."""

@@ -46,6 +46,11 @@ class StatefulSource:
         stateful = _stateful_of(source)
         return None if isinstance(stateful, str) else cls(source, stateful)
 
+    @property
+    def owner(self) -> Any:
+        """The object that tells its state: the source itself, or the dataset that it loads."""
+        return self._stateful
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Makes the iteration that begins next go on after ``state``.
 

@@ -81,7 +81,8 @@ class EpochIterator:
         """
         if self._open is not None:
             return {"epoch": self._open.epoch, **self._open.batches.position.state_dict()}
-        return {"passed": 0, "epoch": -1, "random": without_default(self._data.random_state())}
+        random, attributes = without_default(self._data.random_state()), self._data.attribute_state()
+        return {"passed": 0, "epoch": -1, "random": random, "attributes": attributes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next call of ``epoch`` begin at the position that ``state_dict`` returned."""
@@ -136,6 +137,7 @@ class EpochIterator:
     def _begin(self, epoch: int, saved: Mapping[str, Any] | None, skip: int) -> _Iteration:
         """A new iteration, or the one of a saved position."""
         if saved is None or saved["epoch"] < 0:
+            self._data.load_attributes(saved or {})  # before the epoch that they may count
             self._data.set_epoch(epoch)
             return _Iteration(self._data.iterate(skip=skip, random=None if saved is None else saved["random"]), epoch)
         self._data.set_epoch(saved["epoch"])

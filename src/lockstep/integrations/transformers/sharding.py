@@ -28,6 +28,8 @@ from lockstep.collectives.communicator import Communicator, SingleWorkerCommunic
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import WithRows, batch_rows, local_rows, local_shards
+from lockstep.integrations.transformers import examples
+from lockstep.integrations.transformers.examples import Division, division_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
 from lockstep.watch.rows import ALL_CHECKED_FROM, RowWatch
@@ -136,6 +138,7 @@ class Shard(WithRows):
     rows: int  # the number of examples; may be 0
     count: int  # the number of values that a mean loss of the shard is over
     total: int  # the number of values that a mean loss of the whole batch is over
+    division: Division | None = None  # of the whole batch, where a row is not an example
 
 
 def divided(
@@ -146,7 +149,10 @@ def divided(
     ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
     model. Raises a DataError if the tensors disagree in length.
     """
-    marked = layout.marked(batch)
+    plain, division = division_of(batch)
+    if division is not None:
+        return _by_example(division, workers, shifted=shifted)
+    marked = layout.marked(plain)
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
@@ -157,6 +163,21 @@ def divided(
         count = _count_items(inputs, size, shifted=shifted)
         shards.append(Shard(inputs=inputs, rows=size, count=count, total=total))
     return PerReplica(shards)
+
+
+def _by_example(division: Division, workers: Communicator, *, shifted: bool) -> PerReplica[Shard]:
+    """The shards of this worker's replicas, of a batch that was divided by example as it was collated."""
+    parts = list(zip(division.parts, division.sizes, strict=True))
+    counts = [_count_items(inputs or {}, size, shifted=shifted) if size else 0 for inputs, size in parts]
+    first = workers.first_replica
+    local = slice(first, first + workers.replicas[workers.index])
+    shards = zip(parts[local], counts[local], strict=True)
+    return PerReplica(
+        [
+            Shard(inputs=dict(inputs or {}), rows=size, count=count, total=sum(counts), division=division)
+            for (inputs, size), count in shards
+        ]
+    )
 
 
 class LossCheck:
@@ -225,10 +246,10 @@ def loss_difference(
 
     ``loss_of`` computes the loss of some inputs; their Share learns whether the number of items was used.
     """
-    if shard.rows < 2:
+    if shard.rows < 2 or (shard.division is not None and shard.division.order is None):
         return None
     try:
-        halves = divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
+        halves = _halves(shard, shifted=shifted)
         with torch.no_grad(), keeping_modes(model):
             model.eval()
             whole = float(loss_of(copy(shard.inputs), Share(shard.count, shard.count)))
@@ -239,6 +260,15 @@ def loss_difference(
     rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
     return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
+
+
+def _halves(shard: Shard, *, shifted: bool) -> PerReplica[Shard]:
+    order = None if shard.division is None else shard.division.order
+    if order is None:
+        return divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
+    parts = examples.halves(shard.inputs, shard.rows, order)
+    division = Division(examples=shard.rows, parts=parts, order=order)
+    return _by_example(division, SingleWorkerCommunicator(2), shifted=shifted)
 
 
 class Prediction(NamedTuple):
@@ -252,11 +282,15 @@ class Prediction(NamedTuple):
 
 
 def joined(
-    parts: Sequence[Prediction | None], workers: Communicator, device: torch.device
+    parts: Sequence[Prediction | None],
+    workers: Communicator,
+    device: torch.device,
+    division: Division | None = None,
 ) -> tuple[Tensor | None, Any, Any]:
     """Loss, logits and labels of the whole batch, on ``device``. Every worker must call it.
 
-    ``parts`` are the predictions of the local replicas, in replica order; None for a shard without rows.
+    ``parts`` are the predictions of the local replicas, in replica order; None for a shard without rows. ``division``
+    is that of the batch, where a row is not an example.
     """
     local = [tuple(part) for part in parts if part is not None]
     met = all_gather_object(workers, "the outputs for a batch", local)
@@ -264,8 +298,8 @@ def joined(
     rows = [part.rows for part in found]
     return (
         _mean_loss(found, device),
-        _joined([part.logits for part in found], rows, device),
-        _joined([part.labels for part in found], rows, device),
+        _joined([part.logits for part in found], rows, device, division),
+        _joined([part.labels for part in found], rows, device, division),
     )
 
 
@@ -280,17 +314,17 @@ def _mean_loss(parts: Sequence[Prediction], device: torch.device) -> Tensor | No
     return weighed.sum().to(losses[0][0].dtype)
 
 
-def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device, division: Division | None) -> Any:
     """Joins structures leaf by leaf. A tensor without rows, such as a second loss, is averaged over rows."""
     flat = [tree_flatten(structure) for structure in structures]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_joined_leaf(column, rows, device) for column in columns], flat[0][1])
+    return tree_unflatten([_joined_leaf(column, rows, device, division) for column in columns], flat[0][1])
 
 
-def _joined_leaf(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def _joined_leaf(values: Sequence[Any], rows: Sequence[int], device: torch.device, division: Division | None) -> Any:
     if not isinstance(values[0], Tensor):
         return values[0]
     here = [value.to(device) for value in values]
     if here[0].ndim:
-        return torch.cat(here)
+        return examples.joined(here, rows, division)
     return sum(value * (count / sum(rows)) for value, count in zip(here, rows, strict=True))

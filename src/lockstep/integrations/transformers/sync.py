@@ -3,7 +3,7 @@
 They compare arguments and the checkpoint to resume from; in each step one worker that wants to stop, save, evaluate or
 log is enough. The replicas' random states are in ``lockstep_rng_state.pth``, beside transformers' own.
 On another number of replicas, or without the file, they are derived from seed and step. What the bits depend on is in
-``lockstep_conditions.json``.
+``lockstep_conditions.json``, and what samplers and datasets hold from epoch to epoch in ``lockstep_data_state.pth``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from transformers.trainer_callback import CallbackHandler
 
 from lockstep.checkpoint.conditions import all_conditions, warn_of_changes
 from lockstep.collectives.communicator import Communicator, all_gather_object, check_agreement
+from lockstep.data.attribute_state import Look, SourceAttributes
+from lockstep.integrations.transformers.examples import count_examples
 from lockstep.strategies.base import Strategy
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 FILE = "lockstep_rng_state.pth"
+DATA_FILE = "lockstep_data_state.pth"
 CONDITIONS = "lockstep_conditions.json"
 _ENDS_OF_STEPS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end"})
 # What may differ between workers: folders and logging.
@@ -39,18 +42,43 @@ _OWN = (
 
 
 class AgreeingCallbacks(CallbackHandler):
-    """The callbacks of one worker, from ``plain``. At the end of a step all workers agree on what they ask for."""
+    """The callbacks of one worker, from ``plain``. At the end of a step all workers agree on what they ask for.
+
+    ``attributes`` are those of the data of the training that runs, once it has begun.
+    """
 
     def __init__(self, plain: CallbackHandler, workers: Communicator) -> None:
         parts = (plain.callbacks, plain.model, plain.processing_class, plain.optimizer, plain.lr_scheduler)
         super().__init__(*parts)  # type: ignore[no-untyped-call]
         self._workers = workers
+        self.attributes: SourceAttributes | None = None
+        self.resumed_from: Path | None = None
+        self._begun: Look | None = None
 
     def call_event(self, event: str, *args: Any, **named: Any) -> TrainerControl:
+        if event == "on_train_begin":
+            count_examples(self.train_dataloader, self._workers.num_replicas)
+            self.attributes, self._begun = SourceAttributes(self.train_dataloader), None
+            load_data_state(self.attributes, self.resumed_from)
+        elif event == "on_epoch_begin" and self.attributes is not None:
+            self._begun = self.attributes.look()
         control: TrainerControl = super().call_event(event, *args, **named)  # type: ignore[no-untyped-call]
         if event in _ENDS_OF_STEPS:
             agree_on_flags(self._workers, control)
         return control
+
+    def save_data_state(self, folder: Path, *, epoch_ended: bool) -> None:
+        """Writes what the attributes of the data were when this epoch began, or are at its end; the chief writes."""
+        if self.attributes is not None and self._workers.is_chief:
+            state = self.attributes.state(None if epoch_ended else self._begun, rows="unknown")
+            torch.save(state, folder / DATA_FILE)
+
+
+def load_data_state(attributes: SourceAttributes, folder: Path | None) -> None:
+    """Brings the attributes of the data to what they are in a checkpoint, if there is one."""
+    attributes.look()
+    if folder is not None and (file := folder / DATA_FILE).is_file():
+        attributes.load(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:

@@ -30,6 +30,7 @@ from lockstep.data.readers import batch_digest
 from lockstep.data.structure import TypedMapping
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
+from lockstep.integrations.transformers.examples import count_examples, division_of
 from lockstep.mirroring.module.batch_norm import guard_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -74,8 +75,7 @@ class Trainer(transformers.Trainer):
         self._one_process = arguments.OneProcess(args, self.strategy)
         sync.begin_random_numbers(self.strategy, args.seed)
         super().__init__(model, args, *others, **named)
-        if self._workers.size > 1:
-            self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
+        self._callbacks = self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The loss is weighed by its shard's share before backward."""
@@ -94,7 +94,7 @@ class Trainer(transformers.Trainer):
         refuse_to_train(self._workers, "Trainer.train")
         self._one_process.establish()
         sync.agree_on_arguments(self._workers, self.args)
-        self._holds_best = False
+        self._holds_best, self._callbacks.resumed_from = False, None
         self._loss_check = sharding.LossCheck(self.strategy.num_replicas_in_sync)
         output = super().train(*args, **named)
         if not self._holds_best:
@@ -114,6 +114,7 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
         """As in transformers. Every worker must call it; all get the chief's metrics."""
         self._one_process.establish()
+        count_examples(named["dataloader"] if "dataloader" in named else args[0], self.strategy.num_replicas_in_sync)
         output = super().evaluation_loop(*args, **named)
         metrics = all_gather_object(self._workers, "the metrics", output.metrics)[0]
         return output._replace(metrics=metrics)
@@ -141,6 +142,7 @@ class Trainer(transformers.Trainer):
             super()._save_rng_state(output_dir)
         sync.save_random_numbers(self.strategy, Path(output_dir))
         sync.save_conditions(self.strategy, Path(output_dir), self.args)
+        self._callbacks.save_data_state(Path(output_dir), epoch_ended=float(self.state.epoch or 0).is_integer())
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -151,6 +153,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         sync.agree_on_checkpoint(self._workers, resume_from_checkpoint)
+        self._callbacks.resumed_from = Path(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -259,9 +262,10 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
+        _, division = division_of(inputs)
         with arguments.seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
-        return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device)
+        return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device, division)
 
     def _predict_shard(
         self, shard: sharding.Shard, prediction_loss_only: bool, ignore_keys: Any

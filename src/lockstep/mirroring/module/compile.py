@@ -11,10 +11,12 @@ torch 2.13 did not find it for some and compiled again, up to its limit of 8.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from types import FunctionType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -72,6 +74,24 @@ class Compilation:
         if not isinstance(given, Mapping) or not set(given) <= set(known):
             raise ConfigError(f"compile_module={given!r}; give True, False or a dict of {', '.join(known)}")
         return cls(**given)
+
+
+def _call(copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return copy(*args, **kwargs)
+
+
+_NUMBERS = itertools.count()
+
+
+def call_of_replica(replica: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that calls a copy with arguments, for a ``torch.compile`` of the user's around the mirrored module.
+
+    dynamo keeps compiled code, its guards, its limit of 8 and the sizes seen so far by the function in which it begins,
+    and by its name. So each replica has one of its own: with one for all, the ninth replica ran as it is, and which
+    sizes became variable depended on which replica came first.
+    """
+    code = _call.__code__.replace(co_name=f"_call_{next(_NUMBERS)}_of_replica_{replica}")
+    return FunctionType(code, _call.__globals__, code.co_name)
 
 
 class CompiledCopies:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, parse_to
+from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, not_compiled_but_its_calls, parse_to
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -22,7 +22,7 @@ from lockstep.mirroring.module.batch_norm import (
     has_sync_batch_norm,
 )
 from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
-from lockstep.mirroring.module.compile import Compilation, CompiledCopies
+from lockstep.mirroring.module.compile import Compilation, CompiledCopies, call_of_replica
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.partition import PartitionPolicy
@@ -107,6 +107,7 @@ class MirroredModule(nn.Module):
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
+        self._calls = [call_of_replica(replica) for replica in range(len(copies))]
         self.on_call: list[OnCall] = []
         self.__dict__[_MADE] = True
 
@@ -120,6 +121,7 @@ class MirroredModule(nn.Module):
         """One copy for each local replica."""
         return self._copies
 
+    @not_compiled_but_its_calls
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside replicas, the user's module."""
         here, context = self._here(), get_replica_context()
@@ -137,7 +139,7 @@ class MirroredModule(nn.Module):
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
         with guard:
-            outputs = here(*args, **kwargs)
+            outputs = self._calls[context.local_replica](here, args, kwargs)
         for returned in on_return:
             if returned is not None:
                 returned(outputs)
