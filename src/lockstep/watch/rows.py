@@ -407,10 +407,13 @@ class _Call:
         return results, written
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.func is not F.batch_norm:
-            return self.func(*args, **kwargs)
-        (first, *_), own = tree_unflatten(self.leaves, self.structure)
-        return _normalised(first if isinstance(first, Tensor) else own["input"], args, kwargs)
+        make = _BY_THE_SHARD.get(self.func)
+        return self.func(*args, **kwargs) if make is None else make(self, args, kwargs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of the call itself."""
+        args, kwargs = tree_unflatten(self.leaves, self.structure)
+        return args, kwargs
 
     def magnitude(self, result: Tensor, get: Callable[[Any], _Followed | None]) -> Tensor:
         """The sum of the absolute values of the terms of a number."""
@@ -434,14 +437,18 @@ def _copy_of(leaf: Any, followed: _Followed | None, number: int) -> Any:
     return leaf if followed is None else followed.copies[number]
 
 
-def _normalised(own: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _normalised(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Batch norm of a copy, in training by the statistics of the shard itself; nothing is written."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+    arguments = _named(_OF_BATCH_NORM, args, kwargs)
     mean, variance = arguments.get("running_mean"), arguments.get("running_var")
     if arguments.get("training") or mean is None or variance is None:
-        over = [dim for dim in range(own.ndim) if dim != 1]
-        variance, mean = torch.var_mean(own.detach().float(), over, correction=0)
+        shard = _named(_OF_BATCH_NORM, *call.arguments())["input"].detach()
+        over = [dim for dim in range(shard.ndim) if dim != 1]
+        variance, mean = torch.var_mean(shard.float(), over, correction=0)
     return F.batch_norm(
         arguments["input"],
         mean,
@@ -451,6 +458,32 @@ def _normalised(own: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         training=False,
         eps=arguments.get("eps", 1e-5),
     )
+
+
+def _over_labels(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A mean over labels of a copy, by the number of labels that count in the shard itself.
+
+    The number that a mean is divided by is judged elsewhere: the Trainer weighs it, fit divides by that of all replicas,
+    and loops are warned of means over a shard. A copy has other labels, so its mean would depend on both groups.
+    """
+    arguments = _named(_OF_LABELS, args, kwargs)
+    shard = _named(_OF_LABELS, *call.arguments())
+    target, weight, ignored = shard["target"], shard.get("weight"), shard.get("ignore_index", -100)
+    if arguments.get("reduction", "mean") != "mean" or target.is_floating_point():
+        return call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    counted = target != ignored
+    count = counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+    return call.func(**{**arguments, "reduction": "sum"}) / count  # type: ignore[no-any-return]
+
+
+_OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_OF_LABELS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_BY_THE_SHARD: dict[Any, Callable[[_Call, tuple[Any, ...], dict[str, Any]], Tensor]] = {
+    F.batch_norm: _normalised,
+    F.cross_entropy: _over_labels,
+    F.nll_loss: _over_labels,
+}
+"""Functions that take something from the shard itself on copies too."""
 
 
 def bounds(rounding: float) -> tuple[float, float]:
