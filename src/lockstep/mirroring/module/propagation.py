@@ -271,8 +271,8 @@ class Propagation:
         """Makes a snapshot of the user's module."""
         self._nodes: list[_Node] = []
         for number, (part, *copies) in enumerate(zip(*self._parts, strict=True)):
-            # A mirrored metric is one object in all copies, and has its own replicas. By identity: torchrl 0.13 has
-            # modules whose == is elementwise.
+            # A mirrored metric is one object in all copies, and has its own replicas. By identity: == of two
+            # TensorDictParams (tensordict 0.15), which torchrl's losses hold, is a TensorDict without a truth value.
             if any(part is duplicate for duplicate in copies):
                 continue
             for name in ("", *_REGISTRIES):
