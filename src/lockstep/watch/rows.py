@@ -463,7 +463,7 @@ def _normalised(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 def _over_labels(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A mean over labels of a copy, by the number of labels that count in the shard itself.
 
-    The number that a mean is divided by is judged elsewhere: the Trainer weighs it, fit divides by that of all replicas,
+    The number that a mean is divided by is judged elsewhere: the Trainer weighs it, fit divides by that of all shards,
     and loops are warned of means over a shard. A copy has other labels, so its mean would depend on both groups.
     """
     arguments = _named(_OF_LABELS, args, kwargs)
