@@ -257,3 +257,23 @@ def test_a_model_inside_a_distributed_model_of_another_strategy_is_refused(make_
 
     with pytest.raises(UsageError, match="another strategy"):
         fitted(model)
+
+
+@pytest.mark.parametrize("first", [2, 4])
+def test_a_loss_that_compares_rows_from_a_later_batch_on_is_refused_then(make_strategy: MakeStrategy, first: int):
+    """As where the events that it is about are rare."""
+    events = np.zeros((64, 1), "float32")
+    events[8 * (first - 1) :] = 1.0
+    inputs = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    batches: list[int] = []
+
+    def partial_likelihood(y: Any, risk: Any) -> Any:
+        return (torch.logsumexp(risk, 0) - risk) * y
+
+    keras.utils.set_random_seed(1)
+    model = distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), make_strategy(2))
+    model.compile(optimizer=keras.optimizers.SGD(0.05), loss=partial_likelihood)
+    count = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: batches.append(batch + 1))
+    with pytest.raises(ConfigError, match="the loss of a batch"):
+        model.fit(inputs, events, batch_size=8, shuffle=False, verbose=0, callbacks=[count])
+    assert batches[-1] == first

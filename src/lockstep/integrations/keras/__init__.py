@@ -13,7 +13,7 @@
     batchnorm      batch norms that take their statistics from the whole batch
     kernels        faster kernels for batch norms and images
     torch_modules  layers that wrap torch modules
-    first_batch    compares the first batch with Keras's own numbers
+    batch_check    compares some batches with Keras's own numbers
 
 Importing it needs Keras on torch: ``pip install 'torch-lockstep[keras]'`` and the environment variable
 ``KERAS_BACKEND=torch``.

@@ -27,10 +27,10 @@ from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.integrations.keras.batch_check import check_batch, check_own_step
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.compiled import CompiledForward
 from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_own_code
-from lockstep.integrations.keras.first_batch import check_first_batch, check_own_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
 from lockstep.integrations.keras.metrics import computes_metrics, results_of_all
 from lockstep.integrations.keras.own_step import OwnStep, is_own_step
@@ -110,7 +110,8 @@ class Distribution:
     def __init__(self, strategy: Strategy, default_generators: DefaultGenerators, *, sync_batchnorm: bool) -> None:
         self.strategy, self.sync_batchnorm = strategy, sync_batchnorm
         self._default_generators = default_generators
-        self.first_batch_is_checked = False  # since the model was compiled
+        self.first_batch_is_checked = False  # since the model was compiled, of a train_step of the model's own
+        self._checkable_batches = 0  # since the model was compiled, that Keras's steps have taken
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
         self._needs_modes: bool | None = None  # None until it is looked at
@@ -120,6 +121,14 @@ class Distribution:
     def model_was_compiled(self) -> None:
         """Notes that the model's ``compile`` was called: what was seen of it before may hold no more."""
         self.first_batch_is_checked, self._needs_modes, self._compiled = False, None, None
+        self._checkable_batches = 0
+
+    def checks_batch(self, rows: int) -> bool:
+        """Whether a batch is compared with Keras's own numbers: the 1st, 2nd, 4th, ... that replicas divide."""
+        if rows < 2 or self.strategy.num_replicas_in_sync == 1:
+            return False
+        self._checkable_batches += 1
+        return self._checkable_batches.bit_count() == 1
 
     def begin_loop(self) -> None:
         """Notes that ``fit``, ``evaluate`` or ``predict`` begins, or a call for one batch."""
@@ -324,19 +333,18 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             return self.__reduce__()
 
     def _step(self, data: Any, *, is_training: bool) -> tuple[Step, Any]:
-        """A step for a batch, and the shards that it runs on; the first one is checked."""
+        """A step for a batch, and the shards that it runs on; some are checked."""
         self._refuse_in_replica()
         distribution, strategy = self._distribution, self._distribution.strategy
         distribution.has_stepped = True
         shards, rows = distribution.divide(data)
         distribution.compare_weights(self)
-        if not distribution.first_batch_is_checked and rows > 1 and strategy.num_replicas_in_sync > 1:
+        if distribution.checks_batch(rows):
             step = distribution.step(self, rows)
             # Function modes see what is drawn, and compiled code does not.
             step = replace(step, compiled=None, needs_modes=True, is_training=is_training)
             self._run(step.check, shards)
-            check_first_batch(step, data, strategy)
-            distribution.first_batch_is_checked = True
+            check_batch(step, data, strategy)
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
 

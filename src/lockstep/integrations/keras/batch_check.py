@@ -1,4 +1,4 @@
-"""Compares the first batch with Keras's own numbers, before anything is updated with it.
+"""Compares some batches with Keras's own numbers, the first among them, before anything is updated with them.
 
 The loss, the metrics and what layers assign for the whole batch on one device, in evaluation mode, must be what those
 of the shards add up to. They are not where one is no mean or sum over rows: a contrastive loss, a correlation, a
@@ -32,7 +32,7 @@ _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
 _METRIC_TOLERANCE = 2e-2
 
 
-def check_first_batch(step: Step, data: Any, strategy: Strategy) -> None:
+def check_batch(step: Step, data: Any, strategy: Strategy) -> None:
     """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
@@ -50,20 +50,20 @@ def check_first_batch(step: Step, data: Any, strategy: Strategy) -> None:
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
     if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):
         raise ConfigError(
-            f"the loss of the first batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
+            f"the loss of a batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
             f"shards have a mean of {float(total) / rows:.6g}: the loss, or a loss added by a layer, is no mean over "
             "the rows; have it return one value a row, or a mean"
         )
     for metric in _single_metrics(model.metrics):
         if not all(_close(*states[id(each)], _METRIC_TOLERANCE) for each in metric.variables):
             raise ConfigError(
-                f"the metric {metric.name!r} cannot be merged: its state after the first batch is not the sum of those "
+                f"the metric {metric.name!r} cannot be merged: its state after a batch is not the sum of those "
                 "after the shards of the batch; compute it from model.predict after the training"
             )
     for each, _ in compared:
         if id(each) not in run.metrics and not _close(*states[id(each)], _METRIC_TOLERANCE):
             raise ConfigError(
-                f"the variable {each.path!r} cannot be merged: the shards of the first batch do not change it by the "
+                f"the variable {each.path!r} cannot be merged: the shards of a batch do not change it by the "
                 'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
                 '"only_first_replica" if it counts batches'
             )
