@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, not_compiled_but_its_calls, parse_to
+from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, compiling_backend, not_compiled, not_traced, parse_to
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -22,7 +22,7 @@ from lockstep.mirroring.module.batch_norm import (
     has_sync_batch_norm,
 )
 from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
-from lockstep.mirroring.module.compile import Compilation, CompiledCopies, call_of_replica
+from lockstep.mirroring.module.compile import Compilation, CompiledCopies, SurroundingCompile
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.partition import PartitionPolicy
@@ -103,7 +103,7 @@ class MirroredModule(nn.Module):
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
-        self._calls = [call_of_replica(replica) for replica in range(len(copies))]
+        self._surrounding = SurroundingCompile(self._copies)
         self.on_call: Callable[[MirroredModule, Any, Any], None] | None = None
         self.__dict__[_MADE] = True
 
@@ -117,9 +117,13 @@ class MirroredModule(nn.Module):
         """One copy for each local replica."""
         return self._copies
 
-    @not_compiled_but_its_calls
+    @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside replicas, the user's module."""
+        backend = compiling_backend()
+        return self._run(args, kwargs) if backend is None else self._run_in_compile(args, kwargs, backend)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Any = None) -> Any:
         here, context = self._here(), get_replica_context()
         if context is None:
             if here.training and self._workers.is_single and len(self._copies) > 1:
@@ -135,8 +139,13 @@ class MirroredModule(nn.Module):
             guard = RefusingOtherBatchNorms()
         if self._compiled is not None and isinstance(guard, nullcontext):
             return self._compiled(context.local_replica, here.training, args, kwargs)
+        # In a first run the copies have hooks that watch it; the next one compiles them.
+        if backend is not None and self.on_call is None and isinstance(guard, nullcontext) and not self._meets_others:
+            return self._surrounding(backend, context.local_replica, here.training, args, kwargs)
         with guard:
-            return self._calls[context.local_replica](here, args, kwargs)
+            return here(*args, **kwargs)
+
+    _run_in_compile = not_compiled(_run)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,7 +165,7 @@ class MirroredModule(nn.Module):
 
     def compile_as(self, compilation: Compilation | None) -> None:
         """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it."""
-        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
+        if compilation is not None and self._meets_others:
             raise ConfigError(
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
                 "torch.compile cannot follow; leave compile_module out"
@@ -166,6 +175,11 @@ class MirroredModule(nn.Module):
     @property
     def is_compiled(self) -> bool:
         return self._compiled is not None
+
+    @property
+    def _meets_others(self) -> bool:
+        """Whether its forward exchanges something with other replicas."""
+        return self.has_sync_batchnorm or self.is_part or self.shards_weights
 
     @property
     def has_others(self) -> bool:
