@@ -60,7 +60,12 @@ def count_examples(loader: Any, replicas: int) -> None:
     base = getattr(loader, "base_dataloader", loader)
     collator = getattr(base, "collate_fn", None)
     batches = isinstance(base, DataLoader) and base.batch_sampler is not None
-    if collator is not None and replicas > 1 and batches and not (isinstance(collator, partial) and collator.func is _collated):
+    if (
+        collator is not None
+        and replicas > 1
+        and batches
+        and not (isinstance(collator, partial) and collator.func is _collated)
+    ):
         base.collate_fn = partial(_collated, collator, replicas, _Known())
 
 

@@ -145,7 +145,9 @@ class SurroundingCompile:
         self._as_it_is: set[int] = set()  # replicas
         self._lock = threading.Lock()
 
-    def __call__(self, backend: Any, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, backend: Any, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls the replica's copy, compiled with ``backend``."""
         if replica not in self._as_it_is:
             try:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, compiling_backend, not_compiled, not_traced, parse_to
+from lockstep._torch_compat import (
+    BatchNormBase,
+    DisableTorchFunction,
+    compiling_backend,
+    not_compiled,
+    not_traced,
+    parse_to,
+)
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
