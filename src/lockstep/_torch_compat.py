@@ -125,9 +125,10 @@ with _probe("methods that torch.compile leaves as they are"):
 with _probe("torch.compile around a mirrored module"):
     _frames = torch._C._dynamo.eval_frame
     _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+    _frames.get_eval_frame_callback()
 
-    def not_compiled_but_its_calls(method: _Method) -> _Method:
-        """A method that torch.compile runs as it is; what it calls is compiled.
+    def not_traced(method: _Method) -> _Method:
+        """A method that dynamo runs as it is; what it calls is compiled.
 
         As ``torch.compiler.disable(recursive=False)``, which would import dynamo here.
         """
@@ -135,6 +136,14 @@ with _probe("torch.compile around a mirrored module"):
         method._torchdynamo_disable = True  # type: ignore[attr-defined]
         method._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
         return method
+
+    @not_traced
+    def compiling_backend() -> Any:
+        """The backend of the ``torch.compile`` in which this thread runs; None outside of one."""
+        callback = _frames.get_eval_frame_callback()
+        if not callable(callback):
+            return None
+        return torch._dynamo.eval_frame.innermost_backend(callback)
 
 
 with _probe("updates of many tensors in one call"):

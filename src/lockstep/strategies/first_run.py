@@ -104,6 +104,7 @@ class FirstRun:
         drawn = _generator_states()
         for module in self._modules:
             module.on_call.append(self._called)
+            module.is_in_first_run = True
         try:
             with refusing_plain_calls(self._modules):
                 yield
@@ -114,6 +115,7 @@ class FirstRun:
         finally:
             for module in self._modules:
                 module.on_call.remove(self._called)
+                module.is_in_first_run = False
         if len(self._rows) > 1:
             self._refuse_hooks(captured)
             self._warn_of_draws(drawn)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, Self, get_args
 
@@ -76,37 +78,23 @@ class Compilation:
         return cls(**given)
 
 
-def _call(copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return copy(*args, **kwargs)
-
-
-_NUMBERS = itertools.count()
-
-
-def call_of_replica(replica: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that calls a copy with arguments, for a ``torch.compile`` of the user's around the mirrored module.
-
-    dynamo keeps compiled code, its guards, its limit of 8 and the sizes seen so far by the function in which it begins,
-    and by its name. So each replica has one of its own: with one for all, the ninth replica ran as it is, and which
-    sizes became variable depended on which replica came first.
-    """
-    code = _call.__code__.replace(co_name=f"_call_{next(_NUMBERS)}_of_replica_{replica}")
-    return FunctionType(code, _call.__globals__, code.co_name)
-
-
 class CompiledCopies:
-    """The compiled forward of every replica's copy."""
+    """The compiled forward of every replica's copy.
 
-    def __init__(self, copies: Sequence[nn.Module], compilation: Compilation) -> None:
+    Args:
+        copies: the copies of the module.
+        compilation: how they are compiled.
+        backend: the one of the user's torch.compile, instead of that of ``compilation``; then replicas share no code.
+    """
+
+    def __init__(self, copies: Sequence[nn.Module], compilation: Compilation, backend: Any = None) -> None:
         parameter = next(copies[0].parameters(), None)
         on_cpu = parameter is None or parameter.device.type == "cpu"
         self._name = type(copies[0]).__name__
         self._of_first, self._of_others = (
             [
-                torch.compile(
-                    copy, backend=_Backend(compilation, on_cpu, serves), fullgraph=True, dynamic=compilation.dynamic
-                )
-                for copy in copies
+                _compiled(copy, _Backend(compilation, on_cpu, serves, _Identity(backend)), replica)
+                for replica, copy in enumerate(copies)
             ]
             for serves in ("first shape", "other shapes")
         )
@@ -140,6 +128,79 @@ class CompiledCopies:
             ) from error
         self._seen[replica].add((mode, forms))
         return outputs
+
+
+class SurroundingCompile:
+    """Serves a ``torch.compile`` that the user has put around the mirrored module, or around what calls it.
+
+    Traced into, the module would be cut into pieces at everything of ours that dynamo cannot follow, and the pieces
+    shared by the replicas: guards on the replica's number ran into dynamo's limit of 8, and which size came first, so
+    that its code was for that size alone, depended on threads. So each replica's copy is one graph, with code of its
+    own. A copy that cannot be one runs as it is, with a warning.
+    """
+
+    def __init__(self, copies: Sequence[nn.Module]) -> None:
+        self._copies = copies
+        self._compiled: list[tuple[Any, CompiledCopies]] = []
+        self._as_it_is: set[int] = set()  # replicas
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, backend: Any, replica: int, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the replica's copy, compiled with ``backend``."""
+        if replica not in self._as_it_is:
+            try:
+                return self._compiled_by(backend)(replica, training, args, kwargs)
+            except ConfigError as error:
+                self._warn(error)
+                self._as_it_is.add(replica)
+        return self._copies[replica](*args, **kwargs)
+
+    def _compiled_by(self, backend: Any) -> CompiledCopies:
+        with self._lock:
+            for known, compiled in self._compiled:
+                if known is backend or known == backend:
+                    return compiled
+            compilation = Compilation(dynamic=getattr(backend, "dynamic", None))
+            self._compiled.append((backend, CompiledCopies(self._copies, compilation, backend)))
+            return self._compiled[-1][1]
+
+    def _warn(self, error: ConfigError) -> None:
+        with self._lock:
+            if not self._as_it_is:
+                warnings.warn(
+                    f"torch.compile around a mirrored module compiles its whole forward or nothing, and this one runs "
+                    f"uncompiled: {error}",
+                    stacklevel=2,
+                )
+
+
+def _call(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return copy(*args, **kwargs)
+
+
+_NUMBERS = itertools.count()
+
+
+def _compiled(copy: nn.Module, backend: _Backend, replica: int) -> Callable[..., Any]:
+    """A copy's forward as one graph. All share code, or each has its own in the user's torch.compile."""
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": backend.compilation.dynamic}
+    if backend.surrounding.backend is None:
+        return torch.compile(copy, **options)
+    # dynamo keeps code, its limit, and the sizes seen so far, by the function in which it begins, and by its name.
+    code = _call.__code__.replace(co_name=f"_call_{next(_NUMBERS)}_of_replica_{replica}")
+    return partial(torch.compile(FunctionType(code, _call.__globals__, code.co_name), **options), copy)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """A backend of the user's, or None; others are unequal, since not all can be hashed."""
+
+    backend: Any = field(hash=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.backend is other.backend
 
 
 def _mark_what_differs(leaves: Sequence[Any], first: Sequence[Hashable]) -> None:
@@ -192,14 +253,18 @@ class _Backend:
     compilation: Compilation
     on_cpu: bool
     serves: str
+    surrounding: _Identity
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        if self.compilation.backend == "inductor":
-            code = compile_for_replicas(graph, inputs, inductor().list_mode_options(self.compilation.mode))
+        chosen = self.surrounding.backend
+        name = self.compilation.backend if chosen is None else getattr(chosen, "compiler_name", str(chosen))
+        if name == "inductor":
+            options = inductor().list_mode_options(self.compilation.mode) if chosen is None else dict(chosen.config)
+            code = compile_for_replicas(graph, inputs, options)
         else:
             if self.on_cpu:
-                _refuse_random(graph, inputs, self.compilation.backend)
-            code = dynamo().lookup_backend(self.compilation.backend)(graph, inputs)
+                _refuse_random(graph, inputs, name)
+            code = (chosen or dynamo().lookup_backend(name))(graph, inputs)
 
         def run(*args: Any) -> Any:
             _LOOKUP.found()

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep._torch_compat import BatchNormBase, DisableTorchFunction, not_compiled_but_its_calls, parse_to
+from lockstep._torch_compat import (
+    BatchNormBase,
+    DisableTorchFunction,
+    compiling_backend,
+    not_compiled,
+    not_traced,
+    parse_to,
+)
 from lockstep.collectives.communicator import check_agreement
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, UsageError
@@ -22,11 +29,11 @@ from lockstep.mirroring.module.batch_norm import (
     has_sync_batch_norm,
 )
 from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
-from lockstep.mirroring.module.compile import Compilation, CompiledCopies, call_of_replica
+from lockstep.mirroring.module.compile import Compilation, CompiledCopies, SurroundingCompile
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
 from lockstep.mirroring.partition import PartitionPolicy
-from lockstep.replicas.context import get_replica_context, own_context, refuse_in_replica
+from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.device.streams import allocating_on
 
 if TYPE_CHECKING:
@@ -58,7 +65,15 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: function(self._here(), *args)
 
 
-OnCall = Callable[["MirroredModule", Any, Any], Callable[[Any], None] | None]
+OnReturn = Callable[[Any], None]
+OnCall = Callable[["MirroredModule", Any, Any], OnReturn | None]
+
+
+def _returned(on_return: Sequence[OnReturn | None], outputs: Any) -> Any:
+    for called in on_return:
+        if called is not None:
+            called(outputs)
+    return outputs
 
 
 class MirroredModule(nn.Module):
@@ -75,6 +90,7 @@ class MirroredModule(nn.Module):
         shards_weights: whether each worker holds a shard of the weights, so that all must make every pass.
         on_call: called with this module and the arguments of each call in a replica. What they return, unless None, is
             called with the outputs.
+        is_in_first_run: whether copies have hooks that watch a first run; a torch.compile around it compiles the next.
     """
 
     _parameters = _member("_parameters")
@@ -107,8 +123,9 @@ class MirroredModule(nn.Module):
         self._buffer_averages = BufferAverages(self._copies, workers)
         self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
         self._compiled: CompiledCopies | None = None
-        self._calls = [call_of_replica(replica) for replica in range(len(copies))]
+        self._surrounding = SurroundingCompile(self._copies)
         self.on_call: list[OnCall] = []
+        self.is_in_first_run = False
         self.__dict__[_MADE] = True
 
     @property
@@ -121,14 +138,47 @@ class MirroredModule(nn.Module):
         """One copy for each local replica."""
         return self._copies
 
-    @not_compiled_but_its_calls
+    @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside replicas, the user's module."""
+        backend, here, context = compiling_backend(), self._here(), get_replica_context()
+        if backend is not None:
+            return self._forward_in_compile(backend, args, kwargs)
+        if context is None:
+            self._prepare_outside(here)
+            return here(*args, **kwargs)
+        guard, on_return = self._prepare(here, context, args, kwargs)
+        if self._compiled is not None and isinstance(guard, nullcontext):
+            return self._compiled(context.local_replica, here.training, args, kwargs)
+        with guard:
+            outputs = here(*args, **kwargs)
+        return _returned(on_return, outputs)
+
+    @not_compiled
+    def _forward_in_compile(self, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same in a torch.compile of the program around the mirrored module, whose backend compiles the copy."""
         here, context = self._here(), get_replica_context()
         if context is None:
-            if here.training and self._workers.is_single and len(self._copies) > 1:
-                self.sync_buffers()  # this pass updates the statistics of all replicas
+            self._prepare_outside(here)
             return here(*args, **kwargs)
+        guard, on_return = self._prepare(here, context, args, kwargs)
+        if not isinstance(guard, nullcontext) or self.is_in_first_run or self._meets_others:
+            with guard:
+                outputs = here(*args, **kwargs)
+        elif self._compiled is not None:
+            outputs = self._compiled(context.local_replica, here.training, args, kwargs)
+        else:
+            outputs = self._surrounding(backend, context.local_replica, here.training, args, kwargs)
+        return _returned(on_return, outputs)
+
+    def _prepare_outside(self, here: nn.Module) -> None:
+        if here.training and self._workers.is_single and len(self._copies) > 1:
+            self.sync_buffers()  # this pass updates the statistics of all replicas
+
+    def _prepare(
+        self, here: nn.Module, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[AbstractContextManager[object], list[OnReturn | None]]:
+        """Before a call in a replica: the block that it runs in, and what is called with its outputs."""
         on_return = [called(self, args, kwargs) for called in self.on_call]
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
@@ -136,14 +186,7 @@ class MirroredModule(nn.Module):
         if context.local_replica in self._unchecked and here.training and not alone:
             self._unchecked.discard(context.local_replica)
             guard = RefusingOtherBatchNorms()
-        if self._compiled is not None and isinstance(guard, nullcontext):
-            return self._compiled(context.local_replica, here.training, args, kwargs)
-        with guard:
-            outputs = self._calls[context.local_replica](here, args, kwargs)
-        for returned in on_return:
-            if returned is not None:
-                returned(outputs)
-        return outputs
+        return guard, on_return
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -163,7 +206,7 @@ class MirroredModule(nn.Module):
 
     def compile_as(self, compilation: Compilation | None) -> None:
         """Compiles all copies with ``torch.compile`` for calls in replicas; None undoes it."""
-        if compilation is not None and (self.has_sync_batchnorm or self.is_part or self.shards_weights):
+        if compilation is not None and self._meets_others:
             raise ConfigError(
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
                 "torch.compile cannot follow; leave compile_module out"
@@ -173,6 +216,11 @@ class MirroredModule(nn.Module):
     @property
     def is_compiled(self) -> bool:
         return self._compiled is not None
+
+    @property
+    def _meets_others(self) -> bool:
+        """Whether its forward exchanges something with other replicas."""
+        return self.has_sync_batchnorm or self.is_part or self.shards_weights
 
     @property
     def has_others(self) -> bool:

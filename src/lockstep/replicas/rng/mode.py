@@ -164,12 +164,13 @@ class ReplicaRng(TorchFunctionMode):
         if func in _METADATA:
             return func(*args)
         kwargs = kwargs or {}
-        if self.watch is not None and not torch.compiler.is_dynamo_compiling():
-            return self.watch.call(func, args, kwargs)
-        if self.guard is not None and not torch.compiler.is_dynamo_compiling():
-            result = self.guard(func, args, kwargs)
-            if result is not PROCEED:
-                return result
+        if not torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on the two
+            if self.watch is not None:
+                return self.watch.call(func, args, kwargs)
+            if self.guard is not None:
+                result = self.guard(func, args, kwargs)
+                if result is not PROCEED:
+                    return result
         random = func in _DRAWING or (isinstance(func, OpOverload) and _is_random_operator(func, args, kwargs))
         if not random or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
