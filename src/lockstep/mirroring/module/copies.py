@@ -131,5 +131,13 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
     # bitsandbytes looks at the class of a weight, and quantises again what has another one.
     make = partial(make_subclass, kind) if is_subclass else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
-    duplicate.__dict__.update(parameter.__dict__)
+    if is_wrapper(parameter):  # its inner tensors are attributes too, and the copy has its own
+        duplicate.__dict__.update({**parameter.__dict__, **duplicate.__dict__})
+    else:
+        duplicate.__dict__.update(parameter.__dict__)
     return duplicate
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory of its own, but tensors in it, as quantised weights of torchao."""
+    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
