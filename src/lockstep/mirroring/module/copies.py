@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
+from lockstep.mirroring.module.wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from lockstep.mirroring.module.propagation import Propagation
@@ -120,6 +121,13 @@ def uses_channels_last(module: nn.Module) -> bool:
     return any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in module.modules())
 
 
+def _moved(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """A copy of a parameter's numbers on a device. Int8Tensor of torchao 0.18 ignores ``copy=True``."""
+    if is_wrapper(parameter) and parameter.device == device:
+        return parameter.data.clone()
+    return parameter.data.to(device, copy=True)
+
+
 def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) -> nn.Parameter:
     kind = type(parameter)
     is_subclass = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
@@ -127,7 +135,7 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
         # Quantised: the attributes say what its numbers mean, and its own class knows how to move them.
         moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
         return moved
-    data = parameter.data if alias else parameter.data.to(device, copy=True)
+    data = parameter.data if alias else _moved(parameter, device)
     # bitsandbytes looks at the class of a weight, and quantises again what has another one.
     make = partial(make_subclass, kind) if is_subclass else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
@@ -137,7 +145,3 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
         duplicate.__dict__.update(parameter.__dict__)
     return duplicate
 
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory of its own, but tensors in it, as quantised weights of torchao."""
-    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
