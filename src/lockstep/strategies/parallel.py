@@ -281,9 +281,7 @@ class DivisionOf:
     A copy of the module has one too, without a part.
     """
 
-    def __init__(
-        self, owner: ModelParts | None = None, part: ShardedModule | None = None, arguments: str = ""
-    ) -> None:
+    def __init__(self, owner: ModelParts | None = None, part: ShardedModule | None = None, arguments: str = "") -> None:
         self.owner, self.part, self.arguments = owner, part, arguments
 
     def __reduce__(self) -> tuple[type[DivisionOf], tuple[()]]:

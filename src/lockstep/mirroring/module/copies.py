@@ -144,4 +144,3 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
     else:
         duplicate.__dict__.update(parameter.__dict__)
     return duplicate
-
