@@ -121,7 +121,7 @@ with _probe("torch.compile around a mirrored module"):
 
         As ``torch.compiler.disable(recursive=False)``, which would import dynamo here.
         """
-        _frames.set_code_exec_strategy(method.__code__, _SKIPPED)  # type: ignore[attr-defined]
+        _frames.set_code_exec_strategy(method.__code__, _SKIPPED)
         method._torchdynamo_disable = True  # type: ignore[attr-defined]
         method._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
         return method

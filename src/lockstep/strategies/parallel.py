@@ -297,7 +297,7 @@ def _arguments(plan: TensorPlan, split: PipelineSplit) -> str:
     return f"tensor_plan={{{styles}}}, pipeline_split={split!r}"
 
 
-def _shown(style: Any) -> str:
+def _shown(style: object) -> str:
     # torch sets src_data_rank as it applies a style; the arguments of its constructor are those without "desired".
     values = {name: value for name, value in vars(style).items() if name.endswith("_layouts") and "desired" not in name}
     return f"{type(style).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"

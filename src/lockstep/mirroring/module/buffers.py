@@ -153,7 +153,8 @@ def weights_digest(module: torch.nn.Module) -> int:
 def tensor_digest(tensor: torch.Tensor) -> int:
     """A number that tells different values apart, and costs one pass over a tensor, on its device."""
     if inner := inner_tensors(tensor):
-        return sum(tensor_digest(part) * 31**place for place, part in enumerate(inner.values())) % 2**64
+        digests = [tensor_digest(part) * 31**place for place, part in enumerate(inner.values())]
+        return sum(digests) % 2**64
     integers = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return int(integers.sum(dtype=torch.int64))
 
