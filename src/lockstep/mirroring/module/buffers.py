@@ -154,7 +154,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     """A number that tells different values apart, and costs one pass over a tensor, on its device."""
     if inner := inner_tensors(tensor):
         digests = [tensor_digest(part) * 31**place for place, part in enumerate(inner.values())]
-        return sum(digests) % 2**64
+        return int(sum(digests) % 2**64)
     integers = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return int(integers.sum(dtype=torch.int64))
 
