@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -287,6 +288,25 @@ def dtensor_chunks(tensor: Any) -> list[Any]:
     with _probe("checkpoints of sharded parameters"):
         chunks: list[Any] = tensor.__create_chunk_list__()
     return chunks
+
+
+@contextmanager
+def compiled_code_for(threads: int) -> Iterator[None]:
+    """A block whose context lets so many threads compile a function of the program's at once.
+
+    Each thread that comes to it before the first has compiled it adds code of its own, which counts towards dynamo's
+    limit of 8 (torch 2.13). Past the limit a function runs as it is, from a call on that threads decide.
+    """
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None or threads == 1:
+        yield
+        return
+    limit = config.recompile_limit
+    config.recompile_limit = limit * threads
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 def dynamo() -> Any:

@@ -26,6 +26,7 @@ from lockstep.collectives.communicator import error_text, raise_gathered_errors
 from lockstep.data.resume import default_state
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module.module import MirroredModule
+from lockstep.mirroring.module.wrappers import inner_tensors
 from lockstep.parallel.regions import Sizes
 from lockstep.parallel.tensor_files import TensorShard
 from lockstep.replicas.context import refuse_in_replica
@@ -192,6 +193,9 @@ def _filled(tree: Any, sums: Mapping[str, Any]) -> Any:
 
 def _sum_of_tensor(tensor: Tensor) -> list[Any]:
     """The dtype, shape, number of elements and sum of a whole tensor."""
+    if inner := inner_tensors(tensor):
+        total = sum(_sum_of_tensor(part)[-1] * 31**place for place, part in enumerate(inner.values())) % 2**64
+        return [type(tensor).__name__, list(tensor.shape), tensor.numel(), total]
     total = element_sum(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
     return [str(tensor.dtype), list(tensor.shape), tensor.numel(), total]
 

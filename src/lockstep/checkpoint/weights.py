@@ -20,6 +20,7 @@ from lockstep.atomic_files import atomic_file
 from lockstep.checks import check_path
 from lockstep.errors import CheckpointError
 from lockstep.extras import require
+from lockstep.mirroring.module.wrappers import inner_tensors
 from lockstep.parallel.tensor_files import TensorReader
 
 _SHOWN = 4
@@ -47,6 +48,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the state has {key!r}, a {type(value).__name__}; weights files hold tensors only")
+        check_memory(key, value)
 
 
 def stream_weights(
@@ -165,11 +167,21 @@ def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str 
         )
 
 
+def check_memory(key: str, tensor: Tensor) -> None:
+    """Raises CheckpointError for a tensor that has no memory of its own, but others in it, as quantised weights do."""
+    if inner := inner_tensors(tensor):
+        raise CheckpointError(
+            f"{key!r} is a {type(tensor).__name__}, which is made of {', '.join(inner)} and no tensor that safetensors "
+            "can hold; save state_dict() with torch.save, or what is trained alone, such as an adapter's weights"
+        )
+
+
 def contiguous_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns each tensor contiguous and alone in its storage, as safetensors wants it. Copies only where needed."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
+        check_memory(key, value)
         tensor = value.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in seen

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from lockstep._torch_compat import compiled_code_for
 from lockstep.collectives.replica_barrier import IssueGate, IssueSlot, ReplicaBarrier, ReplicaStopped
 from lockstep.config import LogicalDevice
 from lockstep.errors import ReplicaError, UsageError
@@ -212,7 +213,8 @@ class ReplicaRunner:
             if self._has_teams:
                 end_openmp_team()
             began = time.perf_counter()
-            run = _Run(self._names, self._timeout_s, self._streams, caller)
+            with compiled_code_for(len(self._devices)):  # dynamo's settings are part of the context, which is copied
+                run = _Run(self._names, self._timeout_s, self._streams, caller)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()

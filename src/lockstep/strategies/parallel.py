@@ -280,6 +280,38 @@ class ParallelStrategy(ThreadedStrategy):
             raise explained from error
 
 
+_DIVISION = "_lockstep_division"
+"""The attribute of a module that was divided in place: it cannot be divided once more."""
+
+
+class DivisionOf:
+    """Says of a module what it was divided to, by which policy and how. It lives as long as the module.
+
+    A copy of the module has one too, without a part.
+    """
+
+    def __init__(self, owner: ModelParts | None = None, part: ShardedModule | None = None, arguments: str = "") -> None:
+        self.owner, self.part, self.arguments = owner, part, arguments
+
+    def __reduce__(self) -> tuple[type[DivisionOf], tuple[()]]:
+        return DivisionOf, ()
+
+
+def _arguments(plan: TensorPlan, split: PipelineSplit) -> str:
+    """The arguments of ``parallelize``, equal for styles that are made anew alike."""
+    split = split if isinstance(split, str) else list(split)  # type: ignore[assignment]
+    if isinstance(plan, str):
+        return f"tensor_plan={plan!r}, pipeline_split={split!r}"
+    styles = ", ".join(f"{name!r}: {_shown(style)}" for name, style in plan.items())
+    return f"tensor_plan={{{styles}}}, pipeline_split={split!r}"
+
+
+def _shown(style: object) -> str:
+    # torch sets src_data_rank as it applies a style; the arguments of its constructor are those without "desired".
+    values = {name: value for name, value in vars(style).items() if name.endswith("_layouts") and "desired" not in name}
+    return f"{type(style).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
+
+
 class ModelParts(PartitionPolicy):
     """This worker's parts of models.
 
@@ -312,7 +344,8 @@ class ModelParts(PartitionPolicy):
         return self._groups.peers
 
     def take(self, module: nn.Module) -> nn.Module:
-        return self.divide(module, "auto", "auto")
+        part = module if isinstance(module, ShardedModule) else self._part_of(module)
+        return self.divide(module, "auto", "auto") if part is None else part
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
         return module.pipeline if isinstance(module, ShardedModule) else None
@@ -344,11 +377,33 @@ class ModelParts(PartitionPolicy):
         weights: str | os.PathLike[str] | None = None,
     ) -> ShardedModule:
         """Divides a module, once; see ``ParallelStrategy.parallelize``. Every worker must call it."""
-        part = module if isinstance(module, ShardedModule) else self._parts.get(id(module))
+        part = module if isinstance(module, ShardedModule) else self._part_of(module)
         if part is None:
             part = self._parts[id(module)] = self._divided(module, plan, split, weights)
-        elif weights is not None:
+            module.__dict__[_DIVISION] = DivisionOf(self, part, _arguments(plan, split))
+            return part
+        if weights is not None:
             raise UsageError("the model has been divided already; give the weights when it is, or load_weights them")
+        before = part.inside.__dict__[_DIVISION].arguments
+        if part is not module and (now := _arguments(plan, split)) != before:
+            raise UsageError(
+                f"{type(part.inside).__name__} has been divided already, by {before}, and parallelize got {now}; call "
+                "it once, or with the same arguments, or make the model anew"
+            )
+        return part
+
+    def _part_of(self, module: nn.Module) -> ShardedModule | None:
+        """The part that a module was divided to; None if it is whole. Raises UsageError if it cannot be used here."""
+        division = module.__dict__.get(_DIVISION)
+        if division is None:
+            return None
+        if division.owner is not self or division.part is None or division.part.inside is not module:
+            how = "by another strategy" if division.owner is not None else "before it was copied"
+            raise UsageError(
+                f"{type(module).__name__} holds one worker's part of a model, which was divided {how}; make the model "
+                "anew, and divide it once"
+            )
+        part: ShardedModule = division.part
         return part
 
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:

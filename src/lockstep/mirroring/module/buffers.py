@@ -21,6 +21,7 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors, sums_across
 from lockstep.errors import UsageError
 from lockstep.mirroring.module.batch_norm import SyncBatchNorm
+from lockstep.mirroring.module.wrappers import inner_tensors
 
 BufferCopies = Sequence[torch.Tensor]
 """One buffer's copies, one for each local replica."""
@@ -151,6 +152,9 @@ def weights_digest(module: torch.nn.Module) -> int:
 
 def tensor_digest(tensor: torch.Tensor) -> int:
     """A number that tells different values apart, and costs one pass over a tensor, on its device."""
+    if inner := inner_tensors(tensor):
+        digests = [tensor_digest(part) * 31**place for place, part in enumerate(inner.values())]
+        return int(sum(digests) % 2**64)
     integers = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return int(integers.sum(dtype=torch.int64))
 

@@ -184,7 +184,7 @@ _NUMBERS = itertools.count()
 
 
 def _compiled(copy: nn.Module, backend: _Backend, replica: int) -> Callable[..., Any]:
-    """A copy's forward as one graph. All share code, or each has its own in the user's torch.compile."""
+    """A copy's forward as one graph. All copies have the same code; each its own in a surrounding torch.compile."""
     options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": backend.compilation.dynamic}
     if backend.surrounding.backend is None:
         return torch.compile(copy, **options)

@@ -20,6 +20,7 @@ from lockstep._torch_compat import make_subclass
 from lockstep.config import LogicalDevice
 from lockstep.errors import UsageError
 from lockstep.introspection import is_kind
+from lockstep.mirroring.module.wrappers import is_wrapper
 
 if TYPE_CHECKING:
     from lockstep.mirroring.module.propagation import Propagation
@@ -121,6 +122,13 @@ def uses_channels_last(module: nn.Module) -> bool:
     return any(isinstance(part, (nn.Conv2d, nn.ConvTranspose2d)) for part in module.modules())
 
 
+def _moved(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """A copy of a parameter's numbers on a device. Int8Tensor of torchao 0.18 ignores ``copy=True``."""
+    if is_wrapper(parameter) and parameter.device == device:
+        return parameter.data.clone()
+    return parameter.data.to(device, copy=True)
+
+
 def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) -> nn.Parameter:
     kind = type(parameter)
     is_subclass = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
@@ -128,9 +136,12 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device, alias: bool) 
         # Quantised: the attributes say what its numbers mean, and its own class knows how to move them.
         moved: nn.Parameter = copy.deepcopy(parameter).to(device)  # type: ignore[assignment]
         return moved
-    data = parameter.data if alias else parameter.data.to(device, copy=True)
+    data = parameter.data if alias else _moved(parameter, device)
     # bitsandbytes looks at the class of a weight, and quantises again what has another one.
     make = partial(make_subclass, kind) if is_subclass else nn.Parameter
     duplicate: nn.Parameter = make(data, parameter.requires_grad)
-    duplicate.__dict__.update(parameter.__dict__)
+    if is_wrapper(parameter):  # its inner tensors are attributes too, and the copy has its own
+        duplicate.__dict__.update({**parameter.__dict__, **duplicate.__dict__})
+    else:
+        duplicate.__dict__.update(parameter.__dict__)
     return duplicate

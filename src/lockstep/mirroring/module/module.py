@@ -32,6 +32,7 @@ from lockstep.mirroring.module.buffers import BufferAverages, weights_digest
 from lockstep.mirroring.module.compile import Compilation, CompiledCopies, SurroundingCompile
 from lockstep.mirroring.module.copies import Copyings, storage_groups, uses_channels_last
 from lockstep.mirroring.module.propagation import Propagation
+from lockstep.mirroring.module.wrappers import with_memory
 from lockstep.mirroring.partition import PartitionPolicy
 from lockstep.replicas.context import ReplicaContext, get_replica_context, own_context, refuse_in_replica
 from lockstep.replicas.device.streams import allocating_on
@@ -247,7 +248,7 @@ class MirroredModule(nn.Module):
         shapes = [f"{first.dtype} {tuple(first.shape)}" for first, *_ in fresh]
         check_agreement(self._workers, "what was set on the model", shapes)
         with torch.no_grad():
-            self._workers.broadcast("the chief's new weights", [copies[0] for copies in fresh])
+            self._workers.broadcast("the chief's new weights", with_memory(copies[0] for copies in fresh))
             for first, *others in fresh:
                 for other in others:
                     if other.data_ptr() != first.data_ptr():
@@ -432,7 +433,7 @@ class MirroredModule(nn.Module):
         self.propagation.follow()
         with torch.no_grad():
             weights = [] if self.shards_weights else list(self.module.parameters())
-            self._workers.broadcast("loaded weights", [*weights, *self.module.buffers()])
+            self._workers.broadcast("loaded weights", with_memory([*weights, *self.module.buffers()]))
             for leader in (group[0] for group in self._groups[1:]):
                 for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
                     other.copy_(mine)
@@ -477,7 +478,7 @@ def mirror_module(
     if not workers.is_single and not partition.shards_weights:
         check_agreement(workers, "the model", signature(module))
         with torch.no_grad():
-            workers.broadcast("the chief's weights", [*module.parameters(), *module.buffers()])
+            workers.broadcast("the chief's weights", with_memory([*module.parameters(), *module.buffers()]))
     copyings = Copyings(module, [device.torch_device for device in devices], storage_groups(devices), peers())
     copies = [module]
     for replica, device in enumerate(devices[1:], start=1):
