@@ -174,8 +174,20 @@ def test_flattened_texts_are_flattened_for_each_replica(tiny: Any, make_strategy
         more={"data_collator": transformers.DataCollatorWithFlattening(), "compute_metrics": tokens},
     )
     theirs = tiny.train(given, transformers.Trainer)
+    lengths: list[int] = []
+    given.trainer = partial(recording, lengths=lengths)
     ours = tiny.train(given, Trainer, replicas=3, strategy=make_strategy(3))
     tiny.assert_same(ours, theirs)
+    assert max(lengths) < max(len(pair["chosen"]) for pair in pairs()) * 5  # a replica has 4 texts of 12
+
+
+def recording(base: type, *, lengths: list[int]) -> type:
+    class Recording(base):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            lengths.append(inputs["input_ids"].shape[1])
+            return super().compute_loss(model, inputs, *args, **named)
+
+    return Recording
 
 
 def tokens(prediction: Any) -> dict[str, float]:
