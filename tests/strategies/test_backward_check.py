@@ -99,6 +99,19 @@ def test_a_mean_over_a_shard_is_told_of(make_strategy: MakeStrategy, loss: Loss)
     assert "compute_average_loss" in told[0]
 
 
+def test_a_mean_over_labels_that_count_is_no_share_of_the_replicas(make_strategy: MakeStrategy):
+    ignored = next(label for label in range(3) if (Y[:4] == label).sum() != (Y[4:] == label).sum())
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, ignore_index=ignored) / replicas()
+
+    module, told = spread(loss, make_strategy, 2)
+
+    assert differ(module, alone(loss))
+    assert len(told) == 1
+    assert "compute_average_loss" in told[0]
+
+
 PENALTIES: dict[str, Loss] = {
     "squares": lambda model, x, y: exact(model, x, y) + 0.1 * squares(model),
     "norm": lambda model, x, y: exact(model, x, y) + 0.1 * next(model.parameters()).norm(),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
@@ -66,6 +67,25 @@ def of_neighbours(_: Net, h: Tensor) -> Tensor:
     return torch.stack([h[row] * h[row - 1] for row in range(len(h))])
 
 
+def sorted_by_length(net: Net, h: Tensor, *, enforce_sorted: bool) -> Tensor:
+    lengths = (h[:, 0] > 0).long() + 1
+    order = lengths.argsort(descending=True)
+    h, lengths = (h[order], lengths[order]) if enforce_sorted else (h, lengths)
+    packed = pack_padded_sequence(
+        torch.stack([h, h.tanh()], 1), lengths.tolist() if enforce_sorted else lengths, True, enforce_sorted
+    )
+    last = pad_packed_sequence(net.lstm(packed)[0], batch_first=True, total_length=2)[0].sum(1)
+    return last[order.argsort()] if enforce_sorted else last
+
+
+def of_experts(h: Tensor) -> Tensor:
+    expert, out = (h[:, 0] > 0).long(), torch.zeros_like(h)
+    for number in expert.unique().tolist():
+        rows = (expert == number).nonzero()[:, 0]
+        out[rows] = h[rows] * (number + 1)
+    return out
+
+
 MIXING: dict[str, Between] = {
     "an LSTM over rows": lambda net, h: net.lstm(h[:, None])[0][:, 0],
     "a GRU over rows": lambda net, h: net.gru(h)[0],
@@ -112,6 +132,11 @@ APART: dict[str, Between] = {
     "statistics that are not used": lambda _, h: (h.detach().mean(0), h)[1],
     "NumPy": lambda _, h: h * torch.from_numpy(abs(h.detach().numpy())),
     "group norm": lambda _, h: F.group_norm(h, 2),
+    "sorted by length": lambda net, h: sorted_by_length(net, h, enforce_sorted=True),
+    "packed in any order": lambda net, h: sorted_by_length(net, h, enforce_sorted=False),
+    "experts": lambda _, h: of_experts(h),
+    "a sampler that rejects": lambda _, h: torch.distributions.Gamma(h.abs() + 0.1, 1.0).rsample(),
+    "an operator that draws": lambda _, h: h * torch.ops.aten.rand_like(h),
 }
 
 
@@ -171,8 +196,9 @@ def test_evaluate_and_predict_refuse_it_too(make_strategy: MakeStrategy, method:
         model = ls.Model(Net(MIXING[name]))
         model.compile(loss=nn.CrossEntropyLoss())
 
-    with pytest.raises(ConfigError, match=r"the module.* combines the rows of its shard"):
-        getattr(model, method)(BATCHES)
+    for _ in range(2):  # a refusal is no check that has passed
+        with pytest.raises(ConfigError, match=r"the module.* combines the rows of its shard"):
+            getattr(model, method)(BATCHES)
 
 
 @pytest.mark.filterwarnings("error")
@@ -271,6 +297,54 @@ def test_following_rows_calls_nothing_of_the_user_twice_and_changes_no_bit(
     assert followed.calls == plain.calls == 4
     for name, value in plain.state_dict().items():
         assert torch.equal(followed.state_dict()[name], value), name
+
+
+def test_a_layer_of_zeros_does_not_hide_what_comes_before_it(make_strategy: MakeStrategy):
+    with make_strategy(2).scope():
+        module = Net(MIXING["mean"])
+        nn.init.zeros_(module.last.weight)
+        model = ls.Model(module)
+        model.compile(torch.optim.SGD(module.parameters(), 2.0), nn.CrossEntropyLoss())
+
+    with pytest.raises(ConfigError, match="combines the rows"):
+        model.fit(BATCHES, verbose=0)
+
+
+def test_functions_of_the_program_are_called_once(make_strategy: MakeStrategy):
+    calls: list[int] = []
+
+    def distance(one: Tensor, other: Tensor) -> Tensor:
+        calls.append(1)
+        return (one - other).square().sum(-1)
+
+    def between(_: Net, h: Tensor) -> Tensor:
+        away = F.triplet_margin_with_distance_loss(h, h + 1, h * h, distance_function=distance, reduction="none")
+        return h + away[:, None]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*changes 'calls'")
+        fitted(make_strategy(2), between)
+    assert len(calls) == 2 * 2 * 4  # distances of a shard; replicas; steps
+
+
+def test_outputs_that_are_no_rows_are_not_taken_for_rows(make_strategy: MakeStrategy):
+    """The states of two layers beside two rows a shard, in the steps that do not follow the module."""
+
+    def between(net: Net, h: Tensor) -> Tensor:
+        states = net.gru(h[:1])[1].expand(2, 8)
+        net.kept = states
+        return h
+
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(Net(between))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        ls.compute_average_loss(F.cross_entropy(mirrored(x), y, reduction="none")).backward()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*combines the rows")
+        for batch in strategy.distribute_dataset([(X[:4], Y[:4])] * 6):
+            strategy.run(step, batch)
 
 
 def test_a_loop_whose_outputs_are_ever_smaller_is_judged_by_its_terms(make_strategy: MakeStrategy):

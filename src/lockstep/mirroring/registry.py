@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ class RunCount:
     runs: int = 0
     with_rows: int = 0  # runs in which a shard had several rows
     look: Any = None  # what looked at the first run, if it still waits for an update
+    row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``watch.rows.RowOutputs`` says
+    has_warned: bool = False  # of rows that are combined
     is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
 
 

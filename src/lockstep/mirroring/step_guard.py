@@ -331,6 +331,12 @@ class StepGuard:
         return PROCEED
 
     def _check_embedding(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("scale_grad_by_freq", args[5] if len(args) > 5 else False) and get_replica_context() is not None:
+            raise UsageError(
+                "an embedding with scale_grad_by_freq=True divides gradients by how often an item is in the batch, "
+                "each replica by its own rows; leave it out, or weight the rows' losses by counts that "
+                'ls.get_replica_context().all_reduce("sum", counts) has summed'
+            )
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 and args[3] is not None else None)
         if isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and get_replica_context() is not None:
             raise UsageError(

@@ -42,6 +42,7 @@ class Term:
     is_sum: bool  # of several items
     factors: tuple[float, ...]  # by which it is multiplied
     digest: int | None  # of all that its gradient depends on, if that is known
+    counts_rows: bool = True  # unless it is a mean over labels of which some are ignored, or have weights
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ def _is_mean_over_shards(
         if size is None or (term.is_sum and size != count):
             return False
         parts = [float(count), count / total, 1 / total]
-        if size == total or not uneven:
+        if (size == total or not uneven) and term.counts_rows:
             parts += [1 / (replicas * divisor) for divisor in divisors]
         if replicas != local and term.factors:
             return False  # the global batch is not known here
@@ -200,7 +201,15 @@ def _factor(node: Any) -> Iterator[float]:
 
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
     is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
-    return Term(_mean_over(node, factors, saved=saved), is_sum, factors, _digest(node) if saved else None)
+    mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved else None
+    return Term(mean_over, is_sum, factors, digest, _counts_rows(node, mean_over, saved=saved))
+
+
+def _counts_rows(node: Any, mean_over: int | None, *, saved: bool) -> bool:
+    """Whether a mean divides by the number of items, and not by that of labels or of their classes' weights."""
+    divisor = _saved(node, "_saved_total_weight") if saved and mean_over is not None else None
+    labels = _saved(node, "_saved_target") if divisor is not None else None
+    return divisor is None or labels is None or math.isclose(float(divisor), labels.numel(), rel_tol=1e-6)
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:

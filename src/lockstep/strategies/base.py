@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep import tensorflow_names
-from lockstep._torch_compat import tree_leaves, tree_map
+from lockstep._torch_compat import is_profiled, tree_leaves, tree_map
 from lockstep.checks import MOST_AT_ONCE, check_call, check_number
 from lockstep.cluster.spec import Task
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, call_site
@@ -288,10 +288,14 @@ class Strategy(ABC):
         return bodies, first, check
 
     def _checks_rows(self, fn: Callable[..., Any], count: RunCount) -> bool:
-        """Whether the rows of the shards are followed in this run: in some runs of the user's steps, and of fit's."""
+        """Whether the rows of the shards are followed in this run: in some runs of the user's steps, and of fit's.
+
+        Not in a run that is profiled, which would show work that other runs do not do.
+        """
         on_cpu = self.devices[0].kind == "CPU"
         due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
-        if not due or any(module.is_part or module.shards_weights for module in self._mirrored.modules):
+        divided = any(module.is_part or module.shards_weights for module in self._mirrored.modules)
+        if not due or divided or is_profiled():
             return False
         return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
 

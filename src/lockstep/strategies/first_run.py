@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +47,8 @@ from lockstep.strategies.seeded_draws import SeededDraws, equal_draws, same_numb
 from lockstep.strategies.step_names import LIBRARIES, description_of_step, is_of_the_package, plain_function
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-Captured = dict[tuple[str, str], tuple[Any, Any]]
-"""By the name of a hook, or "" for the step, and a name in it: the value, and its state before the run."""
+Captured = dict[tuple[int, str, str], tuple[Any, Any]]
+"""By the id and the name of a hook, or 0 and "" for the step, and a name in it: the value, and its state before."""
 _CONTAINERS = (list, dict, set, deque)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _ARRAY_BYTES = 2**20
@@ -82,6 +83,7 @@ class FirstRun:
         workers: Communicator,
     ) -> None:
         self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
+        self._mirrored = [ref(module) for module in modules]
         self._workers = workers
         self._distributed = distributed
         self.row_check: RowCheck | None = None
@@ -98,7 +100,7 @@ class FirstRun:
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
-        captured = {(hook, name): (value, state_of(value)) for hook, name, value in self._captured()}
+        captured = {key: (value, state_of(value)) for key, value in self._captured()}
         buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
         before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
         drawn = _generator_states()
@@ -125,8 +127,8 @@ class FirstRun:
         self._warn_of_inputs()
         for passes in self._passes:
             passes.forget_graphs()
-        self._inputs.clear()
         self._warn_of_losses(cycle=0 if self._accumulates() else 1)
+        self._forget()
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
@@ -206,26 +208,27 @@ class FirstRun:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
             self._inputs[context.local_replica].append(tensors)
 
-    def _captured(self) -> Iterator[tuple[str, str, Any]]:
-        """Of the step, and of each hook by its name, the names and values that they reach outside of the modules."""
+    def _captured(self) -> Iterator[tuple[tuple[int, str, str], Any]]:
+        """Of the step, and of each hook, the values that they reach outside of the modules, by the keys of Captured."""
         parts = [part for module in self._modules for part in module.module.modules()]
         kept = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
         own = {id(value) for value in kept if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
         for hook in (hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()):
             name = attribute_of(hook, "__qualname__", type(hook).__name__)
             found = [] if id(attribute_of(hook, "__self__", hook)) in own else captured_by(hook)
-            yield from ((name, *each) for each in found if id(each[1]) not in own)
-        yield from (("", *each) for each in captured_by(self._fn))
+            yield from (((id(hook), name, inner), value) for inner, value in found if id(value) not in own)
+        yield from (((0, "", name), value) for name, value in captured_by(self._fn))
         owner = attribute_of(self._fn, "__self__")
         if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
-            yield from (("", *each) for each in _mutable_in(f"{type(owner).__name__}.", vars(owner).items()))
+            mutable = _mutable_in(f"{type(owner).__name__}.", vars(owner).items())
+            yield from (((0, "", name), value) for name, value in mutable)
 
     def _changed(self, before: Captured) -> Iterator[tuple[str, str, Any]]:
         """What has changed, except dicts that have a key for each replica."""
-        for hook, name, value in self._captured():
+        for key, value in self._captured():
             by_replica = is_kind(value, dict) and set(range(len(self._rows))) <= set(dict.keys(value))
-            if (hook, name) in before and before[hook, name][1] != state_of(value) and not by_replica:
-                yield hook, name, value
+            if key in before and before[key][1] != state_of(value) and not by_replica:
+                yield (*key[1:], value)
 
     def _refuse_hooks(self, before: Captured) -> None:
         for hook, name, value in self._changed(before):
@@ -306,11 +309,15 @@ class FirstRun:
         if not self._accumulates() and not self._told:
             self._warn_of_losses(cycle=runs)
 
+    def _forget(self) -> None:
+        """Lets go of what a later update does not need: this may live as long as the step function."""
+        self._inputs.clear()
+        self._seeded, self._modules, self._ran = [], (), {}
+
     def _accumulates(self) -> bool:
         """Whether the run has left gradients for an update that has not come: then replicas have their own."""
-        others = [
-            parameter for module in self._modules for copy in module.copies[1:] for parameter in copy.parameters()
-        ]
+        modules = [module for reference in self._mirrored if (module := reference()) is not None]
+        others = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
         self.waits = any(parameter.grad is not None for parameter in others)
         return self.waits
 

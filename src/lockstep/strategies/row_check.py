@@ -16,7 +16,7 @@ from lockstep.mirroring.registry import RunCount
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.step_names import description_of_step, is_of_the_package
-from lockstep.watch.rows import ALL_CHECKED_FROM, MIXING_ADVICE, Mixing, RowWatch, is_due
+from lockstep.watch.rows import ALL_CHECKED_FROM, MIXING_ADVICE, THROUGH_STEPS, Mixing, RowWatch, is_due
 
 
 class RowCheck:
@@ -44,10 +44,10 @@ class RowCheck:
     ) -> None:
         self.mixing: Mixing | None = None
         self._fn, self._modules, self._count = fn, modules, count
-        through = count.with_rows == 1 or (count.with_rows >= ALL_CHECKED_FROM and is_due(count.with_rows))
+        through = count.with_rows <= THROUGH_STEPS or (count.with_rows >= ALL_CHECKED_FROM and is_due(count.with_rows))
         self._watches = [
-            RowWatch(mode, number, through_modules=through) if number is not None and number > 1 else None
-            for mode, number in zip(modes, rows, strict=True)
+            None if number < 2 else RowWatch(mode, number, through_modules=through, row_outputs=count.row_outputs)
+            for mode, number in zip(modes, [number or 0 for number in rows], strict=True)
         ]
 
     @contextmanager
@@ -57,13 +57,19 @@ class RowCheck:
             module.on_call.append(self._called)
         try:
             yield
+        except BaseException:
+            self._count.with_rows = 0  # what was refused is looked at again
+            raise
         finally:
             for module in self._modules:
                 module.on_call.remove(self._called)
+            self._modules = ()
         watches = [watch for watch in self._watches if watch is not None]
-        self._count.is_open = bool(watches) and not any(watch.compared for watch in watches)
+        is_zero = any(watch.saw_zero for watch in watches)
+        self._count.is_open = is_zero and not any(watch.compared for watch in watches)
         self.mixing = next((mixing for watch in watches for mixing in watch.mixings), None)
-        if self.mixing is not None and self._count.runs > 1 and not is_of_the_package(self._fn):
+        told, self._count.has_warned = self._count.has_warned, self._count.has_warned or self.mixing is not None
+        if self.mixing is not None and not told and self._count.runs > 1 and not is_of_the_package(self._fn):
             self._warn(self.mixing)
 
     def run(self, replica: int, shard: Sequence[Any], body: Callable[[], Any]) -> Any:

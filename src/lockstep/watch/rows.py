@@ -7,12 +7,15 @@ the same shard as A, as B, or as both, in the same places and of the same shapes
 
     loss(A, B) + loss(A', B') - loss(A', B) - loss(A, B')  is 0 if, and only if, the loss is f(A) + g(B)
 
-Nothing of the user's is called twice, only torch's functions. Random functions draw the same numbers in all calls. The
+Nothing of the user's is called twice, only torch's own functions, on plain tensors. Random functions draw the same
+numbers in all calls; those whose number of draws depends on their arguments are not followed. The
 four copies are computed alike, so that what one row gives is the same to the bit whatever the other rows are: the call
 itself may take another kernel, as one with gradients.
 
 A tensor that was made unseen, as by NumPy or a collective, is the same constant in all four: such a constant cannot
-make a sum over rows look like something else, so what cannot be followed gives no false warning. Batch norms are
+make a sum over rows look like something else. Where the program reads whole numbers that depend on rows, such as a list
+of lengths or how many a mask selects, nothing is followed any more: it may use them beside the rows, which the copies
+have others of. Neither is it where a call fails on copies, as of lengths that must be sorted. Batch norms are
 allowed to take statistics of a shard: the copies are normalised by those of the shard itself.
 """
 
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
@@ -30,7 +34,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep._torch_compat import functorch_interpreter, tree_flatten, tree_leaves, tree_unflatten
+from lockstep._torch_compat import (
+    DisableTorchFunction,
+    functorch_interpreter,
+    sample_dirichlet,
+    standard_gamma,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from lockstep.collectives.communicator import call_site
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
@@ -40,8 +52,10 @@ SUSPECT = 100
 CERTAIN = 4096
 """Larger differences than so many roundings are no rounding."""
 FIRST_STEPS = 8
+THROUGH_STEPS = 2
+"""Modules are followed in so many steps: in the first, a layer of zeros may hide what comes before it."""
 ALL_CHECKED_FROM = 512
-"""From this step on modules are followed again. Before, only in the first step: following one costs about as much as a
+"""From this step on modules are followed again. Between, only the loss: following a module costs about as much as a
 step (four forward passes), and all checks together may take 1% of a training."""
 
 MIXING_ADVICE = (
@@ -52,11 +66,22 @@ MIXING_ADVICE = (
 )
 """What to do about it in a loop of one's own."""
 
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, ArithmeticError)
-"""Errors of a call on copies: of lengths that must be sorted, or of shapes that depend on the data."""
 _BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _SHUFFLES = frozenset([torch.randperm, torch.multinomial, Tensor.multinomial])
-_UNFOLLOWED = frozenset([Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_hook, Tensor.numpy])
+_UNFOLLOWED = frozenset([Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_hook])
+_READS = frozenset(
+    [
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__int__, Tensor.__float__),
+        Tensor.__index__,
+    ]
+)
+_SIZES = frozenset([Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__, Tensor.nelement])  # type: ignore[attr-defined]
+_DRAWS_BY_VALUE = frozenset([torch.poisson, torch.binomial, standard_gamma, sample_dirichlet])
+"""Random functions that draw more often for some values: from the same state, other rows get other numbers."""
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_OF_TORCH = ("torch", "builtins")
+_OPERATORS = ("torch._ops", "torch.ops", "torch._library")
+"""Where operators are that are called by name, also those of the program: which of them draw is not known here."""
 _ADDITIONS = frozenset(
     [torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__]
 )
@@ -117,6 +142,9 @@ class _Followed:
     magnitude: Tensor | None = None  # of a number: the sum of its terms' absolute values, to judge roundings by
 
 
+RowOutputs = dict[int, set[int]]
+"""By the number of a mirrored module's call in a step: which leaves of its outputs have rows."""
+
 _watch: ContextVar[RowWatch | None] = ContextVar("lockstep_row_watch", default=None)
 
 
@@ -142,17 +170,22 @@ class RowWatch:
     Args:
         rng: the replica's function mode, through which all calls of torch functions come.
         rows: the number of rows of the shard, at least 2.
-        through_modules: whether to follow rows through mirrored modules. Otherwise the rows of a module's outputs
-            are exchanged as those of its inputs are.
+        row_outputs: which outputs have rows, of each call of a mirrored module, as found so far.
+        through_modules: whether to follow rows through mirrored modules, and to find ``row_outputs``. Otherwise the
+            rows of such outputs are exchanged as those of the inputs are.
 
     Attributes:
         mixings: what was found, one for each loss.
-        compared: whether a loss has been compared that is not 0.
+        saw_zero, compared: whether a loss has been compared that is 0, and one that is not.
     """
 
-    def __init__(self, rng: ReplicaRng, rows: int, *, through_modules: bool) -> None:
+    def __init__(
+        self, rng: ReplicaRng, rows: int, *, through_modules: bool, row_outputs: RowOutputs | None = None
+    ) -> None:
         self.mixings: list[Mixing] = []
-        self.compared = False
+        self._row_outputs: RowOutputs = {} if row_outputs is None else row_outputs
+        self._calls = 0  # of mirrored modules so far, those in others left out
+        self.saw_zero = self.compared = False
         self.through_modules = through_modules
         self._rng, self._rows = rng, rows
         self._followed: dict[int, _Followed] = {}
@@ -187,7 +220,7 @@ class RowWatch:
 
     def follow_rows(self, leaves: Sequence[Any]) -> None:
         """Follows tensors whose dimension 0 are the rows of the shard."""
-        with torch.no_grad(), self._rng.aside():
+        with torch.no_grad(), self._rng.aside(), DisableTorchFunction():  # the program's modes do not see it
             for leaf in leaves:
                 if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
@@ -222,25 +255,47 @@ class RowWatch:
 
     def module_begins(self) -> None:
         """A mirrored module is called."""
-        self._modules += not self.through_modules
+        self._modules += 1
 
     def module_ends(self, outputs: Any) -> None:
         """A mirrored module has returned."""
-        if not self.through_modules:
-            self._modules -= 1
-            if not self._modules:
-                self.follow_rows(tree_leaves(outputs))
+        self._modules -= 1
+        if self._modules:
+            return
+        call, leaves = self._calls, tree_leaves(outputs)
+        self._calls += 1
+        if self.through_modules:
+            found = {number for number, leaf in enumerate(leaves) if self._has_rows(leaf)}
+            self._row_outputs.setdefault(call, set()).update(found)
+        else:
+            self.follow_rows([leaf for number, leaf in enumerate(leaves) if number in self._row_outputs.get(call, ())])
+
+    def _has_rows(self, leaf: Any) -> bool:
+        """Whether dimension 0 of an output are the rows: none changes with the rows of the other group alone."""
+        followed = self._get(leaf) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == self._rows else None
+        if followed is None or any(each.shape != leaf.shape for each in followed.copies):
+            return False
+        neither, a, b, _ = followed.copies
+        half = self._half
+        with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
+            of_own = torch.equal(neither[:half], b[:half]) and torch.equal(neither[half:], a[half:])
+            return of_own and not torch.equal(neither, a)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call of a torch function, beside it those on the copies, and returns its result."""
         self._shuffles = self._shuffles or func in _SHUFFLES
         # Without a context it is a collective's part for all replicas: what it gives is a constant here.
-        if self._modules or get_replica_context() is None or functorch_interpreter() is not None:
+        unseen = self._modules and not self.through_modules
+        if unseen or get_replica_context() is None or functorch_interpreter() is not None:
             return self._rng.unwatched(func, args, kwargs)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             return self._rng.unwatched(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if (func in _READS and self._tells_rows_apart(args[0])) or (func in _SIZES and self._has_other_sizes(args[0])):
+            self._followed.clear()
+        if not _is_torchs(func, leaves):
+            return self._rng.unwatched(func, args, kwargs)
         inputs = [found for leaf in tensors if (found := self._get(leaf)) is not None]
         if inputs and func in _BACKWARDS:
             self._differentiated(func, args, kwargs)
@@ -256,6 +311,20 @@ class RowWatch:
                     self._follow(_Call(func, leaves, structure, constants, again), result, inputs)
         return result
 
+    def _tells_rows_apart(self, tensor: Any) -> bool:
+        """Whether whole numbers that the program reads are others in the copies."""
+        followed = self._get(tensor)
+        if followed is None or tensor.is_floating_point() or tensor.dtype is torch.bool:
+            return False
+        first, *others = followed.copies
+        with torch.no_grad(), self._rng.aside():
+            return any(first.shape != other.shape or not torch.equal(first, other) for other in others)
+
+    def _has_other_sizes(self, tensor: Any) -> bool:
+        """Whether the program reads a size of what is larger or smaller in the copies."""
+        followed = self._get(tensor)
+        return followed is not None and any(each.shape != tensor.shape for each in followed.copies)
+
     def _concerns(self, arguments: Iterable[Any]) -> bool:
         """Whether an argument, or an item of one, may depend on rows; most calls are of weights and shapes."""
         return any(
@@ -268,20 +337,23 @@ class RowWatch:
         try:
             with self._rng if is_random(call.func) else nullcontext():
                 results, written = call.on_copies(self._get)
-        except _FAILURES:
+        except Exception:  # noqa: BLE001  such as of lengths that must be sorted
+            self._followed.clear()  # what was followed so far must not meet a result that is the shard's own
             return
         flat = [tree_leaves(each) for each in results]
         leaves = tree_leaves(result)
         for target, copies in zip(call.written, zip(*written, strict=True), strict=True):
             self._note(call, target, copies, inputs)
         if any(len(each) != len(leaves) for each in flat):
+            self._followed.clear()
             return
         for leaf, copies in zip(leaves, zip(*flat, strict=True), strict=True):
             if all(isinstance(each, Tensor) for each in (leaf, *copies)) and self._get(leaf) is None:
                 self._note(call, leaf, copies, inputs)
 
     def _note(self, call: _Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[_Followed]) -> None:
-        if any(each.shape != copies[0].shape for each in copies) or not _is_plain(target):
+        # Of other shapes where a mask selects. A number of which the program reads ends the watch.
+        if any(each.shape != target.shape for each in copies) or not _is_plain(target):
             self._add(target, _Followed(ref(target), tuple(copies)))
             return
         if target.is_floating_point():
@@ -293,7 +365,7 @@ class RowWatch:
                 origins = (_described(call.func),)
             if origins and self._is_mixed(samples):
                 self._names_mixed = origins
-        is_number = not target.ndim and target.is_floating_point()
+        is_number = target.numel() == 1 and target.is_floating_point()
         magnitude = call.magnitude(target, self._get) if is_number else None
         self._add(target, _Followed(ref(target), tuple(copies), origins, magnitude=magnitude))
 
@@ -324,6 +396,7 @@ class RowWatch:
         neither, a, b, both = totals = [float((each.double() * factor).sum()) for each in followed.copies]
         sizes = [*map(abs, totals), *([] if followed.magnitude is None else [float(followed.magnitude)])]
         if not all(map(math.isfinite, sizes)) or not max(sizes):
+            self.saw_zero = True
             return
         self.compared = True
         off = abs(neither + both - a - b) / max(sizes)
@@ -422,7 +495,7 @@ class _Call:
         if self.func in _LINEAR:
             args, kwargs = tree_unflatten([_absolute(leaf, get(leaf)) for leaf in self.leaves], self.structure)
             least.append(self.func(*args, **kwargs).abs().double())
-        return torch.stack([each.to(result.device) for each in least]).max()
+        return torch.stack([each.to(result.device).reshape(()) for each in least]).max()
 
 
 def _absolute(leaf: Any, followed: _Followed | None) -> Any:
@@ -448,7 +521,8 @@ def _normalised(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     if arguments.get("training") or mean is None or variance is None:
         shard = _named(_OF_BATCH_NORM, *call.arguments())["input"].detach()
         over = [dim for dim in range(shard.ndim) if dim != 1]
-        variance, mean = torch.var_mean(shard.float(), over, correction=0)
+        shard = shard if shard.dtype is torch.float64 else shard.float()
+        variance, mean = torch.var_mean(shard, over, correction=0)
     return F.batch_norm(
         arguments["input"],
         mean,
@@ -533,6 +607,18 @@ def _depends_on_both(samples: Sequence[Tensor]) -> bool:
 def _described(func: Any) -> str:
     name, line = getattr(func, "__name__", str(func)), call_site()
     return f"{name.strip('_')} ({line})" if line else name.strip("_")
+
+
+def _is_torchs(func: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a call is of a function of torch's own, on plain tensors, that calls nothing of the program's."""
+    home = getattr(func, "__module__", None) or "torch"
+    if home.startswith(_OPERATORS) or not home.startswith(_OF_TORCH) or func in _DRAWS_BY_VALUE:
+        return False
+    return all(type(leaf) in _PLAIN_TENSORS if isinstance(leaf, Tensor) else not _is_function(leaf) for leaf in leaves)
+
+
+def _is_function(leaf: Any) -> bool:
+    return isinstance(leaf, (FunctionType, MethodType, torch.nn.Module))
 
 
 def _items(container: Any) -> Iterable[Any]:

@@ -32,7 +32,7 @@ from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
-from lockstep.watch.rows import ALL_CHECKED_FROM, RowWatch
+from lockstep.watch.rows import ALL_CHECKED_FROM, THROUGH_STEPS, RowWatch
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
@@ -197,9 +197,9 @@ class LossCheck:
         return self._replicas > 1 and self._steps.bit_count() == 1
 
     def row_watches(self, strategy: Strategy, rows: Sequence[int]) -> PerReplica[RowWatch | None]:
-        """What follows the rows of each local replica's shard through this step: in the first one, and late ones."""
+        """What follows the rows of each local replica's shard through this step: in the first two, and late ones."""
         late = self._steps >= ALL_CHECKED_FROM and self._steps.bit_count() == 1
-        follows = self._replicas > 1 and (self._steps == 1 or late)
+        follows = self._replicas > 1 and (self._steps <= THROUGH_STEPS or late)
         modes = strategy.function_modes
         return PerReplica(
             [

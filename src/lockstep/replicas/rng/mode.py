@@ -146,7 +146,8 @@ class ReplicaRng(TorchFunctionMode):
         self._applies = applies
         self._instead = {F.l1_loss: _l1_loss, **instead}
         self.guard: Guard | None = None
-        self.watch: Watch | None = None
+        self._watch: Watch | None = None
+        self._passed_on = _METADATA
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRng:
@@ -161,12 +162,12 @@ class ReplicaRng(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in self._passed_on:
             return func(*args)
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on the two
-            if self.watch is not None:
-                return self.watch.call(func, args, kwargs)
+            if self._watch is not None:
+                return self._watch.call(func, args, kwargs)
             if self.guard is not None:
                 result = self.guard(func, args, kwargs)
                 if result is not PROCEED:
@@ -175,6 +176,15 @@ class ReplicaRng(TorchFunctionMode):
         if not random or _on_accelerator(args, kwargs) or self._generator_here() is None:
             return self._instead.get(func, func)(*args, **kwargs)
         return self._draw(func, args, kwargs)
+
+    @property
+    def watch(self) -> Watch | None:
+        """What sees and makes every call of a torch function, those that read sizes included; mostly None."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watch | None) -> None:
+        self._watch, self._passed_on = watch, _METADATA if watch is None else frozenset()
 
     def unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call as without a watch. Of calls inside it the watch sees none."""
