@@ -42,7 +42,7 @@ class Term:
     is_sum: bool  # of several items
     factors: tuple[float, ...]  # by which it is multiplied
     digest: int | None  # of all that its gradient depends on, if that is known
-    counts_rows: bool = True  # unless it is a mean over labels of which some are ignored, or have weights
+    labels: float | None = None  # of a mean over labels: their number, or the sum of their weights, if not that of all
 
 
 @dataclass(slots=True)
@@ -128,20 +128,22 @@ def loss_warnings(
 
 
 def _is_mean_over_shards(
-    terms: Sequence[Term], counts: Sequence[int], local: int, replicas: int, divisors: Iterable[int]
+    terms: Sequence[Term], counts: Sequence[float], local: int, replicas: int, divisors: Iterable[int]
 ) -> bool:
     """Whether a term of all replicas is a mean over each one's rows that nothing turns into a part of one mean.
 
     Such a part may be divided by one of ``divisors`` beside.
     """
+    if any(term.labels is not None for term in terms):  # shares are those of labels, not of rows
+        counts = [count if term.labels is None else term.labels for term, count in zip(terms, counts, strict=True)]
     total, uneven = sum(counts), len(set(counts)) > 1
 
-    def wrong(term: Term, count: int) -> bool:
+    def wrong(term: Term, count: float) -> bool:
         size = term.mean_over
         if size is None or (term.is_sum and size != count):
             return False
         parts = [float(count), count / total, 1 / total]
-        if (size == total or not uneven) and term.counts_rows:
+        if size == total or not uneven:
             parts += [1 / (replicas * divisor) for divisor in divisors]
         if replicas != local and term.factors:
             return False  # the global batch is not known here
@@ -202,14 +204,15 @@ def _factor(node: Any) -> Iterator[float]:
 def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
     is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
     mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved else None
-    return Term(mean_over, is_sum, factors, digest, _counts_rows(node, mean_over, saved=saved))
+    return Term(mean_over, is_sum, factors, digest, _labels(node) if saved and mean_over is not None else None)
 
 
-def _counts_rows(node: Any, mean_over: int | None, *, saved: bool) -> bool:
-    """Whether a mean divides by the number of items, and not by that of labels or of their classes' weights."""
-    divisor = _saved(node, "_saved_total_weight") if saved and mean_over is not None else None
-    labels = _saved(node, "_saved_target") if divisor is not None else None
-    return divisor is None or labels is None or math.isclose(float(divisor), labels.numel(), rel_tol=1e-6)
+def _labels(node: Any) -> float | None:
+    """What a mean over labels is divided by, where some are ignored or have weights."""
+    divisor, labels = _saved(node, "_saved_total_weight"), _saved(node, "_saved_target")
+    if divisor is None or labels is None or math.isclose(float(divisor), labels.numel(), rel_tol=1e-6):
+        return None
+    return float(divisor)
 
 
 def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | None:
