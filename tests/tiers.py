@@ -30,6 +30,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_ctrl_c_ends_a_run_in_one_line",
     ),
     "cli/test_train_reviews.py": ("test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files",),
+    "cli/test_finished_runs.py": (),
     "cluster/test_launched_jobs.py": (
         "test_mpirun_trains_one_model",
         "test_processes_with_these_variables_train_one_model",
@@ -72,6 +73,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_a_worker_that_goes_silent_is_lost_on_all_others",
         "test_the_chief_is_lost_with_its_store",
     ),
+    "mirroring/test_surrounding_compile.py": ("test_a_forward_that_is_no_single_graph_runs_as_it_is_with_a_warning",),
     "parallel/test_vocab_parallel_sharded.py": (),
     "recipes/images/test_resume.py": (),
     "recipes/images/test_run.py": (
@@ -121,6 +123,11 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
         "test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is",
         "test_a_second_process_finds_the_compiled_code_and_has_the_same_bits",
         "test_compiled_products_go_to_onednn_where_it_is_faster",
+    ),
+    "integrations/test_keras_compiled.py": ("test_predict_before_any_training_compiles_once_and_ends",),
+    "recipes/images/test_small_data.py": (
+        "test_the_best_epoch_is_kept_whatever_comes_after",
+        "test_any_number_of_replicas_computes_the_same_statistics",
     ),
     "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
     "scaling/test_html_report.py": (

@@ -131,7 +131,7 @@ class TrainingCommand(ABC):
     Args:
         devices: how to divide the devices.
         output: folder for logs, weights and curves.
-        overwrite: replace the results of a finished run in the same --output.
+        overwrite: replace a finished run's results in --output.
         check_exact: then repeat the first steps on one device, without dropout, and compare.
         quiet: print the result only, no progress.
         config: the recipe's configuration.

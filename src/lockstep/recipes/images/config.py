@@ -44,8 +44,7 @@ class ImagesConfig:
         learning_rate: constant learning rate of Adam.
         patience: epochs without a lower validation loss before training stops, and the weights of the best epoch are
             restored; 0 never stops early and keeps the last epoch.
-        patience_updates: updates without a lower validation loss before training stops, if they are more than the
-            epochs of patience have; 0 counts epochs alone.
+        patience_updates: the same in updates, if they are more; 0 counts epochs alone.
         precision: precision of the forward and backward pass.
         accumulate: global batches per update.
         clip_norm: maximum norm of the gradients; default: no clipping.

@@ -38,8 +38,7 @@ class MlmConfig:
             the published 1e-4 for pretrained ones.
         patience: epochs without a lower validation loss before training stops, and the weights of the best epoch are
             restored; 0 never stops early and keeps the last epoch.
-        patience_updates: updates without a lower validation loss before training stops, if they are more than the
-            epochs of patience have; 0 counts epochs alone.
+        patience_updates: the same in updates, if they are more; 0 counts epochs alone.
         precision: precision of the forward and backward pass.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them; less memory, more
             time.
