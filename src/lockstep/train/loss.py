@@ -133,7 +133,7 @@ def checked_sums(
             _check_label_means(loss, sums.label_means, on_cpu)
         # A total and a count are compared less often: the row watch, which looks in the steps between, needs no counts.
         if is_due(step, on_cpu=on_cpu) and (sums.assumed_mean or step.bit_count() == 1):
-            _check_parts(loss, shard, sums, context)
+            _check_parts(loss, shard, sums, context, parts=MOST_PARTS if step == 1 else 2)
     return sums.total, sums.count
 
 
@@ -186,9 +186,9 @@ class _Mismatch:
     is_sum: bool  # whether the loss of the whole is the sum of the losses of its parts
 
 
-def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> None:
+def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext, *, parts: int) -> None:
     """Compares a shard with its parts, and refuses a loss that they do not add up to."""
-    found = _compared(partial(_totals, loss, True), shard, sums, context)
+    found = _compared(partial(_totals, loss, True), shard, sums, context, parts)
     if isinstance(found, _Mismatch):
         shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
         what = "the sum over" if found.is_sum else "no mean over"
@@ -207,14 +207,16 @@ def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: Replic
         )
 
 
-def _compared(measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext) -> _Mismatch | str | None:
+def _compared(
+    measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext, parts: int
+) -> _Mismatch | str | None:
     """None if the parts of a shard add up to it; a text that says why, if that cannot be checked."""
     why = ""
     for with_gradients in (False, True):  # a penalty on gradients needs them, and most losses are faster without
         rows = shard.requiring_grad() if with_gradients else shard
         try:
             with torch.set_grad_enabled(with_gradients), checked_alone(context):
-                return _compare(measure, rows, sums)
+                return _compare(measure, rows, sums, parts)
         except CollectiveError:  # the loss knows of the other replicas
             return "it calls collectives" if sums.assumed_mean else None
         except FAILURES as error:
@@ -223,7 +225,7 @@ def _compared(measure: _Measure, shard: ShardRows, sums: LossTotals, context: Re
     return why
 
 
-def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch | str | None:
+def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals, most_parts: int) -> _Mismatch | str | None:
     whole = sums.numbers()
     if not all(map(math.isfinite, whole)):
         return None
@@ -233,7 +235,7 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals) -> _Mismatch
     if shard.rows == 1:  # the same row twice must give the same mean
         index = index.repeat(2)
         whole = measure(shard.take(index)).numbers()
-    pieces = index.tensor_split(max(2, min(MOST_PARTS, shard.rows // 2)))
+    pieces = index.tensor_split(max(2, min(most_parts, shard.rows // 2)))
     parts = [measure(shard.take(piece)).numbers() for piece in pieces]
     difference, (suspect, _) = _difference(whole, parts), bounds(sums.rounding)
     if difference <= suspect:

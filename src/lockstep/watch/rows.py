@@ -145,6 +145,16 @@ class _Followed:
 RowOutputs = dict[int, set[int]]
 """By the number of a mirrored module's call in a step: which leaves of its outputs have rows."""
 
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a call has given, of what, and where."""
+
+    followed: _Followed
+    inputs: Sequence[_Followed]
+    call: str
+
+
 _watch: ContextVar[RowWatch | None] = ContextVar("lockstep_row_watch", default=None)
 
 
@@ -195,6 +205,7 @@ class RowWatch:
         self._rounding = torch.finfo(torch.float32).eps
         self._shuffles = False
         self._names_mixed: tuple[str, ...] | None = None
+        self._results: list[_Result] = []  # whose origins are looked for if a loss is found
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
@@ -207,6 +218,7 @@ class RowWatch:
         finally:
             self._rng.watch = None
             self._followed.clear()
+            self._results.clear()
             _watch.reset(token)
 
     @contextmanager
@@ -358,16 +370,26 @@ class RowWatch:
             return
         if target.is_floating_point():
             self._rounding = max(self._rounding, torch.finfo(target.dtype).eps)
-        origins = tuple(dict.fromkeys(name for each in inputs for name in each.origins))
-        if self._names_mixed is None:
-            samples = [_sample(each.detach()) for each in copies]
-            if not origins and _depends_on_both(samples):
-                origins = (_described(call.func),)
-            if origins and self._is_mixed(samples):
-                self._names_mixed = origins
         is_number = target.numel() == 1 and target.is_floating_point()
         magnitude = call.magnitude(target, self._get) if is_number else None
-        self._add(target, _Followed(ref(target), tuple(copies), origins, magnitude=magnitude))
+        followed = _Followed(ref(target), tuple(copies), magnitude=magnitude)
+        self._add(target, followed)
+        result = _Result(followed, inputs, _described(call.func))
+        if self.through_modules:  # at once: the copies of all layers would fill the memory
+            self._find_origins(result)
+        else:
+            self._results.append(result)
+
+    def _find_origins(self, result: _Result) -> None:
+        """Notes which calls combined rows first, of what a call has given."""
+        origins = tuple(dict.fromkeys(name for each in result.inputs for name in each.origins))
+        if self._names_mixed is None:
+            samples = [_sample(each.detach()) for each in result.followed.copies]
+            if not origins and _depends_on_both(samples):
+                origins = (result.call,)
+            if origins and self._is_mixed(samples):
+                self._names_mixed = origins
+        result.followed.origins = origins
 
     def _is_mixed(self, samples: Sequence[Tensor]) -> bool:
         """Whether a value of (A, B), given with those of the copies, is no sum over the groups."""
@@ -402,6 +424,8 @@ class RowWatch:
         off = abs(neither + both - a - b) / max(sizes)
         suspect, certain = bounds(self._rounding)
         if off > suspect:
+            for result in self._results:
+                self._find_origins(result)
             origins = self._names_mixed or followed.origins
             self.mixings.append(Mixing(origins, off, off > certain, self._shuffles))
 
