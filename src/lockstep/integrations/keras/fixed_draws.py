@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.integrations.keras.losses import is_compared
-from lockstep.replicas.rng.mode import is_random
+from lockstep.replicas.rng.mode import is_noise, is_random
 
 
 @contextmanager
@@ -35,7 +35,7 @@ class _FixedDraws(TorchFunctionMode):
         if func in (torch.argsort, Tensor.argsort):  # by which Keras shuffles
             return _in_order(*args, **kwargs)
         drawn = func(*args, **kwargs)
-        if not is_random(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
+        if not is_noise(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
             return drawn
         return torch.arange(drawn.numel(), device=drawn.device) if func is torch.randperm else drawn.fill_(0.5)
 

@@ -132,6 +132,11 @@ class Distribution:
         self._checkable_batches += 1
         return self._checkable_batches.bit_count() == 1
 
+    @property
+    def is_first_batch(self) -> bool:
+        """Whether the batch that is compared is the first one."""
+        return self._checkable_batches == 1
+
     def begin_loop(self) -> None:
         """Notes that ``fit``, ``evaluate`` or ``predict`` begins, or a call for one batch."""
         self._first_rows = None
@@ -346,7 +351,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             # Function modes see what is drawn, and compiled code does not.
             step = replace(step, compiled=None, needs_modes=True, is_training=is_training)
             self._run(step.check, shards)
-            check_batch(step, data, strategy)
+            check_batch(step, data, strategy, is_first=distribution.is_first_batch)
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
 

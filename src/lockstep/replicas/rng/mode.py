@@ -101,6 +101,11 @@ def is_random(func: Callable[..., Any]) -> bool:
     return func in _DRAWING
 
 
+def is_noise(func: Callable[..., Any]) -> bool:
+    """Whether what a torch function gives is random numbers alone, as ``torch.rand`` and ``normal_`` do."""
+    return func in _TAKES_GENERATOR
+
+
 def restore_l1_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with the ``weight`` that torch 2.13's ``F.l1_loss`` does not pass on to modes."""
     if func is not F.l1_loss or kwargs.get("weight") is not None:
