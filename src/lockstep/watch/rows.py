@@ -7,16 +7,16 @@ the same shard as A, as B, or as both, in the same places and of the same shapes
 
     loss(A, B) + loss(A', B') - loss(A', B) - loss(A, B')  is 0 if, and only if, the loss is f(A) + g(B)
 
-Nothing of the user's is called twice, only torch's own functions, on plain tensors. Random functions draw the same
-numbers in all calls; those whose number of draws depends on their arguments are not followed. The
-four copies are computed alike, so that what one row gives is the same to the bit whatever the other rows are: the call
-itself may take another kernel, as one with gradients.
+Only torch's own functions are called again, on plain tensors, and no code of the user. Random functions draw the same
+numbers in all calls; those whose number of draws depends on their arguments are not followed. The result of the step is
+not compared with the copies, since a call with gradients may take another kernel; the four copies take the same one, so
+that a row's result has the same bits whatever the other rows are.
 
-A tensor that was made unseen, as by NumPy or a collective, is the same constant in all four: such a constant cannot
-make a sum over rows look like something else. Where the program reads whole numbers that depend on rows, such as a list
-of lengths or how many a mask selects, nothing is followed any more: it may use them beside the rows, which the copies
-have others of. Neither is it where a call fails on copies, as of lengths that must be sorted. Batch norms are
-allowed to take statistics of a shard: the copies are normalised by those of the shard itself.
+A tensor that is made out of sight, by NumPy or a collective, is the same constant in all four copies, and a constant
+cannot make a sum over rows look like something else. The watch ends for this step where the program reads integers that
+depend on rows (a list of lengths, how many rows a mask selects), because it may use them together with rows, which
+differ in the copies; and where a call fails on the copies, such as one that needs sorted lengths. Batch norms may take
+statistics of a shard: the copies are normalised by the statistics of the shard itself.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ class _Followed:
     tensor: ref[Tensor]
     copies: tuple[Tensor, ...]
     origins: tuple[str, ...] = ()  # the calls that combined rows of both groups first
-    is_mixed: bool = False  # whether it is no sum over the groups
     magnitude: Tensor | None = None  # of a number: the sum of its terms' absolute values, to judge roundings by
 
 
@@ -254,13 +253,13 @@ class RowWatch:
                     self._compare_rows(followed)
 
     def _compare_rows(self, followed: _Followed) -> None:
-        neither, a, b, _ = (each.double() for each in followed.copies)
-        if any(each.shape != neither.shape for each in (a, b)) or not neither.numel():
+        unchanged, a, b, _ = (copy.double() for copy in followed.copies)
+        if any(copy.shape != unchanged.shape for copy in (a, b)) or not unchanged.numel():
             return
         self.compared = True
         half = self._half
-        off = torch.stack([(neither - b)[:half].abs().max(), (neither - a)[half:].abs().max()]).max()
-        difference = float(off / neither.abs().max().clamp(min=1e-30))
+        off = torch.stack([(unchanged - b)[:half].abs().max(), (unchanged - a)[half:].abs().max()]).max()
+        difference = float(off / unchanged.abs().max().clamp(min=1e-30))
         suspect, certain = bounds(self._rounding)
         if difference > suspect:
             self.mixings.append(Mixing(followed.origins, difference, difference > certain, self._shuffles))
@@ -277,21 +276,22 @@ class RowWatch:
         call, leaves = self._calls, tree_leaves(outputs)
         self._calls += 1
         if self.through_modules:
-            found = {number for number, leaf in enumerate(leaves) if self._has_rows(leaf)}
-            self._row_outputs.setdefault(call, set()).update(found)
+            self._row_outputs.setdefault(call, set()).update(
+                number for number, leaf in enumerate(leaves) if self._has_rows(leaf)
+            )
         else:
             self.follow_rows([leaf for number, leaf in enumerate(leaves) if number in self._row_outputs.get(call, ())])
 
     def _has_rows(self, leaf: Any) -> bool:
         """Whether dimension 0 of an output are the rows: none changes with the rows of the other group alone."""
         followed = self._get(leaf) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == self._rows else None
-        if followed is None or any(each.shape != leaf.shape for each in followed.copies):
+        if followed is None or any(copy.shape != leaf.shape for copy in followed.copies):
             return False
-        neither, a, b, _ = followed.copies
+        unchanged, a, b, _ = followed.copies
         half = self._half
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
-            of_own = torch.equal(neither[:half], b[:half]) and torch.equal(neither[half:], a[half:])
-            return of_own and not torch.equal(neither, a)
+            rows_alone = torch.equal(unchanged[:half], b[:half]) and torch.equal(unchanged[half:], a[half:])
+            return rows_alone and not torch.equal(unchanged, a)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call of a torch function, beside it those on the copies, and returns its result."""
@@ -308,7 +308,7 @@ class RowWatch:
             self._followed.clear()
         if not _is_torchs(func, leaves):
             return self._rng.unwatched(func, args, kwargs)
-        inputs = [found for leaf in tensors if (found := self._get(leaf)) is not None]
+        inputs = [followed for leaf in tensors if (followed := self._get(leaf)) is not None]
         if inputs and func in _BACKWARDS:
             self._differentiated(func, args, kwargs)
         if not inputs or func in _BACKWARDS or func in _UNFOLLOWED:
@@ -335,13 +335,14 @@ class RowWatch:
     def _has_other_sizes(self, tensor: Any) -> bool:
         """Whether the program reads a size of what is larger or smaller in the copies."""
         followed = self._get(tensor)
-        return followed is not None and any(each.shape != tensor.shape for each in followed.copies)
+        return followed is not None and any(copy.shape != tensor.shape for copy in followed.copies)
 
     def _concerns(self, arguments: Iterable[Any]) -> bool:
         """Whether an argument, or an item of one, may depend on rows; most calls are of weights and shapes."""
         return any(
-            id(each) in self._followed or (isinstance(each, (list, tuple, dict)) and self._concerns(_items(each)))
-            for each in arguments
+            id(argument) in self._followed
+            or (isinstance(argument, (list, tuple, dict)) and self._concerns(_items(argument)))
+            for argument in arguments
         )
 
     def _follow(self, call: _Call, result: Any, inputs: Sequence[_Followed]) -> None:
@@ -352,20 +353,20 @@ class RowWatch:
         except Exception:  # noqa: BLE001  such as of lengths that must be sorted
             self._followed.clear()  # what was followed so far must not meet a result that is the shard's own
             return
-        flat = [tree_leaves(each) for each in results]
+        flat = [tree_leaves(result_of_copy) for result_of_copy in results]
         leaves = tree_leaves(result)
         for target, copies in zip(call.written, zip(*written, strict=True), strict=True):
             self._note(call, target, copies, inputs)
-        if any(len(each) != len(leaves) for each in flat):
+        if any(len(leaves_of_copy) != len(leaves) for leaves_of_copy in flat):
             self._followed.clear()
             return
         for leaf, copies in zip(leaves, zip(*flat, strict=True), strict=True):
-            if all(isinstance(each, Tensor) for each in (leaf, *copies)) and self._get(leaf) is None:
+            if all(isinstance(value, Tensor) for value in (leaf, *copies)) and self._get(leaf) is None:
                 self._note(call, leaf, copies, inputs)
 
     def _note(self, call: _Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[_Followed]) -> None:
         # Of other shapes where a mask selects. A number of which the program reads ends the watch.
-        if any(each.shape != target.shape for each in copies) or not _is_plain(target):
+        if any(copy.shape != target.shape for copy in copies) or not _is_plain(target):
             self._add(target, _Followed(ref(target), tuple(copies)))
             return
         if target.is_floating_point():
@@ -382,9 +383,9 @@ class RowWatch:
 
     def _find_origins(self, result: _Result) -> None:
         """Notes which calls combined rows first, of what a call has given."""
-        origins = tuple(dict.fromkeys(name for each in result.inputs for name in each.origins))
+        origins = tuple(dict.fromkeys(name for argument in result.inputs for name in argument.origins))
         if self._names_mixed is None:
-            samples = [_sample(each.detach()) for each in result.followed.copies]
+            samples = [_sample(copy.detach()) for copy in result.followed.copies]
             if not origins and _depends_on_both(samples):
                 origins = (result.call,)
             if origins and self._is_mixed(samples):
@@ -395,9 +396,9 @@ class RowWatch:
         """Whether a value of (A, B), given with those of the copies, is no sum over the groups."""
         if not samples[0].is_floating_point() or not samples[0].numel():
             return False
-        neither, a, b, both = (each.double() for each in samples)
-        off = (neither + both - a - b).abs()
-        size = torch.stack([each.abs().max() for each in (neither, a, b, both)]).max()
+        unchanged, a, b, both = (sample.double() for sample in samples)
+        off = (unchanged + both - a - b).abs()
+        size = torch.stack([sample.abs().max() for sample in (unchanged, a, b, both)]).max()
         return bool((off > size * (self._rounding * SUSPECT)).any())
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -412,16 +413,16 @@ class RowWatch:
                     self._compare(root, weight, followed)
 
     def _compare(self, root: Tensor, weight: Any, followed: _Followed) -> None:
-        if any(each.shape != root.shape for each in followed.copies):
+        if any(copy.shape != root.shape for copy in followed.copies):
             return
         factor = weight.detach() if isinstance(weight, Tensor) and weight.shape == root.shape else 1.0
-        neither, a, b, both = totals = [float((each.double() * factor).sum()) for each in followed.copies]
+        unchanged, a, b, both = totals = [float((copy.double() * factor).sum()) for copy in followed.copies]
         sizes = [*map(abs, totals), *([] if followed.magnitude is None else [float(followed.magnitude)])]
         if not all(map(math.isfinite, sizes)) or not max(sizes):
             self.saw_zero = True
             return
         self.compared = True
-        off = abs(neither + both - a - b) / max(sizes)
+        off = abs(unchanged + both - a - b) / max(sizes)
         suspect, certain = bounds(self._rounding)
         if off > suspect:
             for result in self._results:
@@ -439,14 +440,14 @@ class RowWatch:
             yield lambda: None
             return
         generators.append(self._rng.default_generator())
-        on_device = next((each.device for each in tensors if each.device.type == "cuda"), None)
-        before = [each.get_state() for each in generators]
+        on_device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        before = [generator.get_state() for generator in generators]
         device_before = None if on_device is None else torch.cuda.get_rng_state(on_device)
         after: list[Tensor] = []
 
         def again() -> None:
             if not after:
-                after.extend(each.get_state() for each in generators)
+                after.extend(generator.get_state() for generator in generators)
                 if on_device is not None:
                     after.append(torch.cuda.get_rng_state(on_device))
             self._set_states(generators, before)
@@ -467,14 +468,14 @@ class RowWatch:
             generator.set_state(state)
 
     def _add(self, tensor: Tensor, followed: _Followed) -> None:
-        known = self._followed
+        tensors = self._followed
 
         def forget(_: object, key: int = id(tensor)) -> None:
-            if key in known and known[key].tensor() is None:
-                del known[key]
+            if key in tensors and tensors[key].tensor() is None:
+                del tensors[key]
 
         followed.tensor = ref(tensor, forget)
-        known[id(tensor)] = followed
+        tensors[id(tensor)] = followed
 
     def _get(self, tensor: Any) -> _Followed | None:
         followed = self._followed.get(id(tensor))
@@ -495,12 +496,12 @@ class _Call:
         """The results for the four copies, and for each what was written into."""
         results, written = [], []
         for number in range(_COPIES):
-            fresh = {id(each): each.detach().clone() for each in self.written}
+            fresh = {id(target): target.detach().clone() for target in self.written}
             leaves = [fresh.get(id(leaf), _copy_of(leaf, get(leaf), number)) for leaf in self.leaves]
             args, kwargs = tree_unflatten(leaves, self.structure)
             self.again()
             results.append(self._make(args, kwargs))
-            written.append([fresh[id(each)] for each in self.written])
+            written.append([fresh[id(target)] for target in self.written])
         return results, written
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -514,12 +515,13 @@ class _Call:
 
     def magnitude(self, result: Tensor, get: Callable[[Any], _Followed | None]) -> Tensor:
         """The sum of the absolute values of the terms of a number."""
-        known = [each.magnitude for leaf in self.leaves if (each := get(leaf)) and each.magnitude is not None]
-        least = [result.detach().abs().double(), *(each for each in known if self.func in _ADDITIONS)]
+        arguments = [followed for leaf in self.leaves if (followed := get(leaf)) is not None]
+        terms = [followed.magnitude for followed in arguments if followed.magnitude is not None]
+        least = [result.detach().abs().double(), *(terms if self.func in _ADDITIONS else ())]
         if self.func in _LINEAR:
             args, kwargs = tree_unflatten([_absolute(leaf, get(leaf)) for leaf in self.leaves], self.structure)
             least.append(self.func(*args, **kwargs).abs().double())
-        return torch.stack([each.to(result.device).reshape(()) for each in least]).max()
+        return torch.stack([number.to(result.device).reshape(()) for number in least]).max()
 
 
 def _absolute(leaf: Any, followed: _Followed | None) -> Any:
