@@ -28,20 +28,17 @@ _LOSS_TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE = 1e-3
 _HALF_GRADIENT_TOLERANCE = 5e-2
 _HALF_TOLERANCE = 2e-2  # of models that compute in float16 or bfloat16
-_LATER_TOLERANCE = 5e-2  # of batches after the first
 # Rounding may put single rows on the other side of a threshold.
 _METRIC_TOLERANCE = 2e-2
 
 
-def check_batch(step: Step, data: Any, strategy: Strategy, *, is_first: bool) -> None:
+def check_batch(step: Step, data: Any, strategy: Strategy) -> None:
     """Raises a ConfigError that names the loss, metric or variable which shards of a batch cannot compute.
 
     Args:
         step: a step of a compiled model that has evaluated the shards; the variables stay as they are.
         data: the whole batch.
         strategy: that of the model.
-        is_first: whether it is the first batch. Of later ones the loss alone is compared, and roughly: layers that have
-            drawn while they trained may draw other numbers for shards than for the whole.
     """
     model, variables, run, rows = step.model, step.variables, step.run, step.rows
     whole = _changes_of_whole(model, variables, data, rows, is_training=step.is_training)
@@ -51,15 +48,12 @@ def check_batch(step: Step, data: Any, strategy: Strategy, *, is_first: bool) ->
         id(each): (total if run.adds_up(each) else total - each.value, whole[id(each)]) for each, total in compared
     }
     (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
-    exact = _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE
-    if not _close(total, expected, exact if is_first else _LATER_TOLERANCE):
+    if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):
         raise ConfigError(
             f"the loss of a batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
             f"shards have a mean of {float(total) / rows:.6g}: the loss, or a loss added by a layer, is no mean over "
             "the rows; have it return one value a row, or a mean"
         )
-    if not is_first:
-        return
     for metric in _single_metrics(model.metrics):
         if not all(_close(*states[id(each)], _METRIC_TOLERANCE) for each in metric.variables):
             raise ConfigError(

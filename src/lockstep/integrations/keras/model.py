@@ -111,7 +111,6 @@ class Distribution:
         self.strategy, self.sync_batchnorm = strategy, sync_batchnorm
         self._default_generators = default_generators
         self.first_batch_is_checked = False  # since the model was compiled, of a train_step of the model's own
-        self._checked_rows: int | None = None  # of the batches that are compared
         self._checkable_batches = 0  # since the model was compiled, that Keras's steps have taken
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
@@ -122,20 +121,14 @@ class Distribution:
     def model_was_compiled(self) -> None:
         """Notes that the model's ``compile`` was called: what was seen of it before may hold no more."""
         self.first_batch_is_checked, self._needs_modes, self._compiled = False, None, None
-        self._checked_rows, self._checkable_batches = None, 0
+        self._checkable_batches = 0
 
     def checks_batch(self, rows: int) -> bool:
         """Whether a batch is compared with Keras's own numbers: the 1st, 2nd, 4th, ... that replicas divide."""
-        if rows < 2 or self.strategy.num_replicas_in_sync == 1 or rows != (self._checked_rows or rows):
-            return False  # a last batch, of fewer rows: what is drawn while it is compared depends on the shapes
-        self._checked_rows = rows
+        if rows < 2 or self.strategy.num_replicas_in_sync == 1:
+            return False
         self._checkable_batches += 1
         return self._checkable_batches.bit_count() == 1
-
-    @property
-    def is_first_batch(self) -> bool:
-        """Whether the batch that is compared is the first one."""
-        return self._checkable_batches == 1
 
     def begin_loop(self) -> None:
         """Notes that ``fit``, ``evaluate`` or ``predict`` begins, or a call for one batch."""
@@ -351,7 +344,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             # Function modes see what is drawn, and compiled code does not.
             step = replace(step, compiled=None, needs_modes=True, is_training=is_training)
             self._run(step.check, shards)
-            check_batch(step, data, strategy, is_first=distribution.is_first_batch)
+            check_batch(step, data, strategy)
         scale = float(self.optimizer.scale_loss(1.0)) if self.optimizer is not None else 1.0
         return distribution.step(self, rows, scale), shards
 
