@@ -104,6 +104,24 @@ class Late(Order):
         return super().__iter__()
 
 
+class InContainers(Sampler[int]):
+    """Draws from generators in a list of dicts, beside which a number changes."""
+
+    def __init__(self) -> None:
+        self.streams: list[dict[str, Any]] = [{"rngs": (random.Random(7), np.random.default_rng(7)), "drawn": 0}]
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(ROWS))
+        for rng in self.streams[0]["rngs"]:
+            rng.shuffle(order)
+        self.streams[0]["drawn"] += 1
+        order = order[self.streams[0]["drawn"] :] + order[: self.streams[0]["drawn"]]
+        return iter(order)
+
+    def __len__(self) -> int:
+        return ROWS
+
+
 class Slots(Sampler[int]):
     __slots__ = ("count",)
 
@@ -249,6 +267,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "RandomState": lambda: sampled(Order(np.random.RandomState(7))),
     "numpy Generator": lambda: sampled(Order(np.random.default_rng(7))),
     "a generator made late": lambda: sampled(Late()),
+    "generators in containers": lambda: sampled(InContainers()),
     "Python's own": lambda: sampled(Order(random)),
     "a list": lambda: sampled(InPlace()),
     "an array": lambda: sampled(Permuted(np.arange(ROWS))),

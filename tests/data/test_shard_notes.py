@@ -56,6 +56,18 @@ def test_a_lone_row_without_its_dimension(make_strategy: MakeStrategy):
     assert "squeeze(1)" in told
 
 
+def test_a_loss_of_a_lone_row_that_is_a_scalar(make_strategy: MakeStrategy):
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(Squeezed())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        ls.compute_average_loss(mirrored(x).square(), global_batch_size=2)
+
+    told = notes(lambda: run(strategy, step, BATCHES), ls.errors.ConfigError)
+    assert "has 1 of the 2 rows of its batch" in told
+    assert "squeeze(1)" in told
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_fit_says_it_too(make_strategy: MakeStrategy, method: str):
     with make_strategy(2).scope():

@@ -53,7 +53,10 @@ def is_container(value: Any) -> bool:
 def encoded(value: Any, *, max_bytes: int = MAX_BYTES) -> Any:
     """Returns a copy of a value for ``decoded``, of numbers, texts, tensors, lists and dicts with texts as keys.
 
-    Raises NotPlainError for anything else, for more than 100,000 items or 800,000 integers, and for larger arrays.
+    A generator is encoded alone, and not in a container.
+
+    Raises:
+        NotPlainError: anything else, more than 100,000 items or 800,000 integers, or larger arrays.
     """
     return _Encoder(max_bytes).encoded(value)
 
@@ -126,6 +129,8 @@ class _Encoder:
             pairs = [[self.encoded(key, depth + 1), self.encoded(item, depth + 1)] for key, item in list(value.items())]
             return {_MAPPINGS[kind]: pairs}
         if is_generator(value):
+            if depth:  # it is brought to its state where it is, so its container is not copied as a whole
+                raise NotPlainError
             return {_name(value): _state(value)}
         return self._array(value)
 

@@ -284,11 +284,12 @@ def _note(error: Exception, replica: int, shards: Sequence[Sequence[Any]], repli
     if any(rows_of(leaf) == 0 for leaf in shards[replica]):
         return _NOTE.format(replicas=replicas)
     speaks_of_shapes = isinstance(error, _SHAPE_ERRORS) and _SPEAKS_OF_SHAPES.search(str(error))
-    if isinstance(error, LockstepError) or not speaks_of_shapes:
+    if not speaks_of_shapes:
         return ""
     sizes = [next((rows for leaf in leaves if (rows := _rows_in(leaf)) is not None), 0) for leaves in shards]
     rows, batch = sizes[replica], sum(sizes) if len(shards) == replicas else 0
-    if not rows or rows == batch:
+    # Our own errors say what to do about a shape, but not that a lost dimension may be that of the only row.
+    if not rows or rows == batch or (isinstance(error, LockstepError) and rows > 1):
         return ""
     text = (_PART + (_ONE_ROW if rows == 1 else "") + _FIXED).format(rows=rows, batch=batch)
     return text.replace("of the 0 rows", "of the rows").replace("view(0, ", "view(rows, ")

@@ -253,7 +253,7 @@ class Strategy(ABC):
         ]
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
-        bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs))
+        bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs) if distributed else None)
         settled = self._mirrored.settled(len(self.devices))
         with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
             for surround in self._surrounds:
@@ -266,21 +266,24 @@ class Strategy(ABC):
     def _looked_at(
         self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], given: Any
     ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
-        """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks."""
+        """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks.
+
+        ``given`` are the arguments, if any of them has a value for each replica; else None.
+        """
         first: AbstractContextManager[None] = nullcontext()
         check: AbstractContextManager[None] = nullcontext()
         if self.num_replicas_in_sync == 1:
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
         modules, row_check, replicas = self._mirrored.modules, None, range(len(bodies))
-        if self._checks_rows(fn, count):
+        if given is not None and self._checks_rows(fn, count):
             row_check = RowCheck(fn, modules, self.function_modes, rows, count=count)
             shards = distributed_leaves(given, len(bodies))
             bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
-            distributed = any(isinstance(leaf, PerReplica) for leaf in tree_leaves(given))
-            look = FirstRun(fn, modules, self.num_replicas_in_sync, rows, distributed=distributed, workers=self.workers)
+            distributed, replicas_in_sync = given is not None, self.num_replicas_in_sync
+            look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=self.workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
         elif count.look is not None and count.look.waits:

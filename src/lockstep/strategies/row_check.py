@@ -1,7 +1,7 @@
 """Checks in some runs of a step whether its losses are sums over rows, and warns once for each step function.
 
-``watch/rows.py`` follows the rows in each replica; here it is begun and ended, and its findings are told. Steps of this
-package, such as that of ``fit``, ask ``current_row_watch`` themselves, and refuse such a loss.
+``watch/rows.py`` follows the rows in each replica. This module begins and ends that, and warns of what it finds. Steps
+of this package, such as that of ``fit``, ask ``current_row_watch`` themselves and refuse such a loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.mirroring.registry import RunCount
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.step_names import description_of_step, is_of_the_package
-from lockstep.watch.rows import ALL_CHECKED_FROM, MIXING_ADVICE, THROUGH_STEPS, Mixing, RowWatch, is_due
+from lockstep.watch.rows import MIXING_ADVICE, Mixing, RowWatch, follows_modules
 
 
 class RowCheck:
@@ -44,9 +44,9 @@ class RowCheck:
     ) -> None:
         self.mixing: Mixing | None = None
         self._fn, self._modules, self._count = fn, modules, count
-        through = count.with_rows <= THROUGH_STEPS or (count.with_rows >= ALL_CHECKED_FROM and is_due(count.with_rows))
+        through, outputs = follows_modules(count.with_rows), count.row_outputs
         self._watches = [
-            None if number < 2 else RowWatch(mode, number, through_modules=through, row_outputs=count.row_outputs)
+            None if number < 2 else RowWatch(mode, number, through_modules=through, row_outputs=outputs)
             for mode, number in zip(modes, [number or 0 for number in rows], strict=True)
         ]
 

@@ -106,6 +106,11 @@ def is_due(step: int, *, on_cpu: bool = True) -> bool:
     return step == 1 or (on_cpu and step > 0 and (step <= FIRST_STEPS or step.bit_count() == 1))
 
 
+def follows_modules(step: int) -> bool:
+    """Whether rows are followed through modules in this step of a training, if its loss is checked."""
+    return 0 < step <= THROUGH_STEPS or (step >= ALL_CHECKED_FROM and step.bit_count() == 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Mixing:
     """A loss that is no sum over the rows of its shard.

@@ -32,7 +32,7 @@ from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
-from lockstep.watch.rows import ALL_CHECKED_FROM, THROUGH_STEPS, RowWatch
+from lockstep.watch.rows import RowWatch, follows_modules
 
 _IGNORED = -100  # the label of what has no loss, in transformers as in torch's cross-entropy
 
@@ -198,17 +198,10 @@ class LossCheck:
 
     def row_watches(self, strategy: Strategy, rows: Sequence[int]) -> PerReplica[RowWatch | None]:
         """What follows the rows of each local replica's shard through this step: in the first two, and late ones."""
-        late = self._steps >= ALL_CHECKED_FROM and self._steps.bit_count() == 1
-        follows = self._replicas > 1 and (self._steps <= THROUGH_STEPS or late)
-        modes = strategy.function_modes
-        return PerReplica(
-            [
-                RowWatch(mode, number, through_modules=True) if follows and number > 1 else None
-                for mode, number in zip(modes, rows, strict=True)
-            ]
-            if modes
-            else [None] * len(rows)
-        )
+        if self._replicas == 1 or not follows_modules(self._steps):
+            return PerReplica([None] * len(rows))
+        pairs = zip(strategy.function_modes, rows, strict=True)
+        return PerReplica([RowWatch(mode, size, through_modules=True) if size > 1 else None for mode, size in pairs])
 
     def warn_of_mixed_rows(self, watches: Sequence[RowWatch | None]) -> None:
         """Warns once, if a replica has found that its loss is no sum over rows."""
