@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -79,12 +79,16 @@ class _Trial:
 
 def code_of(fn: Callable[..., Any]) -> type | CodeType:
     """The code of a step function, which identifies it: a lambda or bound method is a new object at every call."""
+    if type(fn) is FunctionType:  # asked in every run; a function of Python's keeps its code where C reads it
+        return fn.__code__
     code: type | CodeType = attribute_of(attribute_of(fn, "__func__", fn), "__code__", type(fn))
     return code
 
 
 def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function under partials, bound methods and decorators."""
+    if type(fn) is FunctionType and "__wrapped__" not in fn.__dict__:
+        return fn
     passed: dict[int, Any] = {}
     inner: Any = fn
     while inner is not None and id(inner) not in passed:

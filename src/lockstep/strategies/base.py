@@ -275,15 +275,16 @@ class Strategy(ABC):
         if self.num_replicas_in_sync == 1:
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
-        modules, row_check, replicas = self._mirrored.modules, None, range(len(bodies))
+        row_check, replicas = None, range(len(bodies))
         if given is not None and self._checks_rows(fn, count):
-            row_check = RowCheck(fn, modules, self.function_modes, rows, count=count)
+            row_check = RowCheck(fn, self._mirrored.modules, self.function_modes, rows, count=count)
             shards = distributed_leaves(given, len(bodies))
             bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
             distributed, replicas_in_sync = given is not None, self.num_replicas_in_sync
-            look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=self.workers)
+            modules, workers = self._mirrored.modules, self.workers
+            look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
         elif count.look is not None and count.look.waits:
@@ -296,9 +297,9 @@ class Strategy(ABC):
         Not in a run that is profiled, which would show work that other runs do not do.
         """
         on_cpu = self.devices[0].kind == "CPU"
-        due = is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)
-        divided = any(module.is_part or module.shards_weights for module in self._mirrored.modules)
-        if not due or divided or is_profiled():
+        if not (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)) or is_profiled():
+            return False
+        if any(module.is_part or module.shards_weights for module in self._mirrored.modules):
             return False
         return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
 

@@ -201,13 +201,19 @@ class ReplicaRng(TorchFunctionMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
+        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see.
+
+        Nor does a function set by ``sys.setprofile``, which would be called thousands of times a step for nothing.
+        """
         guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
+        profile = sys.getprofile()
+        sys.setprofile(None)
         try:
             with disable_dispatch_modes() if num_dispatch_modes() else nullcontext():
                 yield
         finally:
             self.guard, self.watch = guard, watch
+            sys.setprofile(profile)
 
     def default_generator(self) -> torch.Generator:
         """The generator that random functions on CPU tensors draw from here."""
