@@ -12,12 +12,13 @@ Only types, and what is in the dicts of objects, are looked at: no property or o
 from __future__ import annotations
 
 import copyreg
+import dis
 import io
 import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -160,6 +161,8 @@ class Look:
         holder = place.holder if is_container(value) else type(value).__name__
         for kind, key, part in parts:
             self._add(_Value(path, kind, key, holder, part), depth + 1, all_values=whole)
+        if type(value) is types.FunctionType and whole:
+            self._add_globals(path, value)
         for owner in _classes(value) if whole else ():
             self._add_class(f"{path}<{owner.__name__}>", owner)
 
@@ -172,6 +175,21 @@ class Look:
         for key, value in list(vars(owner).items()):
             if not key.startswith("__") and (is_generator(value) or _is_number(value) or is_container(value)):
                 self._add(_Value(path, "attribute", key, owner.__name__, value), _MAX_DEPTH, all_values=True)
+            elif type(value) is types.FunctionType:
+                self._add_globals(path, value)
+
+    def _add_globals(self, path: str, function: types.FunctionType) -> None:
+        """The generators of a module that a function of the user's draws from, and the numbers that it sets there."""
+        named = function.__globals__
+        if str(named.get("__name__")).partition(".")[0] in _WITHOUT_STATE | _WHOLE:
+            return
+        path = f"{path}<{named.get('__name__')}>"
+        for code in _codes(function.__code__):
+            for name in code.co_names:
+                value = named.get(name)
+                if is_generator(value) or (_is_number(value) and _sets_global(code, name)):
+                    self.owners[path] = named
+                    self._add(_Value(path, "item", name, function.__qualname__, value), _MAX_DEPTH, all_values=True)
 
 
 class SourceAttributes:
@@ -347,6 +365,20 @@ def _classes(value: Any) -> list[type]:
 
 def _package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+@lru_cache(maxsize=1024)
+def _sets_global(code: types.CodeType, name: str) -> bool:
+    """Whether a function has a statement that binds a name of its module."""
+    return any(step.opname == "STORE_GLOBAL" and step.argval == name for step in dis.get_instructions(code))
 
 
 def _is_filled(cell: types.CellType) -> bool:

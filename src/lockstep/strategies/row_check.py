@@ -16,6 +16,7 @@ from lockstep.mirroring.registry import RunCount
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
 from lockstep.strategies.step_names import description_of_step, is_of_the_package
+from lockstep.watch.read_numbers import Difference, difference_among
 from lockstep.watch.rows import MIXING_ADVICE, Mixing, RowWatch, follows_modules
 
 
@@ -71,6 +72,11 @@ class RowCheck:
         told, self._count.has_warned = self._count.has_warned, self._count.has_warned or self.mixing is not None
         if self.mixing is not None and not told and self._count.runs > 1 and not is_of_the_package(self._fn):
             self._warn(self.mixing)
+        elif self.mixing is None and not told:
+            difference = difference_among([watch.numbers for watch in watches if watch.numbers is not None])
+            if difference is not None:
+                self._count.has_warned = True
+                self._warn_of_numbers(difference)
 
     def run(self, replica: int, shard: Sequence[Any], body: Callable[[], Any]) -> Any:
         """One replica's part of the run; ``shard`` are the leaves of its shard."""
@@ -91,3 +97,13 @@ class RowCheck:
     def _warn(self, mixing: Mixing) -> None:
         what = description_of_step(self._fn)
         warnings.warn(f"{what} compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}", stacklevel=5)
+
+    def _warn_of_numbers(self, difference: Difference) -> None:
+        is_of_user = not is_of_the_package(self._fn)
+        what = description_of_step(self._fn) if is_of_user else "the model or its loss"
+        warnings.warn(
+            f"{what} has read numbers from the rows of its shard, by item(), tolist() or NumPy, and computes "
+            f"{difference}, where one device has one number for the whole batch; take it from sums over replicas, "
+            'ls.get_replica_context().all_reduce("sum", value), or compute it before the batch is distributed',
+            stacklevel=5,
+        )

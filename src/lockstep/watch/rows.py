@@ -46,6 +46,7 @@ from lockstep._torch_compat import (
 from lockstep.collectives.communicator import call_site
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
+from lockstep.watch.read_numbers import ReadNumbers
 
 SUSPECT = 100
 """Larger relative differences than so many roundings of the least exact dtype get a warning."""
@@ -190,6 +191,7 @@ class RowWatch:
 
     Attributes:
         mixings: what was found, one for each loss.
+        numbers: the numbers that the step computed with after it had read some from rows; None before the run.
         saw_zero, compared: whether a loss has been compared that is 0, and one that is not.
     """
 
@@ -210,12 +212,15 @@ class RowWatch:
         self._shuffles = False
         self._names_mixed: tuple[str, ...] | None = None
         self._results: list[_Result] = []  # whose origins are looked for if a loss is found
+        self.numbers: ReadNumbers | None = None
+        self._has_read = False  # numbers that depend on rows, by Python or NumPy
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
         """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
         token = _watch.set(self)
         self._rng.watch = self
+        self.numbers = ReadNumbers(self._rows, batch)
         try:
             self.follow_rows(batch)
             yield
@@ -300,16 +305,34 @@ class RowWatch:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call of a torch function, beside it those on the copies, and returns its result."""
+        has_read = self._has_read  # before this call: what it reads itself comes into later ones
+        result = self._call(func, args, kwargs)
+        if has_read and self.numbers is not None and not self._is_out_of_sight():
+            with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
+                self.numbers.note(func, args, kwargs, result)
+        return result
+
+    def _is_out_of_sight(self) -> bool:
+        """Whether a call is of a module that is not followed, or outside the replica's own part.
+
+        Without a context it is a collective's part for all replicas: what it gives is a constant here.
+        """
+        in_module = self._modules and not self.through_modules
+        return bool(in_module) or get_replica_context() is None or functorch_interpreter() is not None
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._shuffles = self._shuffles or func in _SHUFFLES
-        # Without a context it is a collective's part for all replicas: what it gives is a constant here.
-        unseen = self._modules and not self.through_modules
-        if unseen or get_replica_context() is None or functorch_interpreter() is not None:
+        if self._is_out_of_sight():
             return self._rng.unwatched(func, args, kwargs)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             return self._rng.unwatched(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if (func in _READS and self._tells_rows_apart(args[0])) or (func in _SIZES and self._has_other_sizes(args[0])):
+        if func in _READS and self._get(args[0]) is not None:
+            self._has_read = True
+            if self._tells_rows_apart(args[0]):
+                self._followed.clear()
+        if func in _SIZES and self._has_other_sizes(args[0]):
             self._followed.clear()
         if not _is_torchs(func, leaves):
             return self._rng.unwatched(func, args, kwargs)
