@@ -126,10 +126,14 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
     ),
     "integrations/test_keras_compiled.py": ("test_predict_before_any_training_compiles_once_and_ends",),
     "recipes/images/test_small_data.py": (
+        "test_few_separable_images_are_learnt",
         "test_the_best_epoch_is_kept_whatever_comes_after",
         "test_any_number_of_replicas_computes_the_same_statistics",
     ),
-    "recipes/memory/test_parity.py": ("test_two_workers_learn_as_one_device",),
+    "recipes/memory/test_parity.py": (
+        "test_two_workers_learn_as_one_device",
+        "test_on_two_workers_checkpointing_draws_the_same_masks_again",
+    ),
     "scaling/test_html_report.py": (
         "test_a_browser_shows_every_number_and_all_plots",
         "test_a_narrow_window_shows_the_same_and_nothing_sticks_out",
@@ -149,6 +153,64 @@ NOT_SLOW_PARAMETERS: dict[str, tuple[str, ...]] = {
         "gpt2-pipeline2",
         "bert-data2-tensor2",
     ),
+}
+
+# Single tests of which some parameters are slow, or are many of a kind: these.
+SLOW_PARAMETERS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("cluster/test_launched_jobs.py", "test_mpirun_trains_one_model"): ("MPICH",),
+    ("cluster/test_launched_jobs.py", "test_processes_with_these_variables_train_one_model"): (
+        "Flux",
+        "SkyPilot",
+        "Azure's mpirun",
+        "Vertex AI",
+        "SageMaker",
+    ),
+    ("integrations/test_transformers.py", "test_it_equals_one_device"): (
+        "several classes",
+        "stream",
+        "causal smoothing",
+        "masked smoothing",
+        "causal, not across",
+        "label smoothing",
+        "adafactor",
+        "one number",
+        "drop last",
+        "by length",
+        "model_init",
+        "tags",
+        "schedule",
+        "plateau",
+        "datasets",
+    ),
+    (
+        "integrations/test_transformers_examples.py",
+        "test_pairs_stay_together_and_the_numbers_are_those_of_one_device",
+    ): (
+        "blocks-3-args1",
+        "blocks-4-args2",
+        "padded on the left-3-args3",
+        "interleaved-3-args4",
+    ),
+    ("mirroring/test_compile.py", "test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run"): (
+        "in place",
+        "recomputed",
+    ),
+    ("mirroring/test_compile.py", "test_a_replica_that_divides_integers_by_zero_always_has_the_error_itself"): (
+        "floor_divide",
+        "fmod",
+    ),
+    ("recipes/memory/test_parity.py", "test_checkpointing_draws_the_same_masks_again"): (
+        "False-trainer",
+        "False-loop",
+        "False-fit",
+    ),
+    ("recipes/memory/test_parity.py", "test_adapters_learn_as_on_one_device"): ("4-trainer",),
+    ("recipes/memory/test_parity.py", "test_checkpointing_changes_no_number"): ("reentrant-trainer",),
+    ("same_bits/test_same_bits.py", "test_every_step_has_the_bits_of_one_device"): ("2 + 1 + 1",),
+    (
+        "strategies/test_parallel_checkpoints.py",
+        "test_a_checkpoint_that_another_layout_has_loaded_and_saved_is_the_same",
+    ): ("one-one on eight-step-00000004-eight",),
 }
 
 # Files with tests of half a minute and more: each process of tests begins with its part of them.
@@ -178,4 +240,6 @@ def is_slow(file: str, test: str) -> bool:
     name, _, parameters = test.partition("[")
     if file in NOT_SLOW_PARAMETERS:
         return parameters.removesuffix("]") not in NOT_SLOW_PARAMETERS[file]
+    if parameters.removesuffix("]") in SLOW_PARAMETERS.get((file, name), ()):
+        return True
     return name in SLOW_TESTS.get(file, ()) or (file in SLOW_FILES and name not in SLOW_FILES[file])
