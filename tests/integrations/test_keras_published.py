@@ -108,6 +108,30 @@ def test_steps_that_would_have_other_numbers_are_refused(kind: Any, named: str, 
     assert "\n" not in str(refused.value)
 
 
+class RareSum(Alone):
+    """Adds a sum of squares, which is no mean over rows, for rows that are marked: the third batch has the first."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.zero_grad()
+        marked = keras.ops.cast(x[:, 0] > 100, "float32")
+        loss = self.compute_loss(y=y, y_pred=self(x)) + keras.ops.sum(marked[:, None] * self(x / 100) ** 2)
+        loss.backward()
+        self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_a_step_that_is_no_mean_over_rows_from_a_later_batch_on_is_refused_then(make_strategy: MakeStrategy):
+    model = distribute(RareSum(), make_strategy(2))
+    model.compile(keras.optimizers.SGD(0.0), KERAS.entropy())
+    plain, marked = KERAS.X[:4], KERAS.X[:4].copy()
+    marked[:, 0] = 200
+    model.fit(plain, KERAS.LABELS[:4], epochs=3, verbose=0)
+
+    with pytest.raises(ConfigError, match=r"RareSum\.train_step gets other gradients"):
+        model.fit(marked, KERAS.LABELS[:4], epochs=2, verbose=0)
+
+
 class Noisy(Alone):
     """Draws numbers in all ways, which are others in each replica; shuffles rows, which stay in their shard."""
 

@@ -110,8 +110,7 @@ class Distribution:
     def __init__(self, strategy: Strategy, default_generators: DefaultGenerators, *, sync_batchnorm: bool) -> None:
         self.strategy, self.sync_batchnorm = strategy, sync_batchnorm
         self._default_generators = default_generators
-        self.first_batch_is_checked = False  # since the model was compiled, of a train_step of the model's own
-        self._checkable_batches = 0  # since the model was compiled, that Keras's steps have taken
+        self._checkable_batches = 0  # since the model was compiled, that Keras's steps or the model's own have taken
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
         self._needs_modes: bool | None = None  # None until it is looked at
@@ -120,8 +119,7 @@ class Distribution:
 
     def model_was_compiled(self) -> None:
         """Notes that the model's ``compile`` was called: what was seen of it before may hold no more."""
-        self.first_batch_is_checked, self._needs_modes, self._compiled = False, None, None
-        self._checkable_batches = 0
+        self._needs_modes, self._compiled, self._checkable_batches = None, None, 0
 
     def checks_batch(self, rows: int) -> bool:
         """Whether a batch is compared with Keras's own numbers: the 1st, 2nd, 4th, ... that replicas divide."""
@@ -439,11 +437,10 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             rows=rows,
             sizes=sizes.values,
         )
-        if name == "train_step" and not distribution.first_batch_is_checked and rows > 1 and replicas > 1:
+        if name == "train_step" and distribution.checks_batch(rows):
             at = (0, min(rows, replicas * _COMPARED_ROWS))
             some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
             check_own_step(self, step, distribution.strategy, some, distribution.divide(some))
-            distribution.first_batch_is_checked = True
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":
