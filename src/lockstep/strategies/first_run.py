@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
@@ -60,6 +60,7 @@ _DRAW_ADVICE = (
 _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
+_GENERATORS = (torch.Generator, random.Random)
 _TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
@@ -143,8 +144,9 @@ class FirstRun:
     def _drawn(self, frame: FrameType, event: str, given: Any) -> None:
         """Notes draws of random numbers."""
         code = frame.f_code
-        if event == "c_call":
-            context = get_replica_context() if type(given) is BuiltinFunctionType else None
+        if event == "c_call":  # of which there are thousands
+            is_generators = type(given) is BuiltinFunctionType and type(given.__self__) in _GENERATORS
+            context = get_replica_context() if is_generators else None
             if context is not None:
                 self._seeded[context.local_replica].called_in_c(given, partial(_line_of, frame))
         elif event == "call" and code is _TORCH:
@@ -153,7 +155,7 @@ class FirstRun:
                 call = (local["self"], local["func"], local["args"], local["kwargs"] or {})
                 with _unseen():
                     self._seeded[context.local_replica].called(*call, partial(_line_of, frame))
-        elif event == "return" and not code.co_filename.startswith((*_INSTALLED, *LIBRARIES)):
+        elif event == "return" and not _is_of_a_library(code.co_filename):
             context = get_replica_context()
             if context is not None:
                 self._seeded[context.local_replica].returns(frame)
@@ -337,6 +339,11 @@ def _unseen() -> Iterator[None]:
     """Hides from the program's modes what is computed here, and ignores errors, as of tensors freed meanwhile."""
     with suppress(Exception), DisableTorchFunction(), torch.no_grad(), disable_dispatch_modes():
         yield
+
+
+@lru_cache(maxsize=1024)
+def _is_of_a_library(file: str) -> bool:
+    return file.startswith((*_INSTALLED, *LIBRARIES))
 
 
 def _line_of(frame: FrameType) -> str:

@@ -153,6 +153,7 @@ class ReplicaRng(TorchFunctionMode):
         self.guard: Guard | None = None
         self._watch: Watch | None = None
         self._passed_on = _METADATA
+        self._profile: Any = None  # the function of sys.setprofile, in a call of the watch
         self._entered: list[Token[GeneratorHere | None]] = []
 
     def __enter__(self) -> ReplicaRng:
@@ -172,7 +173,7 @@ class ReplicaRng(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():  # first, so that compiled code has no guard on the two
             if self._watch is not None:
-                return self._watch.call(func, args, kwargs)
+                return self._watched(self._watch, func, args, kwargs)
             if self.guard is not None:
                 result = self.guard(func, args, kwargs)
                 if result is not PROCEED:
@@ -191,29 +192,42 @@ class ReplicaRng(TorchFunctionMode):
     def watch(self, watch: Watch | None) -> None:
         self._watch, self._passed_on = watch, _METADATA if watch is None else frozenset()
 
+    def _watched(self, watch: Watch, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Has the watch make a call. A function set by ``sys.setprofile`` sees the call, and nothing of the watch.
+
+        It would be called thousands of times a step for the watch's own Python: half of the time of a first step.
+        """
+        self._profile = sys.getprofile()
+        if self._profile is None:
+            return watch.call(func, args, kwargs)
+        sys.setprofile(None)
+        try:
+            return watch.call(func, args, kwargs)
+        finally:
+            sys.setprofile(self._profile)
+
     def unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call as without a watch. Of calls inside it the watch sees none."""
-        watch, self.watch = self.watch, None
+        watch, self.watch, profile = self.watch, None, self._profile
+        if profile is not None:
+            sys.setprofile(profile)
         try:
             return self.__torch_function__(func, (), args, kwargs)
         finally:
+            if profile is not None:
+                self._profile = sys.getprofile()
+                sys.setprofile(None)
             self.watch = watch
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see.
-
-        Nor does a function set by ``sys.setprofile``, which would be called thousands of times a step for nothing.
-        """
+        """A block of calls, in a call of the watch, that the guard, the watch and the caller's modes do not see."""
         guard, watch, self.guard, self.watch = self.guard, self.watch, None, None
-        profile = sys.getprofile()
-        sys.setprofile(None)
         try:
             with disable_dispatch_modes() if num_dispatch_modes() else nullcontext():
                 yield
         finally:
             self.guard, self.watch = guard, watch
-            sys.setprofile(profile)
 
     def default_generator(self) -> torch.Generator:
         """The generator that random functions on CPU tensors draw from here."""
