@@ -6,6 +6,9 @@ Every operation stands between two layers of a module that a hand-written loop o
 from __future__ import annotations
 
 import copy
+import cProfile
+import pstats
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -366,3 +369,37 @@ def test_a_loop_whose_outputs_are_ever_smaller_is_judged_by_its_terms(make_strat
 def test_on_a_gpu_the_first_step_alone_is_checked():
     assert [step for step in range(40) if watch.is_due(step, on_cpu=False)] == [1]
     assert [step for step in range(40) if watch.is_due(step)] == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
+
+
+@pytest.mark.parametrize("kind", ["python", "c"])
+def test_a_profiler_in_a_step_sees_the_step_and_works_on(make_strategy: MakeStrategy, kind: str) -> None:
+    seen: list[set[str]] = []
+
+    def profiled(x: Tensor) -> None:
+        names: set[str] = set()
+        if kind == "c":
+            profiler = cProfile.Profile()
+            profiler.runcall(shifted, x)
+            names = {name for _, _, name in pstats.Stats(profiler).stats}  # type: ignore[attr-defined]
+        else:
+            before = sys.getprofile()
+            sys.setprofile(lambda frame, *_: names.add(frame.f_code.co_name))
+            shifted(x)
+            sys.setprofile(before)
+        seen.append(names)
+
+    def shifted(x: Tensor) -> None:
+        F.gelu(torch.tanh(x) + 1)
+        after(x)
+
+    def after(x: Tensor) -> None:
+        x.sum()
+
+    strategy = make_strategy(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in strategy.distribute_dataset([X] * 2):
+            strategy.run(profiled, (batch,))
+    assert len(seen) == 4
+    assert all({"shifted", "after"} <= names for names in seen)
+    assert kind == "c" or not any("_follow" in names for names in seen)

@@ -320,7 +320,7 @@ def call_site() -> str:
         frame = frame.f_back
     if frame.f_code.co_filename == threading.__file__:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 T = TypeVar("T")

@@ -195,16 +195,19 @@ class ReplicaRng(TorchFunctionMode):
     def _watched(self, watch: Watch, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Has the watch make a call. A function set by ``sys.setprofile`` sees the call, and nothing of the watch.
 
-        It would be called thousands of times a step for the watch's own Python: half of the time of a first step.
+        It would be called thousands of times a step for the watch's own Python: half of the time of a first step. A
+        profiler of C, such as cProfile, stays: ``sys.setprofile`` cannot set it again.
         """
-        self._profile = sys.getprofile()
-        if self._profile is None:
+        profile = sys.getprofile()
+        if type(profile) not in (types.FunctionType, types.MethodType):
             return watch.call(func, args, kwargs)
+        self._profile = profile
         sys.setprofile(None)
         try:
             return watch.call(func, args, kwargs)
         finally:
             sys.setprofile(self._profile)
+            self._profile = None
 
     def unwatched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call as without a watch. Of calls inside it the watch sees none."""
