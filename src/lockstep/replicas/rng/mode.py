@@ -125,6 +125,21 @@ def _l1_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     return F.l1_loss(*args, **restore_l1_weight(F.l1_loss, kwargs))
 
 
+def _instance_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``F.instance_norm``, whose gradient for one row is wrong where the next one is in channels_last (torch 2.13).
+
+    The convolutions of mirrored modules are in that layout, and a replica's shard may well be one picture.
+    """
+    result = F.instance_norm(*args, **kwargs)
+    if result.requires_grad and result.ndim > 3 and result.shape[0] == 1:
+        result.register_hook(_contiguous)
+    return result
+
+
+def _contiguous(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.contiguous()
+
+
 def in_replica() -> bool:
     """Whether this is a replica's own code, not a ``combine`` for all, which the last to arrive happens to run."""
     return get_replica_context() is not None
@@ -149,7 +164,7 @@ class ReplicaRng(TorchFunctionMode):
         super().__init__()
         self.generator = generator
         self._applies = applies
-        self._instead = {F.l1_loss: _l1_loss, **instead}
+        self._instead = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm, **instead}
         self.guard: Guard | None = None
         self._watch: Watch | None = None
         self._passed_on = _METADATA
