@@ -66,6 +66,31 @@ def divided_by_itself(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return average(losses)
 
 
+def rewards_less_their_mean(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rewards = x[:, 0]  # no gradient is in them
+    advantages = rewards - rewards.mean().item()
+    return average(-module(x).squeeze(1) * advantages)
+
+
+def weights_written_in_place(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.ones(2)
+    weight[:] = torch.as_tensor(np.bincount(y.long().squeeze(1).numpy(), minlength=2) / len(y))
+    logits = module(x)
+    labels = y.long().squeeze(1)
+    return average(F.cross_entropy(torch.cat([-logits, logits], 1), labels, weight=weight, reduction="none"))
+
+
+def divided_twice(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (squares(module, x, y) * y.squeeze(1)).sum() / int(y.sum()) / 2
+
+
+def means_of_each_text(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    lengths = (2 + 2 * y.squeeze(1).long()).tolist()  # 4 or 2 words a text
+    words = torch.cat([row.repeat(length, 1) for row, length in zip(x, lengths, strict=True)])
+    texts = [text.sum(0) / len(text) for text in module(words).split(lengths)]
+    return average(torch.stack(texts).square().squeeze(1))
+
+
 def logged(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     SEEN.append(y.sum().item())
     loss = average(squares(module, x, y) * 0.5)
@@ -120,6 +145,9 @@ def warnings_of(make_strategy: MakeStrategy, loss_of: LossOfStep) -> list[str]:
         (count_of_the_shard, "div", ("3", "1")),
         (centred, "sub", ()),
         (divided_by_itself, "div", ()),
+        (rewards_less_their_mean, "sub", ()),
+        (weights_written_in_place, "setitem", ("0.4", "0.8")),
+        (divided_twice, "div", ("3", "1")),
     ],
 )
 def test_a_number_of_each_shard_is_told_of_once_with_its_line(
@@ -132,7 +160,9 @@ def test_a_number_of_each_shard_is_told_of_once_with_its_line(
     assert "all_reduce" in message
 
 
-@pytest.mark.parametrize("loss_of", [logged, average_for_the_log, share_of_the_batch, labels_by_a_list, count_of_all])
+@pytest.mark.parametrize(
+    "loss_of", [logged, average_for_the_log, share_of_the_batch, labels_by_a_list, count_of_all, means_of_each_text]
+)
 def test_numbers_that_are_only_shown_or_the_same_for_all_are_not_told_of(
     make_strategy: MakeStrategy, loss_of: LossOfStep
 ) -> None:
@@ -147,6 +177,62 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.linear(x)
         return outputs / outputs.detach().std().item()
+
+
+class Centred(nn.Module):
+    """Subtracts an average over earlier steps, which it keeps as an attribute and not as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(8, 1), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(x - self.average)
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return outputs
+
+
+class Logging(nn.Module):
+    """Keeps what is only shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(8, 1), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * outputs.detach().mean()
+        return outputs
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Centred, True), (Logging, False)])
+def test_what_a_module_keeps_from_step_to_step_is_told_of_where_it_is_used(
+    make_strategy: MakeStrategy, kind: type[nn.Module], is_told: bool
+) -> None:
+    with make_strategy(2).scope():
+        module = kind()
+        model = ls.Model(module)
+        model.compile(torch.optim.SGD(module.parameters(), lr=0.1), nn.MSELoss())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit([(X, Y)] * 3, verbose=0)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == is_told
+    assert all("computes with 'average' of Centred, kept from an earlier step" in message for message in messages)
+
+
+def count_in_the_loss(outputs: Tensor, y: Tensor) -> Tensor:
+    return ((outputs - y).square() * y).sum() / max(1.0, float(y.sum()))
+
+
+def test_the_counts_of_a_loss_that_fit_divides_by_are_not_told_of(make_strategy: MakeStrategy) -> None:
+    with make_strategy(2).scope():
+        module = nn.Linear(8, 1)
+        model = ls.Model(module)
+        model.compile(torch.optim.SGD(module.parameters(), lr=0.1), count_in_the_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit([(X, Y)] * 3, verbose=0)
 
 
 def test_fit_tells_of_a_number_that_its_model_reads(make_strategy: MakeStrategy) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -313,12 +314,18 @@ def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> N
 _PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
-def call_site() -> str:
-    """The user's line that called a collective: the nearest outside this package and torch; empty if there is none."""
+def calling_frame() -> FrameType | None:
+    """The nearest frame outside this package and torch; None if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
-    if frame.f_code.co_filename == threading.__file__:
+    return None if frame.f_code.co_filename == threading.__file__ else frame
+
+
+def call_site() -> str:
+    """The user's line that called a collective: the nearest outside this package and torch; empty if there is none."""
+    frame = calling_frame()
+    if frame is None:
         return ""
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
 

@@ -47,9 +47,12 @@ class RunCount:
     modules: int
     runs: int = 0
     with_rows: int = 0  # runs in which a shard had several rows
-    look: Any = None  # what looked at the first run, if it still waits for an update
+    look: Any = None  # what looked at the first run; it may still wait for an update
+    saw_uneven: bool = False  # whether the losses of a run were looked at whose shards had different sizes
     row_outputs: dict[int, set[int]] = field(default_factory=dict)  # as ``watch.rows.RowOutputs`` says
     has_warned: bool = False  # of rows that are combined
+    has_read: bool = False  # numbers from rows, by Python or NumPy
+    kept: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each replica: what its modules have kept
     is_open: bool = False  # whether the last check of the losses saw only zeros, so that the next run is checked too
 
 

@@ -54,6 +54,9 @@ class Passes:
         default_factory=dict
     )  # from torch.autograd.grad, by the line of the call
     is_quotient: bool = False  # whether a loss is divided by a sum over rows
+    meets_others: bool = False
+    """Whether the step has asked other replicas for something: then the number that it divides a sum by may be one of
+    the whole batch that happens to be that of the shard's rows, such as a count of labels or events."""
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
@@ -63,7 +66,20 @@ class Passes:
             if root is not None and not any(root is each for each in self._seen):
                 self._seen.append(root)
                 self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
-                self.losses.append([_term(node, factors, saved=saved) for node, factors in _terms(root)])
+                self._add(_terms(root), saved=saved)
+
+    def begins_again_at(self, tensors: Any) -> None:
+        """A backward pass of a later run is about to begin. The graph of a loss of one term is not walked through."""
+        for tensor in _listed(tensors):
+            root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
+            if root is not None:
+                nodes = list(_terms(root))
+                self._add(nodes, digests=len(nodes) > 1 or bool(self.losses))
+
+    def _add(self, nodes: Iterable[tuple[Any, tuple[float, ...]]], *, saved: bool = True, digests: bool = True) -> None:
+        by_hand = not self.meets_others
+        terms = [_term(node, factors, saved=saved, digests=digests, by_hand=by_hand) for node, factors in nodes]
+        self.losses.append(terms)
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
@@ -77,9 +93,21 @@ class Passes:
 
     def summed(self, value: Tensor) -> None:
         """The step sums a tensor over the replicas."""
+        self.meets_others = True
         for line, gradients in list(self.gradients.items()):
             if any(value is each or value.shape == each.shape for each in gradients):
                 del self.gradients[line]
+
+
+def is_mean_of(outputs: Any, *, rows: int) -> bool:
+    """Whether what is differentiated is a mean over so many rows, which nothing multiplies by their number."""
+    roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.numel() == 1]
+    return any(
+        _mean_over(node, factors, saved=True) == rows and not any(math.isclose(factor, rows) for factor in factors)
+        for root in roots
+        if root is not None
+        for node, factors in _terms(root)
+    )
 
 
 def loss_warnings(
@@ -201,9 +229,11 @@ def _factor(node: Any) -> Iterator[float]:
             return
 
 
-def _term(node: Any, factors: tuple[float, ...], *, saved: bool) -> Term:
+def _term(node: Any, factors: tuple[float, ...], *, saved: bool, digests: bool, by_hand: bool) -> Term:
     is_sum = _name(node).startswith("SumBackward") and bool(_saved(node, "_saved_self_sym_sizes"))
-    mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved else None
+    mean_over, digest = _mean_over(node, factors, saved=saved), _digest(node) if saved and digests else None
+    if is_sum and not by_hand:
+        mean_over = None
     return Term(mean_over, is_sum, factors, digest, _labels(node) if saved and mean_over is not None else None)
 
 

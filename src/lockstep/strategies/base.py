@@ -287,8 +287,14 @@ class Strategy(ABC):
             look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
+            count.saw_uneven = len(set(rows)) > 1
         elif count.look is not None and count.look.waits:
             first = count.look.until_update(count.runs)
+        elif count.look is not None and not count.saw_uneven and len(set(rows)) > 1:
+            count.saw_uneven = True
+            if not count.look.told and count.look.cycle:
+                look = count.look.at_losses(rows)
+                bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
         return bodies, first, check
 
     def _checks_rows(self, fn: Callable[..., Any], count: RunCount) -> bool:

@@ -63,6 +63,7 @@ _GRADIENTS = torch.autograd.grad.__code__
 _GENERATORS = (torch.Generator, random.Random)
 _TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
+_GATHERING = ReplicaContext.all_gather.__code__
 _SAVING_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
 
 
@@ -83,13 +84,15 @@ class FirstRun:
         distributed: bool,
         workers: Communicator,
     ) -> None:
-        self._fn, self._modules, self._replicas, self._rows = fn, modules, replicas, rows
+        self._fn, self._modules, self.replicas, self._rows = fn, modules, replicas, rows
+        self._is_later = False
         self._mirrored = [ref(module) for module in modules]
         self._workers = workers
         self._distributed = distributed
         self.row_check: RowCheck | None = None
         self.waits = False  # for an update, when it shows over how many runs gradients are accumulated
-        self._told = False  # whether something was said of losses
+        self.told = False  # whether something was said of losses
+        self.cycle = 0  # the number of runs whose gradients are accumulated for an update, once it is known
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
         self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
@@ -101,6 +104,10 @@ class FirstRun:
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around the run."""
+        if self._is_later:
+            yield
+            self._warn_of_losses(cycle=self.cycle)
+            return
         captured = {key: (value, state_of(value)) for key, value in self._captured()}
         buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
         before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
@@ -169,6 +176,8 @@ class FirstRun:
             self._ran[id(code)] = code, frame.f_globals
         if event == "call" and code is functional_call_code:
             self._refuse_shared_module(frame.f_locals["module"])
+        if code is _GATHERING and (context := get_replica_context()) is not None:
+            self._passes[context.local_replica].meets_others = True
         if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
             with _unseen():
                 self._differentiates(frame, event, given)
@@ -256,7 +265,7 @@ class FirstRun:
         line = equal_draws(self._seeded)
         if line:
             self._warn(same_numbers(line))
-        elif self._replicas > len(self._rows):
+        elif self.replicas > len(self._rows):
             digest, lines = self._seeded[0].digest(), [line for _, line in self._seeded[0].draws.values()]
             if digest:
                 message = f"{description_of_step(self._fn)} {same_numbers(lines[0])}"
@@ -299,7 +308,7 @@ class FirstRun:
             if same and any(len(each) > 1 for each in tensors):
                 self._warn(
                     f"calls a mirrored module on one batch of shape {tuple(tensors[0].shape)} in all "
-                    f"{self._replicas} replicas, and its gradients count once for each; divide it with "
+                    f"{self.replicas} replicas, and its gradients count once for each; divide it with "
                     "strategy.distribute_dataset(batches), and hand what that yields to strategy.run"
                 )
                 return
@@ -308,7 +317,7 @@ class FirstRun:
     def until_update(self, runs: int) -> Iterator[None]:
         """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
         yield
-        if not self._accumulates() and not self._told:
+        if not self._accumulates() and not self.told:
             self._warn_of_losses(cycle=runs)
 
     def _forget(self) -> None:
@@ -323,11 +332,25 @@ class FirstRun:
         self.waits = any(parameter.grad is not None for parameter in others)
         return self.waits
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether the step asked other replicas for something before a backward pass."""
+        return any(passes.meets_others for passes in self._passes)
+
+    def at_losses(self, rows: Sequence[int | None]) -> FirstRun:
+        """A look at the losses alone of a later run, whose shards have so many rows."""
+        modules = [module for reference in self._mirrored if (module := reference()) is not None]
+        distributed, workers = self._distributed, self._workers
+        look = FirstRun(self._fn, modules, self.replicas, rows, distributed=distributed, workers=workers)
+        look._is_later, look.cycle = True, self.cycle
+        return look
+
     def _warn_of_losses(self, *, cycle: int) -> None:
+        self.cycle = cycle
         if self._distributed and not is_of_the_package(self._fn):
             mixing = None if self.row_check is None else self.row_check.mixing
-            for message in loss_warnings(self._passes, self._rows, self._replicas, mixing=mixing, cycle=cycle):
-                self._told = True
+            for message in loss_warnings(self._passes, self._rows, self.replicas, mixing=mixing, cycle=cycle):
+                self.told = True
                 self._warn(message)
 
     def _warn(self, what: str) -> None:

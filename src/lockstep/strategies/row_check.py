@@ -7,14 +7,18 @@ of this package, such as that of ``fit``, ask ``current_row_watch`` themselves a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.registry import RunCount
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng
+from lockstep.strategies.backward_check import Passes, is_mean_of, loss_warnings
 from lockstep.strategies.step_names import description_of_step, is_of_the_package
 from lockstep.watch.read_numbers import Difference, difference_among
 from lockstep.watch.rows import MIXING_ADVICE, Mixing, RowWatch, follows_modules
@@ -44,12 +48,30 @@ class RowCheck:
         count: RunCount,
     ) -> None:
         self.mixing: Mixing | None = None
-        self._fn, self._modules, self._count = fn, modules, count
-        through, outputs = follows_modules(count.with_rows), count.row_outputs
+        self._fn, self._modules, self._count, self._rows = fn, modules, count, rows
+        # Of this run, where it is not the first, which has a look of its own.
+        meets_others = count.look is not None and count.look.meets_others
+        self._passes = [Passes(meets_others=meets_others) for _ in rows]
+        self._kept: list[dict[str, Tensor]] = [{} for _ in rows]
         self._watches = [
-            None if number < 2 else RowWatch(mode, number, through_modules=through, row_outputs=outputs)
-            for mode, number in zip(modes, [number or 0 for number in rows], strict=True)
+            self._watch(mode, number or 0, passes, kept)
+            for mode, number, passes, kept in zip(modes, rows, self._passes, count.kept or self._kept, strict=True)
         ]
+
+    def _watch(self, mode: ReplicaRng, rows: int, passes: Passes, kept: Mapping[str, Tensor]) -> RowWatch | None:
+        if rows < 2:
+            return None
+        looks = self._count.runs > 1 and self._count.look is not None and not is_of_the_package(self._fn)
+        return RowWatch(
+            mode,
+            rows,
+            through_modules=follows_modules(self._count.with_rows),
+            row_outputs=self._count.row_outputs,
+            kept=kept,
+            has_read=self._count.has_read,
+            is_mean=partial(is_mean_of, rows=rows),
+            begins_backward=passes.begins_again_at if looks else lambda _: None,
+        )
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -68,15 +90,34 @@ class RowCheck:
         watches = [watch for watch in self._watches if watch is not None]
         is_zero = any(watch.saw_zero for watch in watches)
         self._count.is_open = is_zero and not any(watch.compared for watch in watches)
+        self._count.has_read = any(watch.has_read for watch in watches)
+        self._count.kept = self._kept if any(self._kept) else []
         self.mixing = next((mixing for watch in watches for mixing in watch.mixings), None)
-        told, self._count.has_warned = self._count.has_warned, self._count.has_warned or self.mixing is not None
-        if self.mixing is not None and not told and self._count.runs > 1 and not is_of_the_package(self._fn):
-            self._warn(self.mixing)
-        elif self.mixing is None and not told:
-            difference = difference_among([watch.numbers for watch in watches if watch.numbers is not None])
-            if difference is not None:
-                self._count.has_warned = True
-                self._warn_of_numbers(difference)
+        if not self._count.has_warned:
+            self._warn_of_what_was_found(watches)
+
+    def _warn_of_what_was_found(self, watches: Sequence[RowWatch]) -> None:
+        is_of_user, count = not is_of_the_package(self._fn), self._count
+        count.has_warned = self.mixing is not None
+        if self.mixing is not None:
+            if is_of_user and count.runs > 1:
+                self._warn(f"compares or combines the rows of its shard ({self.mixing}), {MIXING_ADVICE}")
+            return
+        numbers = [watch.numbers for watch in watches if watch.numbers is not None]
+        difference = difference_among(numbers, only_in_modules=not is_of_user)
+        kink = next((kink for watch in watches for kink in watch.kinks), "") if is_of_user else ""
+        messages = [*self._losses(), *([_about_kink(kink)] if kink else [])]
+        if difference is not None:
+            messages.append(_about_numbers(difference))
+        for message in messages:
+            count.has_warned = True
+            self._warn(message)
+
+    def _losses(self) -> Iterator[str]:
+        """What is to be said of the losses of a later run: they may have terms that those of the first had not."""
+        look = self._count.look
+        if look is not None and look.cycle and not look.told and any(passes.losses for passes in self._passes):
+            yield from loss_warnings(self._passes, self._rows, look.replicas, mixing=None, cycle=look.cycle)
 
     def run(self, replica: int, shard: Sequence[Any], body: Callable[[], Any]) -> Any:
         """One replica's part of the run; ``shard`` are the leaves of its shard."""
@@ -84,7 +125,11 @@ class RowCheck:
         if watch is None:
             return body()
         with watch.watching(shard):
-            return body()
+            result = body()
+            if watch.through_modules:
+                for module in self._modules:
+                    self._kept[replica] |= watch.kept_in(module.copies[replica])
+            return result
 
     def _called(self, module: MirroredModule, _: Any, __: Any) -> Callable[[Any], None] | None:
         context = get_replica_context()
@@ -94,16 +139,24 @@ class RowCheck:
         watch.module_begins()
         return watch.module_ends
 
-    def _warn(self, mixing: Mixing) -> None:
-        what = description_of_step(self._fn)
-        warnings.warn(f"{what} compares or combines the rows of its shard ({mixing}), {MIXING_ADVICE}", stacklevel=5)
-
-    def _warn_of_numbers(self, difference: Difference) -> None:
+    def _warn(self, what: str) -> None:
         is_of_user = not is_of_the_package(self._fn)
-        what = description_of_step(self._fn) if is_of_user else "the model or its loss"
-        warnings.warn(
-            f"{what} has read numbers from the rows of its shard, by item(), tolist() or NumPy, and computes "
-            f"{difference}, where one device has one number for the whole batch; take it from sums over replicas, "
-            'ls.get_replica_context().all_reduce("sum", value), or compute it before the batch is distributed',
-            stacklevel=5,
-        )
+        subject = description_of_step(self._fn) if is_of_user else "the model or its loss"
+        warnings.warn(f"{subject} {what}", stacklevel=6)
+
+
+def _about_numbers(difference: Difference) -> str:
+    read = "has read numbers from the rows of its shard, by item(), tolist() or NumPy, and computes"
+    return (
+        f"{'computes with' if difference.is_kept else read} {difference}, where one device has one number for the "
+        'whole batch; take it from sums over replicas, ls.get_replica_context().all_reduce("sum", value), or compute '
+        "it before the batch is distributed"
+    )
+
+
+def _about_kink(kink: str) -> str:
+    return (
+        f"bends a sum over the rows of its shard ({kink}), where one device bends that of all rows of the batch, which "
+        "may be on the other side; sum it over replicas first, with ls.get_replica_context().all_reduce("
+        '"sum", value), or bend the loss of each row'
+    )

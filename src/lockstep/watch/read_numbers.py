@@ -4,14 +4,16 @@
     F.binary_cross_entropy_with_logits(x, y, pos_weight=torch.tensor(weight))        other in each replica
 
 No torch function stands between such a number and the rows, so they cannot be followed. What tells them is that
-replicas which run the same calls have other numbers in them: on one device there is one batch, and one number.
+replicas which run the same calls have other numbers in them: on one device there is one batch, and one number. A value
+that a module has kept from an earlier step, such as a mean over its rows, is told in the same way.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction, tree_leaves
-from lockstep.collectives.communicator import call_site
+from lockstep.collectives.communicator import call_site, calling_frame
 
 _MAKERS = frozenset(
     [
@@ -32,60 +34,88 @@ _ARITHMETIC = frozenset(
     f"{prefix}{name}" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "div", "truediv", "pow")
 ) | frozenset(["true_divide", "divide", "multiply", "subtract", "floordiv"])
 """Functions in which a whole number is a value; in others it may be a size, an index or a dimension."""
+_WRITES = frozenset(["setitem", "copy", "fill", "index_copy", "index_fill", "masked_fill", "masked_scatter", "scatter"])
 _MOST = 4096  # entries of a tensor made of numbers, such as weights of classes; larger ones are data
+_SAMPLED = 16  # numbers of a value that is kept
 _SAME = 1e-6  # numbers that differ by less are the same but for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class ReadNumber:
-    """A call with numbers in it, of a step that has read some from rows before."""
+    """A call with numbers in it, of a step that has read some from rows before, or a value kept from such a step."""
 
     name: str
     numbers: tuple[float, ...]
     site: str
+    place: tuple[int, int]  # the code that makes the call, and where in it
+    in_module: bool
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A number that differs between two replicas at the same call."""
 
-    name: str
-    site: str
+    call: ReadNumber
     first: float
     other: float
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a module has kept it from an earlier step."""
+        return self.call.is_kept
+
     def __str__(self) -> str:
-        where = f" ({self.site})" if self.site else ""
-        return f"{self.name}{where} with {self.first:.6g} in one replica and {self.other:.6g} in another"
+        where = f" ({self.call.site})" if self.call.site else ""
+        return f"{self.call.name}{where} with {self.first:.6g} in one replica and {self.other:.6g} in another"
 
 
 class ReadNumbers:
-    """The numbers in calls of one replica's step whose results have gradients, from the first reading of rows on.
+    """The numbers in calls of one replica's step that a loss is computed with, from the first reading of rows on.
 
     Args:
         rows: the number of rows of the shard.
         batch: the leaves of the shard.
+        kept: tensors that modules have kept from an earlier step, and that depended on all its rows, by name.
     """
 
-    def __init__(self, rows: int, batch: Sequence[Any]) -> None:
+    def __init__(self, rows: int, batch: Sequence[Any], kept: Mapping[str, Tensor]) -> None:
         self.rows = rows
-        self.calls: list[ReadNumber] = []
+        self.calls: list[ReadNumber] = []  # that come into a gradient
         self._made: dict[int, ref[Tensor]] = {}  # tensors that were made of numbers
+        self._origins: dict[int, tuple[ref[Tensor], tuple[ReadNumber, ...]]] = {}  # of others without gradients
         self._storages = {_address(leaf) for leaf in batch if isinstance(leaf, Tensor)}
+        for name, tensor in kept.items():
+            origin = ReadNumber(name, _values(tensor), "", (0, 0), in_module=True, is_kept=True)
+            self._origins[id(tensor)] = ref(tensor), (origin,)
 
-    def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes the numbers of a call that was made."""
-        leaves = tree_leaves((args, kwargs))
-        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self._is_made_of_numbers(leaf)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if any(output.requires_grad for output in outputs):
-            name = getattr(func, "__name__", str(func)).strip("_")
-            numbers = [number for leaf in leaves if (number := _number(leaf, name)) is not None]
-            numbers += [number for tensor in made for number in tensor.detach().flatten().tolist()]
-            if numbers:
-                self.calls.append(ReadNumber(name, tuple(numbers), call_site()))
-        elif func in _MAKERS or made:
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, in_module: bool
+    ) -> None:
+        """Notes the numbers of a call that was made; ``in_module`` says whether a mirrored module made it."""
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if func in _MAKERS:
             self._made.update({id(output): ref(output) for output in outputs if self._may_be_numbers(output)})
+            return
+        name = getattr(func, "__name__", str(func)).strip("_")
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        origins = [origin for tensor in tensors for origin in self._origins_of(tensor)]
+        numbers = [number for leaf in leaves if (number := _number(leaf, name)) is not None]
+        numbers += [number for tensor in tensors if self._is_made_of_numbers(tensor) for number in _values(tensor)]
+        if numbers:
+            origins.append(ReadNumber(name, tuple(numbers), call_site(), _place(), in_module))
+        if any(output.requires_grad for output in outputs):
+            self.calls += [origin for origin in origins if not origin.is_kept or origin not in self.calls]
+        elif origins:
+            targets = [args[0]] if args and name in _WRITES and isinstance(args[0], Tensor) else outputs
+            unique = tuple(dict.fromkeys(origins))
+            self._origins.update({id(target): (ref(target), unique) for target in targets})
+
+    def _origins_of(self, tensor: Tensor) -> Sequence[ReadNumber]:
+        """The numbers that a tensor without gradients was computed from."""
+        reference, origins = self._origins.get(id(tensor), (None, ()))
+        return origins if reference is not None and reference() is tensor else ()
 
     def _is_made_of_numbers(self, tensor: Tensor) -> bool:
         if (reference := self._made.get(id(tensor))) is not None and reference() is tensor:
@@ -100,19 +130,33 @@ class ReadNumbers:
         return is_small and tensor.is_floating_point() and (not tensor.ndim or tensor.shape[0] != self.rows)
 
 
-def difference_among(replicas: Sequence[ReadNumbers]) -> Difference | None:
-    """The first number that differs among replicas whose steps made the same calls up to it; None if there is none."""
-    if not replicas:
-        return None
-    first, *others = replicas
-    for other in others:
-        for call, same in zip(first.calls, other.calls, strict=False):
-            if (call.name, call.site, len(call.numbers)) != (same.name, same.site, len(same.numbers)):
-                break  # the replicas took different branches
-            for mine, theirs in zip(call.numbers, same.numbers, strict=True):
-                if not _are_alike(mine, theirs, first.rows, other.rows):
-                    return Difference(call.name, call.site, mine, theirs)
+def difference_among(replicas: Sequence[ReadNumbers], *, only_in_modules: bool) -> Difference | None:
+    """The first number that differs among replicas in a call that each of them has made once; None if there is none.
+
+    A call that a replica makes several times is one for each row, or for each piece of the shard.
+    """
+    once = [_called_once(numbers.calls, only_in_modules) for numbers in replicas]
+    for first, numbers in zip(once[:1], replicas[:1], strict=True):
+        for other, others in zip(once[1:], replicas[1:], strict=True):
+            for key in first.keys() & other.keys():
+                for one, two in zip(first[key].numbers, other[key].numbers, strict=False):
+                    if not _are_alike(one, two, numbers.rows, others.rows):
+                        return Difference(first[key], one, two)
     return None
+
+
+def _called_once(calls: Sequence[ReadNumber], only_in_modules: bool) -> dict[Any, ReadNumber]:
+    times = Counter((call.name, call.place) for call in calls)
+    return {
+        (call.name, call.place): call
+        for call in calls
+        if times[call.name, call.place] == 1 and (call.in_module or not only_in_modules)
+    }
+
+
+def _place() -> tuple[int, int]:
+    frame = calling_frame()
+    return (0, 0) if frame is None else (id(frame.f_code), frame.f_lasti)
 
 
 def _are_alike(first: float, other: float, rows: int, rows_of_other: int) -> bool:
@@ -126,6 +170,10 @@ def _number(leaf: Any, name: str) -> float | None:
     is_whole = type(leaf) is int or (numpy is not None and issubclass(type(leaf), numpy.integer))
     is_float = issubclass(type(leaf), float) or (numpy is not None and issubclass(type(leaf), numpy.floating))
     return float(leaf) if is_float or (is_whole and name in _ARITHMETIC) else None
+
+
+def _values(tensor: Tensor) -> tuple[float, ...]:
+    return tuple(tensor.detach().flatten()[:_SAMPLED].tolist())
 
 
 def _address(tensor: Tensor) -> int:

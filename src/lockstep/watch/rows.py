@@ -27,13 +27,13 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep._torch_compat import (
     DisableTorchFunction,
@@ -67,6 +67,33 @@ MIXING_ADVICE = (
 """What to do about it in a loop of one's own."""
 
 _BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_GRADIENTS = frozenset([torch.autograd.grad, Tensor.grad.__get__])  # type: ignore[union-attr]
+_KINKS = frozenset(
+    [
+        *(
+            torch.abs,
+            torch.clamp,
+            torch.clamp_min,
+            torch.clamp_max,
+            torch.clip,
+            torch.relu,
+            torch.maximum,
+            torch.minimum,
+        ),
+        *(
+            torch.max,
+            torch.min,
+            Tensor.abs,
+            Tensor.__abs__,
+            Tensor.clamp,
+            Tensor.clamp_min,
+            Tensor.clamp_max,
+            Tensor.clip,
+        ),
+        *(Tensor.relu, Tensor.maximum, Tensor.minimum, Tensor.max, Tensor.min, F.relu, F.hardtanh, F.leaky_relu),
+    ]
+)
+"""Functions that are linear on both sides of a kink, on which the sums of shards and of the batch may differ."""
 _SHUFFLES = frozenset([torch.randperm, torch.multinomial, Tensor.multinomial])
 _UNFOLLOWED = frozenset([Tensor.requires_grad_, Tensor.retain_grad, Tensor.register_hook])
 _READS = frozenset(
@@ -94,6 +121,7 @@ _LINEAR = _ADDITIONS | frozenset(
 )
 _CONTAINERS = (tuple, list, dict)
 _COPIES = 4
+_KEPT = 4096  # entries of an attribute that may have been kept from an earlier step
 _SAMPLED = 8  # entries along each dimension in which origins are looked for
 _NAMED = 3  # origins that a message names, at most
 
@@ -144,6 +172,7 @@ class _Followed:
     tensor: ref[Tensor]
     copies: tuple[Tensor, ...]
     origins: tuple[str, ...] = ()  # the calls that combined rows of both groups first
+    kink: str = ""  # the call that bent a number of both groups, as a clamp of their sum
     magnitude: Tensor | None = None  # of a number: the sum of its terms' absolute values, to judge roundings by
 
 
@@ -188,22 +217,39 @@ class RowWatch:
         row_outputs: which outputs have rows, of each call of a mirrored module, as found so far.
         through_modules: whether to follow rows through mirrored modules, and to find ``row_outputs``. Otherwise the
             rows of such outputs are exchanged as those of the inputs are.
+        kept: what modules have kept from the step before that depended on all its rows, by name.
+        has_read: whether an earlier step has read numbers from rows.
+        is_mean: whether a loss is a mean over the rows of the shard.
+        begins_backward: called with the tensors that a backward pass begins at.
 
     Attributes:
         mixings: what was found, one for each loss.
         numbers: the numbers that the step computed with after it had read some from rows; None before the run.
+        has_read: whether this or an earlier step has read numbers from rows.
+        kinks: calls that bend a sum over rows on its way to a loss, and that the comparison of sums need not show.
         saw_zero, compared: whether a loss has been compared that is 0, and one that is not.
     """
 
     def __init__(
-        self, rng: ReplicaRng, rows: int, *, through_modules: bool, row_outputs: RowOutputs | None = None
+        self,
+        rng: ReplicaRng,
+        rows: int,
+        *,
+        through_modules: bool,
+        row_outputs: RowOutputs | None = None,
+        kept: Mapping[str, Tensor] = MappingProxyType({}),
+        has_read: bool = False,
+        is_mean: Callable[[Any], bool] = lambda _: False,
+        begins_backward: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.mixings: list[Mixing] = []
+        self.kinks: list[str] = []
         self._row_outputs: RowOutputs = {} if row_outputs is None else row_outputs
         self._calls = 0  # of mirrored modules so far, those in others left out
         self.saw_zero = self.compared = False
         self.through_modules = through_modules
         self._rng, self._rows = rng, rows
+        self._is_mean, self._begins_backward = is_mean, begins_backward
         self._followed: dict[int, _Followed] = {}
         self._half = _first_group(rows)
         self._orders = _orders(rows, self._half)
@@ -213,14 +259,15 @@ class RowWatch:
         self._names_mixed: tuple[str, ...] | None = None
         self._results: list[_Result] = []  # whose origins are looked for if a loss is found
         self.numbers: ReadNumbers | None = None
-        self._has_read = False  # numbers that depend on rows, by Python or NumPy
+        self._kept = kept
+        self.has_read = has_read or bool(kept)
 
     @contextmanager
     def watching(self, batch: Sequence[Any]) -> Iterator[None]:
         """A block around the step, in the replica. ``batch`` are the leaves of its shard."""
         token = _watch.set(self)
         self._rng.watch = self
-        self.numbers = ReadNumbers(self._rows, batch)
+        self.numbers = ReadNumbers(self._rows, batch, self._kept)
         try:
             self.follow_rows(batch)
             yield
@@ -239,13 +286,29 @@ class RowWatch:
         finally:
             self._rng.watch = self
 
-    def follow_rows(self, leaves: Sequence[Any]) -> None:
-        """Follows tensors whose dimension 0 are the rows of the shard."""
+    def follow_rows(self, leaves: Sequence[Any], *, of_a_mean: bool = False) -> None:
+        """Follows tensors whose dimension 0 are the rows of the shard.
+
+        Gradients ``of_a_mean`` are smaller the more rows there are: one copy is as if there were half as many.
+        """
         with torch.no_grad(), self._rng.aside(), DisableTorchFunction():  # the program's modes do not see it
             for leaf in leaves:
                 if type(leaf) is Tensor and leaf.ndim and leaf.shape[0] == self._rows and _is_plain(leaf):
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
+                    if of_a_mean:
+                        copies[-1] = copies[-1] * 2
                     self._add(leaf, _Followed(ref(leaf), tuple(copies)))
+
+    def kept_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """The attributes of a module and its parts that depend on rows of both groups, by a name for messages."""
+        found = {}
+        with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
+            for part in module.modules():
+                for name, value in vars(part).items():
+                    followed = self._get(value) if type(value) is Tensor and value.numel() <= _KEPT else None
+                    if followed is not None and _depends_on_both([_sample(copy) for copy in followed.copies]):
+                        found[f"{name!r} of {type(part).__name__}, kept from an earlier step,"] = value
+        return found
 
     def check_total(self, total: Any) -> None:
         """Compares a total over rows that no backward pass begins at, as an evaluation's."""
@@ -305,11 +368,11 @@ class RowWatch:
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call of a torch function, beside it those on the copies, and returns its result."""
-        has_read = self._has_read  # before this call: what it reads itself comes into later ones
+        has_read = self.has_read  # before this call: what it reads itself comes into later ones
         result = self._call(func, args, kwargs)
         if has_read and self.numbers is not None and not self._is_out_of_sight():
             with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
-                self.numbers.note(func, args, kwargs, result)
+                self.numbers.note(func, args, kwargs, result, in_module=self._modules > 0)
         return result
 
     def _is_out_of_sight(self) -> bool:
@@ -328,17 +391,14 @@ class RowWatch:
             return self._rng.unwatched(func, args, kwargs)
         leaves = list(_leaves((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if func in _READS and self._get(args[0]) is not None:
-            self._has_read = True
-            if self._tells_rows_apart(args[0]):
-                self._followed.clear()
-        if func in _SIZES and self._has_other_sizes(args[0]):
-            self._followed.clear()
+        self._note_reading(func, args)
         if not _is_torchs(func, leaves):
             return self._rng.unwatched(func, args, kwargs)
         inputs = [followed for leaf in tensors if (followed := self._get(leaf)) is not None]
         if inputs and func in _BACKWARDS:
             self._differentiated(func, args, kwargs)
+        if inputs and func in _GRADIENTS:
+            return self._with_gradients_of_rows(func, args, kwargs)
         if not inputs or func in _BACKWARDS or func in _UNFOLLOWED:
             return self._rng.unwatched(func, args, kwargs)
         versions = [_version(leaf) for leaf in tensors]
@@ -349,6 +409,26 @@ class RowWatch:
                 constants = [leaf for leaf in written if self._get(leaf) is None]
                 with torch.no_grad(), self._rng.aside():
                     self._follow(_Call(func, args, kwargs, leaves, constants, again), result, inputs)
+        return result
+
+    def _note_reading(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Ends the watch for this step where the program reads integers or sizes that are others in the copies."""
+        self.has_read = self.has_read or (func in _READS and self._get(args[0]) is not None)
+        if (func in _READS and self._tells_rows_apart(args[0])) or (func in _SIZES and self._has_other_sizes(args[0])):
+            self._followed.clear()
+
+    def _with_gradients_of_rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call that gives gradients, and follows those of rows: each depends on its row, as the row does."""
+        result = self._rng.unwatched(func, args, kwargs)
+        if func is torch.autograd.grad:
+            outputs, inputs = (
+                (*args, kwargs.get("outputs"))[0],
+                kwargs.get("inputs", args[1] if len(args) > 1 else None),
+            )
+            rows = [gradient for leaf, gradient in zip(_listed(inputs), result, strict=False) if self._get(leaf)]
+            self.follow_rows(rows, of_a_mean=self._is_mean(outputs))
+        else:
+            self.follow_rows([result])
         return result
 
     def _tells_rows_apart(self, tensor: Any) -> bool:
@@ -400,7 +480,10 @@ class RowWatch:
             self._rounding = max(self._rounding, torch.finfo(target.dtype).eps)
         is_number = target.numel() == 1 and target.is_floating_point()
         magnitude = call.magnitude(target, self._get) if is_number else None
-        followed = _Followed(ref(target), tuple(copies), magnitude=magnitude)
+        kink = next((argument.kink for argument in inputs if argument.kink), "")
+        if is_number and call.func in _KINKS and any(map(_is_number_of_both, inputs)):
+            kink = _described(call.func)
+        followed = _Followed(ref(target), tuple(copies), magnitude=magnitude, kink=kink)
         self._add(target, followed)
         result = _Result(followed, inputs, _described(call.func))
         if self.through_modules:  # at once: the copies of all layers would fill the memory
@@ -431,6 +514,9 @@ class RowWatch:
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A backward pass is about to begin: is its loss a sum over the two groups of rows?"""
         roots = kwargs.get("tensors", kwargs.get("outputs", args[0] if args else None))
+        if func is not torch.autograd.grad and kwargs.get("inputs") is None:
+            with torch.no_grad(), self._rng.aside(), DisableTorchFunction():
+                self._begins_backward(roots)
         weights = args[1] if len(args) > 1 and func is not torch.autograd.grad else None
         weights = kwargs.get("gradient", kwargs.get("grad_tensors", kwargs.get("grad_outputs", weights)))
         with torch.no_grad(), self._rng.aside():
@@ -456,6 +542,8 @@ class RowWatch:
                 self._find_origins(result)
             origins = self._names_mixed or followed.origins
             self.mixings.append(Mixing(origins, off, off > certain, self._shuffles))
+        elif followed.kink:
+            self.kinks.append(followed.kink)
 
     @contextmanager
     def _redrawing(
@@ -649,6 +737,11 @@ def _depends_on_both(samples: Sequence[Tensor]) -> bool:
     if not of_a.numel():
         return False
     return bool(((of_a != both) & (of_b != both)).any())
+
+
+def _is_number_of_both(followed: _Followed) -> bool:
+    """Whether it is one number that depends on rows of both groups, such as a sum over the rows."""
+    return all(copy.numel() == 1 for copy in followed.copies) and _depends_on_both(followed.copies)
 
 
 def _described(func: Any) -> str:

@@ -132,7 +132,7 @@ def _instance_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
     """
     result = F.instance_norm(*args, **kwargs)
     if result.requires_grad and result.ndim > 3 and result.shape[0] == 1:
-        result.register_hook(_contiguous)
+        result.register_hook(_contiguous)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -164,7 +164,8 @@ class ReplicaRng(TorchFunctionMode):
         super().__init__()
         self.generator = generator
         self._applies = applies
-        self._instead = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm, **instead}
+        replaced: dict[Any, Any] = {F.l1_loss: _l1_loss, F.instance_norm: _instance_norm}
+        self._instead = replaced | dict(instead)
         self.guard: Guard | None = None
         self._watch: Watch | None = None
         self._passed_on = _METADATA
