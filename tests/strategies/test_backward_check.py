@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -294,3 +294,106 @@ def test_a_mean_is_judged_by_the_runs_that_are_accumulated(make_strategy: MakeSt
     (told,) = accumulated(make_strategy, divisor=divisor, cycle=cycle)
 
     assert "back-propagates a mean" in told
+
+
+def told_in(make_strategy: MakeStrategy, loss: Callable[..., Tensor], sizes: Sequence[int]) -> dict[int, str]:
+    """What is told of on two replicas in which of several steps, counted from 1, of batches of so many rows."""
+    strategy = make_strategy(2)
+    mirrored = strategy.mirror(net())
+    optimizer = strategy.mirror(torch.optim.SGD(mirrored.parameters(), 0.1))
+
+    def step(x: Tensor, y: Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        loss(mirrored, x, y, number).backward()
+        optimizer.step()
+
+    found = {}
+    for number, (x, y) in enumerate(strategy.distribute_dataset([(X[:size], Y[:size]) for size in sizes]), start=1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.run(step, (x, y, number))
+        found.update((number, str(warning.message)) for warning in caught if warning.filename == __file__)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 7), (8, 8, 3), (8,) * 20 + (5,)])
+def test_a_mean_over_the_replicas_is_told_of_when_the_first_uneven_batch_comes(
+    make_strategy: MakeStrategy, sizes: Sequence[int]
+):
+    def loss(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        return per_row(model, x, y).mean() / 2
+
+    (told,) = told_in(make_strategy, loss, sizes).items()
+
+    assert told[0] == len(sizes)
+    assert "back-propagates a mean" in told[1]
+
+
+def test_uneven_batches_of_a_right_loss_are_not_told_of(make_strategy: MakeStrategy):
+    def loss(model: nn.Module, x: Tensor, y: Tensor, number: int) -> Tensor:
+        return ls.compute_average_loss(per_row(model, x, y), global_batch_size=8 if number < 3 else 7)
+
+    assert told_in(make_strategy, loss, (8, 8, 7, 7)) == {}
+
+
+def test_a_penalty_that_begins_in_a_later_step_is_told_of_then(make_strategy: MakeStrategy):
+    def loss(model: nn.Module, x: Tensor, y: Tensor, number: int) -> Tensor:
+        return exact(model, x, y) + (0.01 * squares(model) if number >= 3 else 0)
+
+    (told,) = told_in(make_strategy, loss, (8,) * 5).items()
+
+    assert told[0] == 3
+    assert "scale_regularization_loss" in told[1]
+
+
+def test_a_count_of_the_batch_that_is_that_of_a_shards_rows_is_right(make_strategy: MakeStrategy):
+    def loss(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        counts = torch.tensor([1.0, 0.0, 1.0, 0.0])  # half of the rows, in each shard
+        context = ls.get_replica_context()
+        assert context is not None
+        return (per_row(model, x, y) * counts).sum() / context.all_reduce("sum", counts.sum())
+
+    assert told_in(make_strategy, loss, (8,) * 3) == {}
+
+
+def penalty(gradient_of: Callable[[Tensor], Tensor], shape: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A loss with a penalty on the gradients of rows, of ``shape`` of a gradient."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        points = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(gradient_of(model(points)), points, create_graph=True)
+        return exact(model, x, y) + ls.compute_average_loss(shape(gradient).square().sum(1), global_batch_size=8)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        (penalty(torch.sum, lambda gradient: gradient), False),
+        (penalty(torch.mean, lambda gradient: gradient), True),
+        (penalty(torch.mean, lambda gradient: F.normalize(gradient)), False),
+        (penalty(torch.sum, lambda gradient: 1 + gradient / gradient.norm()), True),
+    ],
+    ids=["of a sum", "of a mean", "of a mean, each of length 1", "by the norm of all rows"],
+)
+def test_gradients_of_rows_are_told_of_where_they_depend_on_the_shard(
+    make_strategy: MakeStrategy, loss: Callable[..., Tensor], is_told: bool
+):
+    told = told_in(make_strategy, loss, (8,) * 2)
+
+    assert list(told) == ([1] if is_told else [])
+    assert all("compares or combines the rows" in message for message in told.values())
+
+
+@pytest.mark.parametrize("level", [0.01, 10.0])
+def test_a_sum_that_is_bent_is_told_of_on_both_sides_of_the_kink(make_strategy: MakeStrategy, level: float):
+    def flooded(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        return (exact(model, x, y) - level).abs() + level
+
+    def of_each_row(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+        return ls.compute_average_loss((per_row(model, x, y) - level).abs() + level, global_batch_size=8)
+
+    (told,) = told_in(make_strategy, flooded, (8,) * 2).values()
+    assert "bends a sum over the rows of its shard (abs (test_backward_check.py:" in told
+    assert told_in(make_strategy, of_each_row, (8,) * 2) == {}

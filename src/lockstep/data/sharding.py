@@ -248,7 +248,8 @@ _ONE_ROW = (
 _FIXED = (
     "a size of the whole batch (.view({batch}, ...), .reshape, .expand) does not fit its shards, so take it from the "
     "tensor (len(x), or -1); and the longest row of a shard can be shorter than that of the batch, so give "
-    "pad_packed_sequence total_length=x.size(1), and pad masks and targets to the same length"
+    "pad_packed_sequence total_length=x.size(1), and pad masks and targets to the same length; pairs or groups of rows "
+    "may be cut by the border of a shard, so give batches [groups, rows of a group, ...]"
 )
 _SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
 _SPEAKS_OF_SHAPES = re.compile(r"\b(sizes?|shapes?|dim(ension)?s?|length|elements|batch)\b", re.IGNORECASE)
