@@ -386,6 +386,37 @@ def test_gradients_of_rows_are_told_of_where_they_depend_on_the_shard(
     assert all("compares or combines the rows" in message for message in told.values())
 
 
+def by_itself(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+    loss = exact(model, x, y)
+    return loss / loss.detach()
+
+
+def balanced(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+    first, second = exact(model, x, y), ls.compute_average_loss(model(x).square().sum(1), global_batch_size=8)
+    with torch.no_grad():
+        ratio = first / second
+    return first + ratio * second
+
+
+def added(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+    loss = exact(model, x, y)
+    return loss + loss.detach()
+
+
+def to_targets(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:
+    scores = model(x)
+    return ls.compute_average_loss((scores - scores.softmax(1).detach()).square().sum(1), global_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"), [(by_itself, True), (balanced, True), (added, False), (to_targets, False)]
+)
+def test_a_constant_of_the_shard_that_multiplies_rows_is_told_of(
+    make_strategy: MakeStrategy, loss: Callable[..., Tensor], is_told: bool
+):
+    assert list(told_in(make_strategy, loss, (8,) * 2)) == ([1] if is_told else [])
+
+
 @pytest.mark.parametrize("level", [0.01, 10.0])
 def test_a_sum_that_is_bent_is_told_of_on_both_sides_of_the_kink(make_strategy: MakeStrategy, level: float):
     def flooded(model: nn.Module, x: Tensor, y: Tensor, _: int) -> Tensor:

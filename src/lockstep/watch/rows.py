@@ -476,6 +476,10 @@ class RowWatch:
         if any(copy.shape != target.shape for copy in copies) or not _is_plain(target):
             self._add(target, _Followed(ref(target), tuple(copies)))
             return
+        if _is_constant(target, inputs) and _depends_on_both([_sample(copy) for copy in copies]):
+            # Gradients do not pass through it, so it may only be added. The copies get each other's: where it
+            # multiplies rows, as in loss / loss.detach(), whose value is 1 for any rows, they no longer cancel.
+            copies = tuple(reversed(copies))
         if target.is_floating_point():
             self._rounding = max(self._rounding, torch.finfo(target.dtype).eps)
         is_number = target.numel() == 1 and target.is_floating_point()
@@ -737,6 +741,12 @@ def _depends_on_both(samples: Sequence[Tensor]) -> bool:
     if not of_a.numel():
         return False
     return bool(((of_a != both) & (of_b != both)).any())
+
+
+def _is_constant(target: Tensor, inputs: Sequence[_Followed]) -> bool:
+    """Whether it was computed from what has gradients, and has none: by detach(), or without gradients."""
+    tensors = [followed.tensor() for followed in inputs]
+    return not target.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _is_number_of_both(followed: _Followed) -> bool:
