@@ -290,8 +290,8 @@ class MirroredOptimizer(Optimizer):
             replicas = len(self._owner.devices)
             if get_replica_context() is not None and replicas > 1:
                 raise UsageError(
-                    f"{method.__qualname__} affects all replicas and was called in one of {replicas}; call it outside "
-                    "strategy.run"
+                    f"{method.__qualname__} changes what all {replicas} replicas train, and the step of each of them "
+                    "would call it; call it outside strategy.run, between runs"
                 )
             result = method(*args, **kwargs)
             if len(self.storages.every) > 1:
