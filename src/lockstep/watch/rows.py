@@ -17,6 +17,11 @@ cannot make a sum over rows look like something else. The watch ends for this st
 depend on rows (a list of lengths, how many rows a mask selects), because it may use them together with rows, which
 differ in the copies; and where a call fails on the copies, such as one that needs sorted lengths. Batch norms may take
 statistics of a shard: the copies are normalised by the statistics of the shard itself.
+
+Three things are no sum over rows although their values may be. A detached value of all rows may only be added; so the
+copies get each other's, and loss / loss.detach(), which is 1 for any rows, is found. Gradients of rows are rows, but
+those of a mean are larger the fewer rows there are. A sum over rows that passes a kink (a clamp, an absolute value) may
+be on one side in all shards and on the other side in the batch; such calls are noted.
 """
 
 from __future__ import annotations
@@ -26,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 from weakref import ref
@@ -45,6 +49,7 @@ from lockstep._torch_compat import (
 from lockstep.collectives.communicator import call_site
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
+from lockstep.watch.calls_on_copies import CONTAINERS, Call, Followed, items_of, leaves_of
 from lockstep.watch.read_numbers import ReadNumbers
 
 SUSPECT = 100
@@ -109,18 +114,6 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _OF_TORCH = ("torch", "builtins")
 _OPERATORS = ("torch._ops", "torch.ops", "torch._library")
 """Where operators are that are called by name, also those of the program: which of them draw is not known here."""
-_ADDITIONS = frozenset(
-    [torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__]
-)
-_LINEAR = _ADDITIONS | frozenset(
-    [
-        *(torch.sum, torch.mean, torch.mul, torch.div, torch.true_divide, torch.neg),
-        *(Tensor.sum, Tensor.mean, Tensor.mul, Tensor.div, Tensor.neg, Tensor.__mul__, Tensor.__rmul__),
-        *(Tensor.__truediv__, Tensor.__neg__, Tensor.float, Tensor.double, Tensor.to, Tensor.clone, Tensor.squeeze),
-    ]
-)
-_CONTAINERS = (tuple, list, dict)
-_COPIES = 4
 _KEPT = 4096  # entries of an attribute that may have been kept from an earlier step
 _SAMPLED = 8  # entries along each dimension in which origins are looked for
 _NAMED = 3  # origins that a message names, at most
@@ -165,17 +158,6 @@ class Mixing:
         return ", ".join(self.origins[:_NAMED]) or "an operation on all rows"
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A tensor that depends on rows: what it is for (A, B), (A', B), (A, B') and (A', B')."""
-
-    tensor: ref[Tensor]
-    copies: tuple[Tensor, ...]
-    origins: tuple[str, ...] = ()  # the calls that combined rows of both groups first
-    kink: str = ""  # the call that bent a number of both groups, as a clamp of their sum
-    magnitude: Tensor | None = None  # of a number: the sum of its terms' absolute values, to judge roundings by
-
-
 RowOutputs = dict[int, set[int]]
 """By the number of a mirrored module's call in a step: which leaves of its outputs have rows."""
 
@@ -184,8 +166,8 @@ RowOutputs = dict[int, set[int]]
 class _Result:
     """What a call has given, of what, and where."""
 
-    followed: _Followed
-    inputs: Sequence[_Followed]
+    followed: Followed
+    inputs: Sequence[Followed]
     call: str
 
 
@@ -250,7 +232,7 @@ class RowWatch:
         self.through_modules = through_modules
         self._rng, self._rows = rng, rows
         self._is_mean, self._begins_backward = is_mean, begins_backward
-        self._followed: dict[int, _Followed] = {}
+        self._followed: dict[int, Followed] = {}
         self._half = _first_group(rows)
         self._orders = _orders(rows, self._half)
         self._modules = 0  # mirrored modules that are running, through which nothing is followed
@@ -297,7 +279,7 @@ class RowWatch:
                     copies = [leaf.detach().index_select(0, order.to(leaf.device)) for order in self._orders]
                     if of_a_mean:
                         copies[-1] = copies[-1] * 2
-                    self._add(leaf, _Followed(ref(leaf), tuple(copies)))
+                    self._add(leaf, Followed(ref(leaf), tuple(copies)))
 
     def kept_in(self, module: nn.Module) -> dict[str, Tensor]:
         """The attributes of a module and its parts that depend on rows of both groups, by a name for messages."""
@@ -325,7 +307,7 @@ class RowWatch:
                 if followed is not None and leaf.shape[0] == self._rows and leaf.is_floating_point():
                     self._compare_rows(followed)
 
-    def _compare_rows(self, followed: _Followed) -> None:
+    def _compare_rows(self, followed: Followed) -> None:
         unchanged, a, b, _ = (copy.double() for copy in followed.copies)
         if any(copy.shape != unchanged.shape for copy in (a, b)) or not unchanged.numel():
             return
@@ -389,7 +371,7 @@ class RowWatch:
             return self._rng.unwatched(func, args, kwargs)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             return self._rng.unwatched(func, args, kwargs)
-        leaves = list(_leaves((args, kwargs)))
+        leaves = list(leaves_of((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._note_reading(func, args)
         if not _is_torchs(func, leaves):
@@ -405,10 +387,10 @@ class RowWatch:
         with self._redrawing(func, tensors, leaves) as again:
             result = self._rng.unwatched(func, args, kwargs)
             written = [leaf for leaf, old in zip(tensors, versions, strict=True) if _version(leaf) != old]
-            if written or any(isinstance(leaf, Tensor) for leaf in _leaves(result)):
+            if written or any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
                 constants = [leaf for leaf in written if self._get(leaf) is None]
                 with torch.no_grad(), self._rng.aside():
-                    self._follow(_Call(func, args, kwargs, leaves, constants, again), result, inputs)
+                    self._follow(Call(func, args, kwargs, leaves, constants, again), result, inputs)
         return result
 
     def _note_reading(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -448,11 +430,11 @@ class RowWatch:
     def _concerns(self, arguments: Iterable[Any]) -> bool:
         """Whether an argument, or an item of one, may depend on rows; most calls are of weights and shapes."""
         return any(
-            id(argument) in self._followed or (isinstance(argument, _CONTAINERS) and self._concerns(_items(argument)))
+            id(argument) in self._followed or (isinstance(argument, CONTAINERS) and self._concerns(items_of(argument)))
             for argument in arguments
         )
 
-    def _follow(self, call: _Call, result: Any, inputs: Sequence[_Followed]) -> None:
+    def _follow(self, call: Call, result: Any, inputs: Sequence[Followed]) -> None:
         """Calls the function on the copies, and follows its results."""
         try:
             with self._rng if is_random(call.func) else nullcontext():
@@ -460,8 +442,8 @@ class RowWatch:
         except Exception:  # noqa: BLE001  such as of lengths that must be sorted
             self._followed.clear()  # what was followed so far must not meet a result that is the shard's own
             return
-        flat = [list(_leaves(result_of_copy)) for result_of_copy in results]
-        leaves = list(_leaves(result))
+        flat = [list(leaves_of(result_of_copy)) for result_of_copy in results]
+        leaves = list(leaves_of(result))
         for target, copies in zip(call.written, zip(*written, strict=True), strict=True):
             self._note(call, target, copies, inputs)
         if any(len(leaves_of_copy) != len(leaves) for leaves_of_copy in flat):
@@ -471,10 +453,10 @@ class RowWatch:
             if all(isinstance(value, Tensor) for value in (leaf, *copies)) and self._get(leaf) is None:
                 self._note(call, leaf, copies, inputs)
 
-    def _note(self, call: _Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[_Followed]) -> None:
+    def _note(self, call: Call, target: Tensor, copies: Sequence[Tensor], inputs: Sequence[Followed]) -> None:
         # Of other shapes where a mask selects. A number of which the program reads ends the watch.
         if any(copy.shape != target.shape for copy in copies) or not _is_plain(target):
-            self._add(target, _Followed(ref(target), tuple(copies)))
+            self._add(target, Followed(ref(target), tuple(copies)))
             return
         if _is_constant(target, inputs) and _depends_on_both([_sample(copy) for copy in copies]):
             # Gradients do not pass through it, so it may only be added. The copies get each other's: where it
@@ -487,7 +469,7 @@ class RowWatch:
         kink = next((argument.kink for argument in inputs if argument.kink), "")
         if is_number and call.func in _KINKS and any(map(_is_number_of_both, inputs)):
             kink = _described(call.func)
-        followed = _Followed(ref(target), tuple(copies), magnitude=magnitude, kink=kink)
+        followed = Followed(ref(target), tuple(copies), magnitude=magnitude, kink=kink)
         self._add(target, followed)
         result = _Result(followed, inputs, _described(call.func))
         if self.through_modules:  # at once: the copies of all layers would fill the memory
@@ -529,7 +511,7 @@ class RowWatch:
                 if followed is not None and root.is_floating_point():
                     self._compare(root, weight, followed)
 
-    def _compare(self, root: Tensor, weight: Any, followed: _Followed) -> None:
+    def _compare(self, root: Tensor, weight: Any, followed: Followed) -> None:
         if any(copy.shape != root.shape for copy in followed.copies):
             return
         factor = weight.detach() if isinstance(weight, Tensor) and weight.shape == root.shape else 1.0
@@ -586,7 +568,7 @@ class RowWatch:
         for generator, state in zip(generators, states, strict=False):
             generator.set_state(state)
 
-    def _add(self, tensor: Tensor, followed: _Followed) -> None:
+    def _add(self, tensor: Tensor, followed: Followed) -> None:
         tensors = self._followed
 
         def forget(_: object, key: int = id(tensor)) -> None:
@@ -596,107 +578,9 @@ class RowWatch:
         followed.tensor = ref(tensor, forget)
         tensors[id(tensor)] = followed
 
-    def _get(self, tensor: Any) -> _Followed | None:
+    def _get(self, tensor: Any) -> Followed | None:
         followed = self._followed.get(id(tensor))
         return followed if followed is not None and followed.tensor() is tensor else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a torch function that is made again on copies."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]  # of both
-    written: list[Tensor]  # arguments that depend on no row, into which the call has written
-    again: Callable[[], None]  # called before each call: random numbers begin as in the first
-
-    def on_copies(self, get: Callable[[Any], _Followed | None]) -> tuple[list[Any], list[list[Tensor]]]:
-        """The results for the four copies, and for each what was written into."""
-        results, written = [], []
-        for number in range(_COPIES):
-            fresh = {id(target): target.detach().clone() for target in self.written}
-            for leaf in self.leaves:
-                if (followed := get(leaf)) is not None:
-                    fresh[id(leaf)] = followed.copies[number]
-            args, kwargs = _replaced((self.args, self.kwargs), partial(_exchanged, fresh))
-            self.again()
-            results.append(self._make(args, kwargs))
-            written.append([fresh[id(target)] for target in self.written])
-        return results, written
-
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        make = _BY_THE_SHARD.get(self.func)
-        return self.func(*args, **kwargs) if make is None else make(self, args, kwargs)
-
-    def magnitude(self, result: Tensor, get: Callable[[Any], _Followed | None]) -> Tensor:
-        """The sum of the absolute values of the terms of a number."""
-        arguments = [followed for leaf in self.leaves if (followed := get(leaf)) is not None]
-        terms = [followed.magnitude for followed in arguments if followed.magnitude is not None]
-        least = [result.detach().abs().double(), *(terms if self.func in _ADDITIONS else ())]
-        if self.func in _LINEAR:
-            args, kwargs = _replaced((self.args, self.kwargs), lambda leaf: _absolute(leaf, get(leaf)))
-            least.append(self.func(*args, **kwargs).abs().double())
-        return torch.stack([number.to(result.device).reshape(()) for number in least]).max()
-
-
-def _absolute(leaf: Any, followed: _Followed | None) -> Any:
-    if followed is not None and followed.magnitude is not None:
-        return followed.magnitude
-    if isinstance(leaf, Tensor):
-        return leaf.detach().abs() if leaf.dtype is not torch.bool else leaf
-    return abs(leaf) if type(leaf) is float else leaf
-
-
-def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _normalised(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Batch norm of a copy, in training by the statistics of the shard itself; nothing is written."""
-    arguments = _named(_OF_BATCH_NORM, args, kwargs)
-    mean, variance = arguments.get("running_mean"), arguments.get("running_var")
-    if arguments.get("training") or mean is None or variance is None:
-        shard = _named(_OF_BATCH_NORM, call.args, call.kwargs)["input"].detach()
-        over = [dim for dim in range(shard.ndim) if dim != 1]
-        shard = shard if shard.dtype is torch.float64 else shard.float()
-        variance, mean = torch.var_mean(shard, over, correction=0)
-    return F.batch_norm(
-        arguments["input"],
-        mean,
-        variance,
-        arguments.get("weight"),
-        arguments.get("bias"),
-        training=False,
-        eps=arguments.get("eps", 1e-5),
-    )
-
-
-def _over_labels(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A mean over labels of a copy, by the number of labels that count in the shard itself.
-
-    The number that a mean is divided by is judged elsewhere: the Trainer weighs it, fit divides by that of all shards,
-    and loops are warned of means over a shard. A copy has other labels, so its mean would depend on both groups.
-    """
-    arguments = _named(_OF_LABELS, args, kwargs)
-    shard = _named(_OF_LABELS, call.args, call.kwargs)
-    target, weight, ignored = shard["target"], shard.get("weight"), shard.get("ignore_index", -100)
-    if arguments.get("reduction", "mean") != "mean" or target.is_floating_point():
-        return call.func(*args, **kwargs)  # type: ignore[no-any-return]
-    counted = target != ignored
-    count = counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
-    return call.func(**{**arguments, "reduction": "sum"}) / count  # type: ignore[no-any-return]
-
-
-_OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_OF_LABELS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-_BY_THE_SHARD: dict[Any, Callable[[_Call, tuple[Any, ...], dict[str, Any]], Tensor]] = {
-    F.batch_norm: _normalised,
-    F.cross_entropy: _over_labels,
-    F.nll_loss: _over_labels,
-}
-"""Functions that take something from the shard itself on copies too."""
 
 
 def bounds(rounding: float) -> tuple[float, float]:
@@ -743,13 +627,13 @@ def _depends_on_both(samples: Sequence[Tensor]) -> bool:
     return bool(((of_a != both) & (of_b != both)).any())
 
 
-def _is_constant(target: Tensor, inputs: Sequence[_Followed]) -> bool:
+def _is_constant(target: Tensor, inputs: Sequence[Followed]) -> bool:
     """Whether it was computed from what has gradients, and has none: by detach(), or without gradients."""
     tensors = [followed.tensor() for followed in inputs]
     return not target.requires_grad and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _is_number_of_both(followed: _Followed) -> bool:
+def _is_number_of_both(followed: Followed) -> bool:
     """Whether it is one number that depends on rows of both groups, such as a sum over the rows."""
     return all(copy.numel() == 1 for copy in followed.copies) and _depends_on_both(followed.copies)
 
@@ -769,35 +653,6 @@ def _is_torchs(func: Any, leaves: Sequence[Any]) -> bool:
 
 def _is_function(leaf: Any) -> bool:
     return isinstance(leaf, (FunctionType, MethodType, torch.nn.Module))
-
-
-def _exchanged(others: Mapping[int, Any], leaf: Any) -> Any:
-    return others.get(id(leaf), leaf)
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    """What is in tuples, lists and dicts. ``torch.utils._pytree`` took a quarter of the time of a watched call."""
-    if isinstance(values, _CONTAINERS) and type(values) is not torch.Size:
-        for value in _items(values):
-            yield from _leaves(value)
-    else:
-        yield values
-
-
-def _replaced(values: Any, replacement: Callable[[Any], Any]) -> Any:
-    """The same with other leaves."""
-    if not isinstance(values, _CONTAINERS) or type(values) is torch.Size:
-        return replacement(values)
-    if isinstance(values, dict):
-        return {key: _replaced(value, replacement) for key, value in values.items()}
-    fresh = [_replaced(value, replacement) for value in values]
-    if isinstance(values, list):
-        return fresh
-    return type(values)(*fresh) if hasattr(values, "_fields") else tuple(fresh)
-
-
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _listed(values: Any, like: Any = None) -> Sequence[Any]:
