@@ -132,6 +132,17 @@ DESCRIPTIONS: dict[str, Environments] = {
         AZ_BATCH_MASTER_NODE="127.0.0.1:6000",
         PMIX_NAMESPACE=str(uuid4()),
     ),
+    "dstack": lambda _: counted(
+        2,
+        "DSTACK_NODE_RANK",
+        DSTACK_NODES_NUM="2",
+        DSTACK_MASTER_NODE_IP="127.0.0.1",
+        DSTACK_NODES_IPS="127.0.0.1\n127.0.0.2",
+        DSTACK_RUN_NAME=f"flowers-{uuid4()}",
+    ),
+    "Volcengine": lambda ports: counted(
+        2, "MLP_ROLE_INDEX", MLP_WORKER_NUM="2", MLP_WORKER_0_HOST="127.0.0.1", MLP_WORKER_0_PORT=str(ports(1)[0])
+    ),
     "Flux": lambda _: counted(3, "FLUX_TASK_RANK", FLUX_JOB_SIZE="3", FLUX_JOB_NNODES="1", FLUX_JOB_ID=f"f{uuid4()}"),
 }
 
@@ -143,3 +154,26 @@ def test_processes_with_these_variables_train_one_model(python: Callable[..., An
 
     assert [program.returncode for program in programs] == [0] * len(programs), outcomes
     check([line for printed, _ in outcomes for line in printed.splitlines()], len(programs))
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+
+
+@pytest.mark.parametrize("strategy", [(), ("one",)], ids=["of several workers", "of one process"])
+@pytest.mark.parametrize(
+    "environments",
+    [
+        counted(2, "SLURM_PROCID", TF_CONFIG="{}", **STEP),
+        counted(2, "SKYPILOT_NODE_RANK", TF_CONFIG="{}", SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="127.0.0.1"),
+        counted(2, "NODE_RANK", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
+    ],
+    ids=["a step of SLURM", "SkyPilot", "Lightning's variables"],
+)
+def test_no_process_trains_alone(
+    python: Callable[..., Any], environments: list[dict[str, str]], strategy: tuple[str, ...]
+):
+    programs = [python(str(PROGRAM), *strategy, OMP_NUM_THREADS="1", **variables) for variables in environments]
+    outcomes = [program.communicate(LIMIT_S) for program in programs]
+
+    assert all(program.returncode for program in programs)
+    assert all(not printed and "set RANK=0 WORLD_SIZE=1" in error for printed, error in outcomes), outcomes

@@ -58,6 +58,27 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "flowers-node-0-0.flowers",
     "PET_MASTER_PORT": "29400",
 }
+DSTACK = {
+    "DSTACK_NODE_RANK": "1",
+    "DSTACK_NODES_NUM": "2",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.1",
+    "DSTACK_NODES_IPS": "10.0.0.1\n10.0.0.2",
+    "DSTACK_RUN_NAME": "flowers-17",
+}
+BEAKER = {
+    "BEAKER_REPLICA_RANK": "1",
+    "BEAKER_REPLICA_COUNT": "2",
+    "BEAKER_LEADER_REPLICA_HOSTNAME": "hosta.org",
+    "BEAKER_WORKLOAD_ID": "01JWJ96J",
+}
+VOLCENGINE = {
+    "MLP_ROLE_INDEX": "1",
+    "MLP_WORKER_NUM": "2",
+    "MLP_WORKER_0_HOST": "10.0.0.1",
+    "MLP_WORKER_0_PORT": "2222",
+}
+METAFLOW = {"MF_PARALLEL_NODE_INDEX": "1", "MF_PARALLEL_NUM_NODES": "2", "MF_PARALLEL_MAIN_IP": "10.0.0.1"}
+LIGHTNING = {"NODE_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 VOLCANO = {"VC_WORKER_HOSTS": "flowers-worker-0.flowers,flowers-worker-1.flowers", "VC_TASK_INDEX": "1"}
 SLURM_STEP = {
     "SLURM_JOB_ID": "7",
@@ -88,6 +109,15 @@ FOLLOWED: dict[str, tuple[Environment, tuple[str, int, int, str, int | None]]] =
         {**SKYPILOT, **SLURM_STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         ("SkyPilot", 1, 2, "10.0.0.4", None),
     ),
+    "dstack": (DSTACK, ("dstack", 1, 2, "10.0.0.1", None)),
+    "Beaker": (BEAKER, ("Beaker", 1, 2, "hosta.org", None)),
+    "Volcengine": (VOLCENGINE, ("Volcengine's ML platform", 1, 2, "10.0.0.1", 2222)),
+    "Metaflow": ({**METAFLOW, "MASTER_PORT": "29500"}, ("Metaflow", 1, 2, "10.0.0.1", 29500)),
+    "Platform MPI": (numbered(named("Platform MPI"), 1, 2, 2), ("Platform MPI", 1, 2, "127.0.0.1", None)),
+    "SLURM's plugin for MVAPICH 1": (
+        {**SLURM_STEP, "MPIRUN_RANK": "1", "MPIRUN_NPROCS": "2"},
+        ("SLURM", 1, 2, "n1", None),
+    ),
     "AWS Batch": ({**numbered(named("AWS Batch"), 1, 2), **WHERE}, ("AWS Batch", 1, 2, "hosta", 29500)),
     "SageMaker": (SAGEMAKER, ("SageMaker", 1, 2, "algo-1", None)),
     "SageMaker with a port": ({**SAGEMAKER, "MASTER_PORT": "7777"}, ("SageMaker", 1, 2, "algo-1", 7777)),
@@ -112,7 +142,14 @@ REFUSED: dict[str, tuple[Environment, str]] = {
     **{f"{row.name} without a size": ({row.rank: "1"}, re.escape(row.line)) for row in TABLE if not row.size},
     "PALS without a size": ({"PALS_RANKID": "1", "PALS_APID": "an-id"}, r"sh -c 'RANK=\$PALS_RANKID WORLD_SIZE=4"),
     "Hydra without a port": ({**numbered(LAUNCHERS[-1], 3, 4, 2), "MASTER_ADDR": "hosta"}, "-genv MASTER_PORT 29500"),
-    "Kubeflow, elastic": ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "hosta:29400"}, "PET_NNODES='1:4'"),
+    "Kubeflow, elastic": (
+        {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "hosta:29400"},
+        r"elastic job.*torchrun train\.py",
+    ),
+    "Lightning's variables of a host": (LIGHTNING, r"export RANK=\$NODE_RANK WORLD_SIZE=2 MASTER_ADDR=hosta"),
+    "Beaker without a leader": ({**BEAKER, "BEAKER_LEADER_REPLICA_HOSTNAME": ""}, "export MASTER_ADDR="),
+    "Metaflow without a port": (METAFLOW, re.escape(named("Metaflow").line)),
+    "a heterogeneous step of SLURM": ({**SLURM_STEP, "SLURM_PROCID": "3"}, "heterogeneous jobs are not supported"),
     "Kubeflow without a rank": ({"PET_NNODES": "2"}, r"PET_NODE_RANK not set .*torchrun train\.py"),
     "SkyPilot without hosts": ({**SKYPILOT, "SKYPILOT_NODE_IPS": ""}, "export MASTER_ADDR="),
     "SageMaker of another host": ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "none of SM_HOSTS"),
@@ -120,7 +157,7 @@ REFUSED: dict[str, tuple[Environment, str]] = {
     "SageMaker without a list": ({"SM_HOSTS": "algo-1,algo-2", "SM_CURRENT_HOST": "algo-1"}, "is not a list of hosts"),
     "Volcano of two groups": ({**VOLCANO, "VC_MASTER_HOSTS": "m"}, r"pytorch: \[\]"),
     "another CLUSTER_SPEC": ({"CLUSTER_SPEC": '{"worker": ["a:1", "b:1"]}'}, "TF_CONFIG='"),
-    "no CLUSTER_SPEC": ({"CLUSTER_SPEC": "none"}, "is not Vertex AI's"),
+    "half a CLUSTER_SPEC": ({"CLUSTER_SPEC": '{"cluster": '}, "is not Vertex AI's"),
     "Vertex AI's parameter server": (cluster_spec("workerpool2", 0), "parameter server"),
     "Vertex AI's worker of none": (cluster_spec("workerpool1", 2), "is not Vertex AI's"),
     "pbsdsh": (PBSDSH, r"RANK=\$PBS_NODENUM WORLD_SIZE=4 MASTER_ADDR=hosta MASTER_PORT=29500"),
@@ -138,6 +175,7 @@ LISTS: dict[str, Environment] = {
     "a child of a program that uses MPI by itself": {"PMIX_RANK": "0", "OMPI_MCA_ess": "singleton"},
     "an indexed Job of Kubernetes": {"JOB_COMPLETION_INDEX": "3"},
     "an array": {"SLURM_ARRAY_TASK_ID": "3", "AWS_BATCH_JOB_ARRAY_INDEX": "3", "LSB_JOBINDEX": "3", "SGE_TASK_ID": "3"},
+    "another program's CLUSTER_SPEC": {"CLUSTER_SPEC": "gpu-small"},
     "a task of Volcano that lists nobody": {"VC_TASK_INDEX": "1"},
 }
 
@@ -231,6 +269,78 @@ def test_one_tf_config_in_several_launched_processes_is_a_contradiction():
     written = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}})}
     with pytest.raises(ClusterError, match=r"worker 0 of 1, and Open MPI's .* declare worker 1 of 2"):
         cluster_from_environment({**written, **MPI_HOST})
+
+
+ONE_WORKER = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}})}
+CONTRADICTIONS = {name: environment for name, (environment, _) in FOLLOWED.items()} | {
+    "PMIx": {"PMIX_RANK": "0"},
+    "PMI": numbered(named("PMI"), 1, 2),
+    "MVAPICH 1": numbered(named("MVAPICH 1"), 1, 2),
+    "Kubeflow, elastic": {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"},
+    "Volcano of two groups": {**VOLCANO, "VC_MASTER_HOSTS": "m"},
+    "pbsdsh": PBSDSH,
+    "Lightning's variables of a host": LIGHTNING,
+}
+
+
+@pytest.mark.parametrize("written", [{"TF_CONFIG": "{}"}, ONE_WORKER], ids=["empty", "one worker"])
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_tf_config_of_one_worker_does_not_train_alone_in_each_process_of_a_job(name: str, written: Environment):
+    with pytest.raises(ClusterError, match="set RANK=0 WORLD_SIZE=1"):
+        declared_job({**CONTRADICTIONS[name], **written})
+
+
+@pytest.mark.parametrize("name", [*ALONE, *LISTS])
+def test_a_tf_config_of_one_worker_beside_a_description_of_one_process(name: str):
+    cluster = cluster_from_environment({**(ALONE.get(name) or LISTS[name]), **ONE_WORKER})
+
+    assert cluster is not None
+    assert (cluster.source, cluster.num_workers) == ("TF_CONFIG", 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "index", "workers", "agrees"),
+    [
+        (SLURM_STEP, 1, 2, True),
+        (SLURM_STEP, 0, 2, False),
+        (SLURM_STEP, 1, 3, False),
+        (SLURM_STEP, 2, 4, True),  # two processes in each task
+        (SLURM_STEP, 1, 4, False),
+        ({**SLURM_STEP, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1, 2, True),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1, 2, True),
+        (SAGEMAKER, 1, 2, True),
+        (SAGEMAKER, 0, 2, False),
+        (SKYPILOT, 1, 2, True),
+        (SKYPILOT, 1, 3, False),
+        (KUBEFLOW, 0, 2, False),
+        (VOLCANO, 0, 2, False),
+        ({**VOLCANO, "VC_MASTER_HOSTS": "m"}, 2, 3, True),  # no variable numbers this task, and TF_CONFIG does
+        (cluster_spec("workerpool1", 1), 2, 3, True),
+        (cluster_spec("workerpool1", 1), 1, 3, False),
+        (numbered(named("PMI"), 1, 2), 0, 2, False),
+        ({"PMIX_RANK": "1"}, 1, 2, True),
+    ],
+)
+def test_a_tf_config_must_agree_with_the_job_around_it(
+    environment: Environment, index: int, workers: int, agrees: bool
+):
+    addresses = [f"host{number}:1" for number in range(workers)]
+    task = {"type": "worker", "index": index}
+    written = {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})}
+    if agrees:
+        cluster = cluster_from_environment({**environment, **written})
+        assert cluster is not None
+        assert (cluster.source, cluster.index) == ("TF_CONFIG", index)
+    else:
+        with pytest.raises(ClusterError, match=f"TF_CONFIG declares worker {index} of {workers}, and .* declare"):
+            cluster_from_environment({**environment, **written})
+
+
+def test_a_step_of_slurm_may_have_tasks_that_evaluate():
+    cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
+    written = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
+
+    assert declared_job({**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "3", **written}) is not None
 
 
 @pytest.mark.parametrize("name", [*FOLLOWED, *REFUSED])

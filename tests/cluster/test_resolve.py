@@ -32,7 +32,7 @@ EXPORTED = {"WORLD_SIZE": "3", "MASTER_ADDR": "n2", "MASTER_PORT": "23456"}  # w
         (TWO_WORKERS, "TF_CONFIG"),
         (TORCHRUN, "torchrun"),
         (SLURM, "SLURM"),
-        ({**TWO_WORKERS, **SLURM}, "TF_CONFIG"),
+        ({**TWO_WORKERS, **SLURM, "SLURM_STEP_NUM_TASKS": "2"}, "TF_CONFIG"),
         ({**TWO_WORKERS, **TORCHRUN}, "TF_CONFIG"),
         ({**TWO_WORKERS, **TORCHRUN, **SLURM}, "TF_CONFIG"),
         ({**TORCHRUN, **SLURM}, "torchrun"),  # a launcher inside a job step
@@ -70,6 +70,7 @@ def test_a_job_step_takes_the_chief_that_its_script_exported():
         ),
         ({**TWO_WORKERS, **TORCHRUN, "WORLD_SIZE": "4"}, r"TF_CONFIG declares worker 1 of 2.*declare worker 1 of 4"),
         ({**ALONE, **TORCHRUN}, r"TF_CONFIG declares worker 0 of 1, and .* declare worker 1 of 2"),
+        ({**TWO_WORKERS, **SLURM}, r"TF_CONFIG declares worker 1 of 2, and SLURM's .* declare worker 1 of 3; unset"),
         ({"WORLD_SIZE": "4"}, r"torchrun: RANK not set \(there is WORLD_SIZE='4'\)"),
         ({"TF_CONFIG": "{", **TORCHRUN}, r"TF_CONFIG: .* is not JSON"),
     ],

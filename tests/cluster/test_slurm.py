@@ -128,7 +128,7 @@ def test_a_single_task_is_a_cluster_of_one():
             without("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
             r"SLURM: none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST, SLURM_NODELIST and MASTER_ADDR is set; srun sets",
         ),
-        ({**STEP, "SLURM_PROCID": "4"}, r"SLURM: SLURM_PROCID='4'; it must be a whole number from 0 to 3"),
+        ({**STEP, "SLURM_PROCID": "4"}, r"SLURM_PROCID=4 is beyond SLURM_STEP_NUM_TASKS=4.*--het-group=0 "),
         (
             {**STEP, "SLURM_STEP_NUM_TASKS": "many"},
             r"SLURM: SLURM_STEP_NUM_TASKS='many'; it must be a whole number fro",

@@ -54,6 +54,7 @@ def test_the_example_of_the_errors_is_right():
         ({"master": ["a:1"], "worker": ["b:1"]}, task("master", 0), ("a:1", "b:1"), ("worker", 0)),
         ({"master": ["a:1"], "worker": ["b:1"]}, task("worker", 0), ("a:1", "b:1"), ("worker", 1)),
         ({"chief": [], **PAIR}, task("worker", 1), ("hosta:20000", "hostb:20000"), ("worker", 1)),
+        ({"ps": [], **PAIR}, task("worker", 1), ("hosta:20000", "hostb:20000"), ("worker", 1)),
         ({"worker": ["[::1]:2000", "[::2]:2000"]}, task("worker", 1), ("[::1]:2000", "[::2]:2000"), ("worker", 1)),
         # Clusters of one.
         ({"worker": ["a:1"]}, task("worker", 0), ("a:1",), ("worker", 0)),

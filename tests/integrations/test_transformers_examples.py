@@ -195,3 +195,40 @@ def tokens(prediction: Any) -> dict[str, float]:
     right = prediction.label_ids >= 0
     weights = (1 + torch.arange(right.size).double().numpy()).reshape(right.shape)
     return {"order": float((logits[..., 0] * weights * right).sum())}
+
+
+def choices(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """As many rows an example as it has choices, and one label an example."""
+    counts = [2 + len(example["chosen"]) % 3 for example in examples]
+    texts = [
+        example["chosen"][: 1 + number] + example["rejected"][:3]
+        for example, count in zip(examples, counts, strict=True)
+        for number in range(count)
+    ]
+    return {**padded(texts), "counts": torch.tensor(counts), "labels": torch.tensor([count % 2 for count in counts])}
+
+
+def choosing(base: type) -> type:
+    class Choosing(base):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+            scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+            pairs = zip(scores.split(inputs["counts"].tolist()), inputs["labels"], strict=True)
+            loss = torch.stack([F.cross_entropy(one[None], label[None]) for one, label in pairs]).mean()
+            return (loss, {"loss": loss, "scores": scores}) if return_outputs else loss
+
+    return Choosing
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_several_rows_an_example_and_one_label(tiny: Any, make_strategy: MakeStrategy, replicas: int) -> None:
+    given = tiny.Task(
+        model=lambda: tiny.model(num_labels=1),
+        train=pairs(),
+        valid=pairs(14),
+        batch=12,
+        args={"prediction_loss_only": True, "remove_unused_columns": False},
+        more={"data_collator": choices},
+        trainer=choosing,
+    )
+    ours = tiny.train(given, Trainer, replicas=replicas, strategy=make_strategy(replicas))
+    tiny.assert_same(ours, tiny.train(given, transformers.Trainer))

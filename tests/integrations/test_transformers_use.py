@@ -185,6 +185,39 @@ def test_a_mean_and_a_part_of_a_sum_are_not_told(
     assert told_of(loss, tiny, make_strategy(2), 2) == []
 
 
+def averaging(base: type) -> type:
+    """A mean over rows of means over labels, as the losses of preference trainers."""
+
+    class Averaging(base):  # type: ignore[misc]
+        def compute_loss(self, model, inputs, return_outputs=False, **named):
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            labels = inputs["labels"]
+            counts = labels.ne(-100).sum(1).clamp(min=1)
+            losses = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
+            loss = (losses.sum(1) / counts).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return Averaging
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_mean_over_rows_of_means_over_labels_is_weighed_by_rows(
+    tiny: Any, make_strategy: MakeStrategy, replicas: int
+):
+    task = tiny.Task(
+        model=lambda: tiny.model("TokenClassification", num_labels=5),
+        train=tiny.rows(21, "tags", labelled=True),
+        valid=tiny.rows(13, "tags", seed=2, labelled=True),
+        batch=12,
+        trainer=averaging,
+        args={"prediction_loss_only": True},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = tiny.train(task, Trainer, replicas=replicas, strategy=make_strategy(replicas))
+    tiny.assert_same(ours, tiny.train(task, transformers.Trainer))
+
+
 def test_other_arguments_made_later_do_no_harm(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(2), bf16=True)
     tiny.arguments(str(tmp_path), 2)  # makes accelerate forget what it knows

@@ -241,3 +241,78 @@ def test_a_zero_grad_of_its_own_is_warned_of(make_strategy: MakeStrategy):
     optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="zero_grad was replaced"):
         strategy.mirror(optimizer)
+
+
+def second_after(optimizer: torch.optim.Optimizer, head: nn.Module, how: str) -> None:
+    """Steps another optimizer over the head around each step of ``optimizer``."""
+    other = torch.optim.SGD(head.parameters(), 0.05)
+
+    def step(*_: Any) -> None:
+        other.step()
+        other.zero_grad()
+
+    if how == "replaced step":
+        inner = optimizer.step
+
+        def stepping(*args: Any, **named: Any) -> Any:
+            result = inner(*args, **named)
+            step()
+            return result
+
+        optimizer.step = stepping  # type: ignore[method-assign]
+    else:
+        register = optimizer.register_step_pre_hook if how == "pre hook" else optimizer.register_step_post_hook
+        register(step)
+
+
+@pytest.mark.parametrize("how", ["pre hook", "post hook", "replaced step"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_another_optimizer_over_weights_that_it_does_not_hold_is_refused_by_fit(
+    how: str, replicas: int, make_strategy: MakeStrategy
+):
+    strategy = make_strategy(replicas)
+    with strategy.scope():
+        module = net()
+        optimizer = torch.optim.SGD(module[0].parameters(), 0.1)
+        second_after(optimizer, module[2], how)
+        model = ls.Model(module)
+        model.compile(optimizer, "mse")
+    before = {name: value.clone() for name, value in module[2].state_dict().items()}
+    with (
+        pytest.warns(UserWarning, match=r"tensors of weights that the optimizer does not hold have gradients"),
+        pytest.raises(UsageError, match=r"SGD.step was called around .* give compile one optimizer over all weights"),
+    ):
+        model.fit([(rows(0), rows(0)[:, :3])], verbose=0)
+    torch.testing.assert_close(dict(module[2].state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_another_optimizer_in_a_loop_is_that_of_one_device_or_refused(replicas: int, make_strategy: MakeStrategy):
+    def step(mirrored: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        ls.compute_average_loss(mirrored(x).square().mean(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone = net()
+    expected = torch.optim.SGD(alone[0].parameters(), 0.1)
+    second_after(expected, alone[2], "post hook")
+    strategy = make_strategy(replicas)
+    module = net()
+    mirrored = strategy.mirror(module)
+    plain = torch.optim.SGD(module[0].parameters(), 0.1)
+    second_after(plain, module[2], "post hook")
+    optimizer = strategy.mirror(plain)
+    for number in range(STEPS):
+        alone(rows(number)).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        shards = next(iter(strategy.distribute_dataset([rows(number)])))
+        if replicas > 1:
+            with (
+                pytest.warns(UserWarning, match="does not hold have gradients"),
+                pytest.raises(UsageError, match=r"mirror both in a loop of your own"),
+            ):
+                strategy.run(step, (mirrored, optimizer, shards))
+            return
+        strategy.run(step, (mirrored, optimizer, shards))
+    torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-12, atol=1e-14)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName, choose_pipeline_config
-from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, cut_to_stages, layer_counts, tied_ends
+from lockstep.parallel.pipeline_stage import PipelineSplit, Stage, StandIn, cut_to_stages, layer_counts, tied_ends
 
 WORDS = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(WORDS).index_fill(1, torch.tensor([5]), 0)
@@ -116,3 +116,10 @@ def test_a_weight_is_common_to_the_first_and_the_last_worker_or_to_one():
         tied_ends(ties, [{"words", "a"}, {"b"}, {"head"}])
     with pytest.raises(ConfigError, match=r"norm .* workers \[1, 2\]"):
         tied_ends(ties, [{"words"}, {"norm"}, {"norm", "head"}])
+
+
+def test_what_stands_in_for_a_module_of_another_stage_says_so():
+    with pytest.raises(AttributeError, match=r"another worker .* has the stage .*`if hasattr\(module, 'weight'\):`"):
+        StandIn().weight.register_hook(lambda gradient: gradient)
+    assert not hasattr(StandIn(), "weight")
+    assert deepcopy(StandIn("embeds"))(torch.ones(2)).sum() == 2

@@ -6,7 +6,7 @@
     SERVICES, SLURM          what describes a job by its hosts or its steps
     launchers.INTERFACES     a number of this process and little else
 
-The first that is there counts. TF_CONFIG and the numbers of a launcher must not contradict each other, and neither must
+The first that is there counts. TF_CONFIG must not contradict what the others say of this process, and neither must
 descriptions of the same kind.
 """
 
@@ -15,15 +15,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from lockstep.cluster.launchers import INTERFACES, LAUNCHERS, SERVICES, find_launcher, parse_launcher
-from lockstep.cluster.services import parse_sagemaker, parse_volcano, refuse_pbsdsh
-from lockstep.cluster.slurm import is_job_step, parse_slurm
+from lockstep.checks import shown
+from lockstep.cluster.launchers import (
+    ALONE,
+    INTERFACES,
+    LAUNCHERS,
+    SERVICES,
+    Place,
+    find_launcher,
+    launcher_place,
+    parse_launcher,
+)
+from lockstep.cluster.services import is_started_by_pbsdsh, parse_sagemaker, parse_volcano, refuse_pbsdsh
+from lockstep.cluster.slurm import is_job_step, parse_slurm, step_numbers
 from lockstep.cluster.spec import ClusterSpec, check_job_id
-from lockstep.cluster.tf_config import parse_cluster_spec, parse_tf_config
+from lockstep.cluster.tf_config import listed_evaluators, parse_cluster_spec, parse_tf_config
 from lockstep.cluster.variables import Variables
 from lockstep.errors import ClusterError
 
 Parser = Callable[[Mapping[str, str]], ClusterSpec | None]
+
+# Those that list the hosts of a job, and the names of their variables.
+_LISTS: dict[Parser, str] = {
+    parse_cluster_spec: "Vertex AI's CLUSTER_SPEC",
+    parse_sagemaker: "SageMaker's SM_HOSTS and SM_CURRENT_HOST",
+    parse_volcano: "Volcano's VC_TASK_INDEX and lists of hosts",
+}
 
 
 def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
@@ -35,13 +52,13 @@ def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> Clu
     if written is None:
         return _launched(environment)
     # One TF_CONFIG that several launched processes inherited would make each the same worker.
-    if written.task == "worker" and (numbers := _numbers(environment)) is not None:
-        source, workers, index = numbers
-        if workers > 1 and (written.num_workers, written.index) != (workers, index):
-            raise ClusterError(
-                f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {source} declare worker "
-                f"{index} of {workers}; unset the one that is not meant"
-            )
+    if written.task == "worker":
+        for place in _places(environment, alone=written.num_workers == 1):
+            if not _agrees(written, place, listed_evaluators(environment)):
+                raise ClusterError(
+                    f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {place.source} declare "
+                    f"{_shown(place)}; unset TF_CONFIG, or list in it all processes that train; {ALONE}"
+                )
     return written
 
 
@@ -56,8 +73,11 @@ def declared_job(environment: Mapping[str, str] = os.environ) -> ClusterSpec | N
 
 
 def declared_cluster(environment: Mapping[str, str] = os.environ) -> ClusterSpec | None:
-    """As ``cluster_from_environment``, for a process that WORLD_SIZE without RANK does not make one of several."""
-    if not environment.get("RANK"):
+    """As ``cluster_from_environment``, for a process that WORLD_SIZE without RANK does not make one of several.
+
+    Beside NODE_RANK it does: Lightning's variables number the hosts of a job so.
+    """
+    if not environment.get("RANK") and not _is_node(environment):
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
     return cluster_from_environment(environment)
 
@@ -74,28 +94,108 @@ def _launched(environment: Mapping[str, str]) -> ClusterSpec | None:
     if (launcher := find_launcher(environment, INTERFACES)) is not None:
         return parse_launcher(environment, launcher)
     refuse_pbsdsh(environment)
+    if _is_node(environment):
+        raise _node_refusal(environment)
     return parse_torchrun(environment)
 
 
-def _numbers(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """What a launcher says of this process: the names of its variables, the number of processes, and this one's."""
-    launcher = None if environment.get("RANK") else find_launcher(environment, LAUNCHERS)
-    if launcher is not None:
-        variables = Variables(environment, launcher.name)
-        names = f"{launcher.name}'s {launcher.rank} and {launcher.size}"
-        return names, variables.count(launcher.size), variables.count(launcher.rank)
-    if not environment.get("RANK") and is_job_step(environment):
-        return None
-    launched = parse_torchrun(environment)
-    return None if launched is None else ("torchrun's RANK and WORLD_SIZE", launched.num_workers, launched.index)
+def _places(environment: Mapping[str, str], *, alone: bool) -> Iterator[Place]:
+    """What launchers, services and SLURM say of this process: those of them that count, as in ``_launched``.
+
+    Descriptions that cannot be followed raise ClusterError where TF_CONFIG has one worker, which is then ``alone``.
+    Where it has several, they may be why it was written.
+    """
+    if environment.get("RANK"):
+        yield _place(parse_torchrun(environment), "torchrun's RANK and WORLD_SIZE")
+    elif (launcher := find_launcher(environment, LAUNCHERS)) is not None:
+        yield launcher_place(environment, launcher)
+    elif places := [*_described_places(environment, alone=alone)]:
+        yield from places
+    elif (launcher := find_launcher(environment, INTERFACES)) is not None:
+        yield launcher_place(environment, launcher)
+    elif is_started_by_pbsdsh(environment):
+        host = Variables(environment, "PBS").count("PBS_NODENUM")
+        yield Place(source="PBS_NODENUM and PBS_TASKNUM of pbsdsh", workers=None, index=host)
+    elif environment.get("WORLD_SIZE"):
+        size = Variables(environment, "torchrun").number("WORLD_SIZE", least=1)
+        names = "NODE_RANK and WORLD_SIZE" if _is_node(environment) else "torchrun's variables, without RANK,"
+        yield Place(source=names, workers=size, index=None)
+
+
+def _described_places(environment: Mapping[str, str], *, alone: bool) -> Iterator[Place]:
+    """What services and SLURM say of this process."""
+    for row in SERVICES:
+        if row.is_recognised(environment):
+            yield launcher_place(environment, row)
+    if is_job_step(environment):
+        index, size = step_numbers(environment)
+        yield Place(source="SLURM's SLURM_PROCID and SLURM_STEP_NUM_TASKS", workers=size, index=index)
+    for parse, source in _LISTS.items():
+        try:
+            cluster = parse(environment)
+        except ClusterError:
+            # CLUSTER_SPEC is a name that others use too, and its error says to write TF_CONFIG.
+            if alone and parse is not parse_cluster_spec:
+                raise
+            continue
+        if cluster is not None and cluster.task == "worker":
+            yield _place(cluster, source)
+
+
+def _place(cluster: ClusterSpec | None, source: str) -> Place:
+    if cluster is None:
+        return Place(source=source, workers=None, index=None)
+    return Place(source=source, workers=cluster.num_workers, index=cluster.index)
+
+
+def _agrees(written: ClusterSpec, place: Place, evaluators: int) -> bool:
+    """Whether a worker of TF_CONFIG can be a process that its surroundings describe so.
+
+    A job may have processes that evaluate, and each of its processes may start several workers, such as one for each
+    GPU of a host. A description of one process says nothing.
+    """
+    if place.workers == 1 or (place.workers is None and place.index is None):
+        return True
+    if place.workers is None or place.index is None:
+        return written.num_workers > 1
+    if place.workers in (written.num_workers, written.num_workers + evaluators):
+        return written.index == place.index
+    started, rest = divmod(written.num_workers, place.workers)
+    return not rest and written.index // started == place.index
+
+
+def _shown(place: Place) -> str:
+    if place.workers is None:
+        return f"worker {place.index} of several"
+    return f"{place.workers} workers" if place.index is None else f"worker {place.index} of {place.workers}"
+
+
+def _is_node(environment: Mapping[str, str]) -> bool:
+    """Whether NODE_RANK and WORLD_SIZE, without RANK, make this process one of several, as Lightning's variables do."""
+    size = environment.get("WORLD_SIZE", "").strip()
+    several = size.isascii() and size.isdecimal() and int(size) > 1
+    return (
+        several
+        and bool(environment.get("NODE_RANK"))
+        and not (environment.get("RANK") or environment.get("LOCAL_RANK"))
+    )
+
+
+def _node_refusal(environment: Mapping[str, str]) -> ClusterError:
+    node, size = environment["NODE_RANK"], environment["WORLD_SIZE"]
+    return ClusterError(
+        f"NODE_RANK={shown(node)} and WORLD_SIZE={shown(size)} make this process one of several, and no variable says "
+        "which: RANK is not set; for MultiWorkerMirroredStrategy or ParallelStrategy write `export RANK=$NODE_RANK "
+        "WORLD_SIZE=2 MASTER_ADDR=hosta MASTER_PORT=29500` with one process on each of 2 hosts, hosta for the first, "
+        f"or start the program with `lockstep run` or torchrun; {ALONE}"
+    )
 
 
 def _services(environment: Mapping[str, str]) -> Iterator[ClusterSpec]:
     for row in SERVICES:
         if row.is_recognised(environment):
             yield parse_launcher(environment, row)
-    parsers: tuple[Parser, ...] = (parse_cluster_spec, parse_sagemaker, parse_volcano, parse_slurm)
-    for parse in parsers:
+    for parse in (*_LISTS, parse_slurm):
         if (cluster := parse(environment)) is not None:
             yield cluster
 

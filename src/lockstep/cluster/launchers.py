@@ -24,6 +24,22 @@ from lockstep.errors import ClusterError
 
 ALONE = "where this process is to train a model alone, set RANK=0 WORLD_SIZE=1 in it"
 _LOOPBACK = "127.0.0.1"
+_ELASTIC = ":"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the surroundings of a process say of it: how many processes there are, and which of them it is.
+
+    Args:
+        source: the variables that say so, for messages.
+        workers: the number of processes; None if no variable has it.
+        index: the number of this one; None if no variable has it.
+    """
+
+    source: str
+    workers: int | None
+    index: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +155,14 @@ LAUNCHERS = (
         job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         line=f"{_EXPORT}; horovodrun -np 4 -H hosta:2,hostb:2 python train.py",
     ),
+    Launcher(  # Platform MPI, later IBM's
+        name="Platform MPI",
+        rank="MPI_RANKID",
+        size="MPI_NRANKS",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        line="mpirun -e MASTER_ADDR=hosta -e MASTER_PORT=29500 -np 4 python train.py",
+    ),
     # MPICH and Intel MPI. SLURM's PMI has no MPI_LOCALRANKID, so a step of srun is not taken for them.
     Launcher(
         name="MPICH's or Intel MPI's Hydra",
@@ -169,6 +193,38 @@ SERVICES = (
         job=("SKYPILOT_TASK_ID",),
         line='export MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n1) MASTER_PORT=29500',
     ),
+    Launcher(
+        name="dstack",
+        rank="DSTACK_NODE_RANK",
+        size="DSTACK_NODES_NUM",
+        chief=("MASTER_ADDR", "DSTACK_MASTER_NODE_IP"),
+        job=("DSTACK_RUN_NAME", "DSTACK_NODES_IPS"),
+        line="export MASTER_ADDR=$DSTACK_MASTER_NODE_IP MASTER_PORT=29500",
+    ),
+    Launcher(  # names its leader where the job asks for leaderSelection
+        name="Beaker",
+        rank="BEAKER_REPLICA_RANK",
+        size="BEAKER_REPLICA_COUNT",
+        chief=("MASTER_ADDR", "BEAKER_LEADER_REPLICA_HOSTNAME"),
+        job=("BEAKER_WORKLOAD_ID",),
+        line="export MASTER_ADDR=$BEAKER_LEADER_REPLICA_HOSTNAME MASTER_PORT=29500",
+    ),
+    Launcher(
+        name="Volcengine's ML platform",
+        rank="MLP_ROLE_INDEX",
+        size="MLP_WORKER_NUM",
+        chief=("MASTER_ADDR", "MLP_WORKER_0_HOST"),
+        port=("MASTER_PORT", "MLP_WORKER_0_PORT"),
+        signs=("MLP_ROLE_INDEX", "MLP_WORKER_NUM"),
+        line="export MASTER_ADDR=$MLP_WORKER_0_HOST MASTER_PORT=29500",
+    ),
+    Launcher(
+        name="Metaflow",
+        rank="MF_PARALLEL_NODE_INDEX",
+        size="MF_PARALLEL_NUM_NODES",
+        chief=("MASTER_ADDR", "MF_PARALLEL_MAIN_IP"),
+        line="export MASTER_ADDR=$MF_PARALLEL_MAIN_IP MASTER_PORT=29500",
+    ),
     Launcher(  # a multi-node parallel job; the variable with the main node's address is not set on the main node
         name="AWS Batch",
         rank="AWS_BATCH_JOB_NODE_INDEX",
@@ -198,6 +254,12 @@ INTERFACES = (
         local_size="PMI_LOCAL_SIZE",
         line=_EXPORT,
     ),
+    Launcher(  # MVAPICH 1 and others of its time; SLURM's plugin for it sets them in steps too
+        name="MVAPICH 1",
+        rank="MPIRUN_RANK",
+        size="MPIRUN_NPROCS",
+        line="mpirun_rsh -np 4 hosta hostb MASTER_ADDR=hosta MASTER_PORT=29500 python train.py",
+    ),
     Launcher(
         name="PMIx",
         rank="PMIX_RANK",
@@ -222,7 +284,7 @@ def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> Cluste
         number = f"{launcher.rank}={shown(variables.get(launcher.rank))}"
         line = _by_shell(f"${launcher.rank}") if launcher.size else launcher.line
         raise _refusal(launcher, f"{number} numbers this process, and no variable says of how many", line)
-    size = variables.number(launcher.size, least=1)
+    size = _size(variables, launcher)
     if size == 1:
         return ClusterSpec(workers=("",), index=0, job_id=variables.job_id(), source=launcher.name)
     variables.require(launcher.rank, launcher.size)
@@ -238,6 +300,17 @@ def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> Cluste
     )
 
 
+def launcher_place(environment: Mapping[str, str], launcher: Launcher) -> Place:
+    """What a launcher's variables say of this process, whether or not they are whole."""
+    variables = Variables(environment, launcher.name)
+    size = variables.get(launcher.size)
+    return Place(
+        source=f"{launcher.name}'s {' and '.join(name for name in (launcher.rank, launcher.size) if name)}",
+        workers=variables.number(launcher.size, least=1) if size and _ELASTIC not in size else None,
+        index=variables.number(launcher.rank) if variables.get(launcher.rank) else None,
+    )
+
+
 def local_numbers(environment: Mapping[str, str], source: str) -> tuple[int, int] | None:
     """The number of a process among those of its host, and theirs, if ``source`` is a launcher that tells both."""
     launcher = next((row for row in (*LAUNCHERS, *SERVICES, *INTERFACES) if row.name == source), None)
@@ -246,6 +319,19 @@ def local_numbers(environment: Mapping[str, str], source: str) -> tuple[int, int
     variables = Variables(environment, source)
     size = variables.number(launcher.local_size, least=1)
     return variables.number(launcher.local_rank, most=size - 1), size
+
+
+def _size(variables: Variables, launcher: Launcher) -> int:
+    """The number of processes. Raises ClusterError for an elastic job, of which torchrun reads "least:most"."""
+    text = variables.get(launcher.size)
+    if _ELASTIC in text:
+        raise ClusterError(
+            f"{launcher.name}: {launcher.size}={shown(text)} declares an elastic job, and a strategy needs a fixed "
+            "number of processes; for MultiWorkerMirroredStrategy or ParallelStrategy write "
+            f"`{launcher.size}={text.rpartition(_ELASTIC)[2]}`, or start the program with `torchrun train.py`, which "
+            f"numbers the processes of each round; {ALONE}"
+        )
+    return variables.number(launcher.size, least=1)
 
 
 def _is_on_one_host(variables: Variables, launcher: Launcher, size: int) -> bool:

@@ -78,14 +78,22 @@ def parse_volcano(environment: Mapping[str, str]) -> ClusterSpec | None:
     )
 
 
-def refuse_pbsdsh(environment: Mapping[str, str]) -> None:
-    """Raises ClusterError in a process that pbsdsh has started, which knows its number only.
+def is_started_by_pbsdsh(environment: Mapping[str, str]) -> bool:
+    """Whether pbsdsh has started this process.
 
     PBS numbers the hosts of a job from 0, and the tasks of each host from 1. The job's script is task 1 of host 0.
     """
     variables = Variables(environment, "PBS")
-    host, task = variables.count("PBS_NODENUM"), variables.count("PBS_TASKNUM")
-    if variables.get("PBS_JOBID") and (host > 0 or task > 1):
+    return bool(variables.get("PBS_JOBID")) and (
+        variables.count("PBS_NODENUM") > 0 or variables.count("PBS_TASKNUM") > 1
+    )
+
+
+def refuse_pbsdsh(environment: Mapping[str, str]) -> None:
+    """Raises ClusterError in a process that pbsdsh has started, which knows its number only."""
+    if is_started_by_pbsdsh(environment):
+        variables = Variables(environment, "PBS")
+        host, task = variables.count("PBS_NODENUM"), variables.count("PBS_TASKNUM")
         raise ClusterError(
             f"PBS: PBS_NODENUM={host} and PBS_TASKNUM={task} show that pbsdsh has started this process, and no "
             "variable says how many there are; for MultiWorkerMirroredStrategy or ParallelStrategy write in the job's "

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from lockstep.checks import shown
+from lockstep.cluster.launchers import ALONE
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.variables import FIRST_PORT, PORTS, Variables
 from lockstep.errors import ClusterError
@@ -41,15 +42,31 @@ def parse_slurm(environment: Mapping[str, str]) -> ClusterSpec | None:
         return None
     variables = Variables(environment, "SLURM", _SLURM_REMEDY)
     variables.require("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")
-    size = variables.number("SLURM_STEP_NUM_TASKS", least=1)
+    index, size = step_numbers(environment)
     job, step = variables.number("SLURM_JOB_ID"), variables.count("SLURM_STEP_ID")
     return ClusterSpec(
         workers=(_slurm_chief(variables, step_port(job, step)), *[""] * (size - 1)),
-        index=variables.number("SLURM_PROCID", most=size - 1),
+        index=index,
         job_id=variables.job_id() or f"slurm-{job}.{step}",
         source="SLURM",
         attempt=variables.count("SLURM_RESTART_COUNT"),  # a job that is queued again keeps its id
     )
+
+
+def step_numbers(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The number of a task of a job step, and how many there are. Raises ClusterError in a heterogeneous step."""
+    variables = Variables(environment, "SLURM", _SLURM_REMEDY)
+    variables.require("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    size, index = variables.number("SLURM_STEP_NUM_TASKS", least=1), variables.number("SLURM_PROCID")
+    if index >= size:
+        raise ClusterError(
+            f"SLURM: SLURM_PROCID={index} is beyond SLURM_STEP_NUM_TASKS={size}, as in a heterogeneous job, of which a "
+            "step counts the tasks of each component by itself; heterogeneous jobs are not supported by SLURM's "
+            "variables: start the tasks of one component (`srun --het-group=0 python train.py`), or number all tasks "
+            "yourself (`srun --het-group=0,1 sh -c 'RANK=$SLURM_PROCID WORLD_SIZE=4 MASTER_ADDR=hosta "
+            f"MASTER_PORT=29500 exec python train.py'`); {ALONE}"
+        )
+    return index, size
 
 
 def step_port(job: int, step: int) -> int:

@@ -43,8 +43,15 @@ def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
     return ClusterSpec(workers=workers or ("",), index=index, task=task, job_id=job_id, source="TF_CONFIG")
 
 
+def listed_evaluators(environment: Mapping[str, str]) -> int:
+    """How many evaluators a ``TF_CONFIG`` lists that ``parse_tf_config`` has read."""
+    return len((json.loads(environment["TF_CONFIG"]).get("cluster") or {}).get("evaluator", ()))
+
+
 def _read_cluster(cluster: Any) -> dict[str, list[str]]:
-    """The checked addresses of each task type."""
+    """The checked addresses of each task type that has some."""
+    if isinstance(cluster, dict):
+        cluster = {name: addresses for name, addresses in cluster.items() if addresses != []}
     if not isinstance(cluster, dict) or any(
         name not in _TYPES or not isinstance(addresses, list) for name, addresses in cluster.items()
     ):
@@ -102,12 +109,13 @@ _VERTEX_EXAMPLE = (
 
 
 def parse_cluster_spec(environment: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster that Vertex AI's ``CLUSTER_SPEC`` declares; None if the variable is not set or empty.
+    """The cluster that Vertex AI's ``CLUSTER_SPEC`` declares; None if the variable is no JSON object.
 
-    Raises ClusterError for a text that is not Vertex AI's, and in a process of its parameter servers.
+    Other programs use the name for a word or a file. Raises ClusterError for an object that is not Vertex AI's, and in
+    a process of its parameter servers.
     """
     text = environment.get("CLUSTER_SPEC", "").strip()
-    if not text:
+    if not text.startswith("{"):
         return None
     pools, kind, index = _read_pools(text)
     if kind == _POOLS[2]:

@@ -52,6 +52,17 @@ class StandIn(nn.Module):
         # ViT converts what it gives its embeddings to the dtype of these weights.
         self.patch_embeddings = SimpleNamespace(projection=SimpleNamespace(weight=torch.empty(0, dtype=dtype)))
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, which says where the module is, for what the module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                "another worker of the pipeline has the stage of this module, and in its place is a "
+                f"{type(self).__name__} without {name!r}; use it where it is, `if hasattr(module, {name!r}):`, or go "
+                "through the parameters that compile's function gets, which are this worker's"
+            ) from None
+
     def forward(
         self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
     ) -> Any:

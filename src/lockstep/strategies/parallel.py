@@ -189,8 +189,9 @@ class ParallelStrategy(ThreadedStrategy):
         self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=own_device)
         self._own = replica_generator(own_seed, -1 - job.workers.index)
         self._parts = ModelParts(
-            self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters, own=self._own,
-            device=own_device, seed=seed, sequence_parallel=sequence_parallel,
+            self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters,
+            shard_optimizer=shard_optimizer, own=self._own, device=own_device, seed=seed,
+            sequence_parallel=sequence_parallel,
         )  # fmt: skip
         view = self._groups.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
         super().__init__(devices, view, runner, self._exchange_of, partition=self._parts, guard=self._explaining)
@@ -326,6 +327,7 @@ class ModelParts(PartitionPolicy):
         *,
         pipelining: PipelineConfig,
         shard_parameters: bool,
+        shard_optimizer: bool,
         own: torch.Generator,
         device: torch.device,
         seed: int,
@@ -334,6 +336,7 @@ class ModelParts(PartitionPolicy):
         self._groups, self._layout, self._coordinate, self._mesh = groups, groups.layout, groups.coordinate, mesh
         self._pipelining, self._device = pipelining, device
         self.parts = mesh is not None
+        self._holds_parts = shard_optimizer or shard_parameters or max(groups.layout.pipeline, groups.layout.tensor) > 1
         self.shards_weights = shard_parameters and groups.layout.data > 1
         self.draws = TensorParallelRng(own, _on_gpu(device, own.initial_seed()))
         self._seed, self._drawn = seed, 0
@@ -361,7 +364,12 @@ class ModelParts(PartitionPolicy):
         return is_divided(self.source_of(weight))
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raises a ConfigError unless it updates each number by itself, which is the same on parts and the whole."""
+        """Raises a ConfigError unless it updates each number by itself, which is the same on parts and the whole.
+
+        Where workers hold whole models and their whole state, it may do anything.
+        """
+        if not self._holds_parts:
+            return
         if type(optimizer) not in ELEMENTWISE:
             known = ", ".join(each.__name__ for each in ELEMENTWISE)
             raise ConfigError(

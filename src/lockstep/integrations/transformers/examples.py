@@ -94,7 +94,7 @@ def _collated(collator: Callable[[Any], Any], replicas: int, known: _Known, exam
     """The batch of some examples, with its division if rows are not examples."""
     batch = collator(examples)
     number = len(examples)
-    if not isinstance(batch, Mapping) or all(size == number for size in _row_counts(batch)):
+    if not isinstance(batch, Mapping) or all(size == number for size in row_counts(batch)):
         return batch
     division = _divided(collator, batch, examples, replicas, known)
     return batch if division is None else {**batch, _KEY: division}
@@ -106,20 +106,20 @@ def _divided(
     """How a batch is divided; None if its tensors disagree in length in a way that no example explains."""
     number = len(examples)
     places = list(pairwise(accumulate(shard_sizes(number, replicas), initial=0)))
-    if known.orders and all(size % number == 0 for size in _row_counts(batch)):
+    if known.orders and all(size % number == 0 for size in row_counts(batch)):
         (order,) = known.orders
         parts = [_taken(batch, number, order, *place) for place in places]
         return Division(examples=number, parts=parts, order=order)
-    collated = _collated_alone(collator, examples, places, max(_row_counts(batch)))
+    collated = _collated_alone(collator, examples, places, max(row_counts(batch)))
     fitting: list[RowOrder] = [order for order in _ORDERS if _fits(batch, collated, number, places, order)]
     if not fitting:
         is_flat = _is_flat(batch, collated)
         if is_flat or _adds_up(batch, [part for part in collated if part is not None]):
             return Division(examples=number, parts=collated, order=None, is_flat=is_flat)
-        if len(set(_row_counts(batch))) > 1:
+        if len(set(row_counts(batch))) > 1:
             return None
         raise DataError(
-            f"data_collator made {max(_row_counts(batch))} rows of {number} examples, and other rows of the examples "
+            f"data_collator made {max(row_counts(batch))} rows of {number} examples, and other rows of the examples "
             "of each replica alone, so that the batch cannot be divided by example; have it make the same rows of an "
             "example whatever the others are, or use one replica"
         )
@@ -146,12 +146,12 @@ def _collated_alone(
         set_random_state(None, state)
 
 
-def _row_counts(batch: Mapping[str, Any]) -> list[int]:
+def row_counts(batch: Mapping[str, Any]) -> list[int]:
     """The lengths of the tensors in a batch."""
     lengths = []
     for value in batch.values():
         if isinstance(value, Mapping):
-            lengths += _row_counts(value)
+            lengths += row_counts(value)
         elif isinstance(value, Tensor) and value.ndim:
             lengths.append(len(value))
     return lengths
@@ -184,7 +184,7 @@ def _fits(
     order: RowOrder,
 ) -> bool:
     """Whether the parts have the rows of the batch in this order, but for padding."""
-    if any(size % number for size in _row_counts(batch)):
+    if any(size % number for size in row_counts(batch)):
         return False
     pairs = [(_taken(batch, number, order, *place), part) for place, part in zip(places, parts, strict=True)]
     return all(part is None or _is_padded(rows, part) for rows, part in pairs)
@@ -208,8 +208,8 @@ def _is_padded(rows: Any, part: Any) -> bool:
 
 def _adds_up(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the parts have as many rows as the batch, in each of their tensors."""
-    counts = [_row_counts(part) for part in parts]
-    whole = _row_counts(batch)
+    counts = [row_counts(part) for part in parts]
+    whole = row_counts(batch)
     return (
         all(len(count) == len(whole) for count in counts) and [sum(rows) for rows in zip(*counts, strict=True)] == whole
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
 from lockstep.data.sharding import WithRows, batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
-from lockstep.integrations.transformers.examples import Division, division_of
+from lockstep.integrations.transformers.examples import Division, division_of, row_counts
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import FAILURES, keeping_modes
 from lockstep.watch.rows import RowWatch, follows_modules
@@ -38,6 +38,9 @@ _IGNORED = -100  # the label of what has no loss, in transformers as in torch's 
 
 _EXACT, _ROUGH = 1e-4, 5e-2
 _LOW = (torch.float16, torch.bfloat16)
+
+Items = Literal["labels", "shifted labels", "rows"]
+"""What a mean loss averages: class numbers, those but for the first of each row, or rows."""
 
 
 class CountedItems(Tensor):
@@ -118,14 +121,14 @@ def shifts_labels(model: Any) -> bool:
     return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
-def _count_items(inputs: Mapping[str, Any], rows: int, *, shifted: bool) -> int:
+def _count_items(inputs: Mapping[str, Any], rows: int, *, items: Items) -> int:
     """The number of values that a mean loss is over: labels that count, or rows if labels are not class numbers."""
     labels = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
-        if isinstance(labels, Tensor) and shifted and labels.ndim > 1:
+        if isinstance(labels, Tensor) and items == "shifted labels" and labels.ndim > 1:
             labels = labels[..., 1:]
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+    if items == "rows" or not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         return rows
     return int(labels.ne(_IGNORED).sum())
 
@@ -141,34 +144,37 @@ class Shard(WithRows):
     division: Division | None = None  # of the whole batch, where a row is not an example
 
 
-def divided(
-    batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, shifted: bool
-) -> PerReplica[Shard]:
+def divided(batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, items: Items) -> PerReplica[Shard]:
     """The shards of this worker's replicas: views of the whole collated batch, which is equal on all workers.
 
-    ``layout`` finds the lists of one item per example, such as texts or boxes; ``shifted`` is ``shifts_labels`` of the
-    model. Raises a DataError if the tensors disagree in length.
+    ``layout`` finds the lists of one item per example, such as texts or boxes; ``items`` is what a mean loss averages.
+    With one replica in all the batch is the shard, whatever its rows are. Otherwise a DataError is raised if the
+    tensors disagree in length.
     """
     plain, division = division_of(batch)
     if division is not None:
-        return _by_example(division, workers, shifted=shifted)
+        return _by_example(division, workers, items=items)
+    if sum(workers.replicas) == 1:
+        rows = max(row_counts(plain), default=1)
+        count = _count_items(plain, rows, items=items)
+        return PerReplica([Shard(inputs=plain, rows=rows, count=count, total=count)])
     marked = layout.marked(plain)
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
     local = local_shards(marked, lambda _: cut, layout)
-    total = _count_items(marked, rows, shifted=shifted)
+    total = _count_items(marked, rows, items=items)
     shards = []
     for replica, size in enumerate(cut.sizes):
         inputs = select(local, replica, len(cut.sizes))
-        count = _count_items(inputs, size, shifted=shifted)
+        count = _count_items(inputs, size, items=items)
         shards.append(Shard(inputs=inputs, rows=size, count=count, total=total))
     return PerReplica(shards)
 
 
-def _by_example(division: Division, workers: Communicator, *, shifted: bool) -> PerReplica[Shard]:
+def _by_example(division: Division, workers: Communicator, *, items: Items) -> PerReplica[Shard]:
     """The shards of this worker's replicas, of a batch that was divided by example as it was collated."""
     parts = list(zip(division.parts, division.sizes, strict=True))
-    counts = [_count_items(inputs or {}, size, shifted=shifted) if size else 0 for inputs, size in parts]
+    counts = [_count_items(inputs or {}, size, items=items) if size else 0 for inputs, size in parts]
     first = workers.first_replica
     local = slice(first, first + workers.replicas[workers.index])
     shards = zip(parts[local], counts[local], strict=True)
@@ -184,12 +190,35 @@ class LossCheck:
     """Checks in some of the first steps of a training whether the loss may be computed in shards, and warns once.
 
     loss(6 rows) = share x loss(first 3) + share x loss(last 3)
+
+    A share is that of the labels, unless those of rows fit: of a loss that averages each row before all of them.
     """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._steps = 0
         self._warned = False
+        self._items: Items | None = None
+
+    def items(self, model: Any) -> Items:
+        """What the loss averages as far as the steps so far have shown, else what the model's own does."""
+        return self._items or ("shifted labels" if shifts_labels(model) else "labels")
+
+    def candidates(self, model: Any) -> list[Items]:
+        """What the loss may average: first what it is taken to."""
+        first = self.items(model)
+        return [first, *(items for items in get_args(Items) if items != first)]
+
+    def settle(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
+        """Takes what a step has shown: the differences of all replicas for each candidate, until one had none."""
+        former, *_ = differences
+        fitting = next((items for items, apart in differences.items() if not any(apart)), None)
+        if fitting is None:
+            self._warn(differences[former])
+        elif fitting != former:
+            self._items = fitting
+            if self._steps > 1:
+                self._warn_of_late_items(former, fitting)
 
     def is_due(self) -> bool:
         """Whether the loss is checked in this step, on all workers: the 1st, 2nd, 4th, ...; one may have few labels."""
@@ -217,7 +246,16 @@ class LossCheck:
             stacklevel=3,
         )
 
-    def warn(self, found: Sequence[tuple[float, float] | None]) -> None:
+    def _warn_of_late_items(self, former: Items, fitting: Items) -> None:
+        warnings.warn(
+            f"step {self._steps} shows that the loss is a mean over {fitting}, and until now the losses of replicas "
+            f"were weighed by their {former}; those steps trained with other numbers than one device where replicas "
+            f"had different numbers of {former} in a row; have compute_loss_func return the sum of the losses over "
+            "num_items_in_batch, or make the first batch one with two rows or more for each replica",
+            stacklevel=4,
+        )
+
+    def _warn(self, found: Sequence[tuple[float, float] | None]) -> None:
         """Warns once, if a replica has found a difference."""
         apart = next((each for each in found if each is not None), None)
         if apart is None or self._warned:
@@ -228,12 +266,12 @@ class LossCheck:
             "so it is neither a mean over rows or labels nor a sum over num_items_in_batch, and "
             f"{self._replicas} replicas train with other numbers than one device; have compute_loss_func return the "
             "sum of the rows' losses over num_items_in_batch, or use one replica",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
 def loss_difference(
-    loss_of: Callable[[Mapping[str, Any], Share], Tensor], shard: Shard, model: nn.Module, *, shifted: bool
+    loss_of: Callable[[Mapping[str, Any], Share], Tensor], shard: Shard, model: nn.Module, *, items: Items
 ) -> tuple[float, float] | None:
     """A shard's loss and the loss of its halves, if they differ; else None. The model is in evaluation mode meanwhile.
 
@@ -242,7 +280,7 @@ def loss_difference(
     if shard.rows < 2 or (shard.division is not None and shard.division.order is None):
         return None
     try:
-        halves = _halves(shard, shifted=shifted)
+        halves = _halves(shard, items=items)
         with torch.no_grad(), keeping_modes(model):
             model.eval()
             whole = float(loss_of(copy(shard.inputs), Share(shard.count, shard.count)))
@@ -255,13 +293,13 @@ def loss_difference(
     return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
 
 
-def _halves(shard: Shard, *, shifted: bool) -> PerReplica[Shard]:
+def _halves(shard: Shard, *, items: Items) -> PerReplica[Shard]:
     order = None if shard.division is None else shard.division.order
     if order is None:
-        return divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), shifted=shifted)
+        return divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), items=items)
     parts = examples.halves(shard.inputs, shard.rows, order)
     division = Division(examples=shard.rows, parts=parts, order=order)
-    return _by_example(division, SingleWorkerCommunicator(2), shifted=shifted)
+    return _by_example(division, SingleWorkerCommunicator(2), items=items)
 
 
 class Prediction(NamedTuple):

@@ -209,29 +209,41 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
-        shards = self._divided(inputs)
+        self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
             if self._loss_check.is_due():
-                found = self.strategy.run(self._check_loss, (shards, num_items_in_batch))
-                self._loss_check.warn(self.strategy.local_results(found))
+                self._settle_items(inputs, num_items_in_batch)
+            shards = self._divided(inputs)
             watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
             losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch, watches))
             self._loss_check.warn_of_mixed_rows(self.strategy.local_results(watches))
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
 
-    def _check_loss(self, shard: sharding.Shard, items: Any) -> tuple[float, float] | None:
+    def _settle_items(self, inputs: dict[str, Any], number: Any) -> None:
+        """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
+        differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
+        for items in self._loss_check.candidates(self.model):
+            found = self.strategy.run(self._check_loss, (self._divided(inputs, items), number, items))
+            local = self.strategy.local_results(found)
+            met = all_gather_object(self._workers, "the check of the loss", local)
+            differences[items] = [apart for worker in met for apart in worker]
+            if not any(differences[items]):
+                break
+        self._loss_check.settle(differences)
+
+    def _check_loss(self, shard: sharding.Shard, number: Any, items: sharding.Items) -> tuple[float, float] | None:
         """Compares the loss of this replica's shard with its halves."""
         copy = self._copy
 
         def loss_of(inputs: Any, share: sharding.Share) -> Tensor:
             with sharding.weighing(share), self.compute_loss_context_manager():
-                watched = share.watch(items, self._device)
+                watched = share.watch(number, self._device)
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=watched)
             return torch.as_tensor(loss)
 
         with preserving_rng(replica_of_step()):
-            return sharding.loss_difference(loss_of, shard, copy, shifted=sharding.shifts_labels(self.model))
+            return sharding.loss_difference(loss_of, shard, copy, items=items)
 
     def _train_shard(self, shard: sharding.Shard, items: Any, watch: RowWatch | None) -> Tensor:
         """This replica's training step; returns its weighed loss. Every replica must call it."""
@@ -263,6 +275,7 @@ class Trainer(transformers.Trainer):
     ) -> tuple[Any, Any, Any]:
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         _, division = division_of(inputs)
+        self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
             parts = self.strategy.run(self._predict_shard, (self._divided(inputs), prediction_loss_only, ignore_keys))
         return sharding.joined(self.strategy.local_results(parts), self._workers, self.args.device, division)
@@ -288,10 +301,13 @@ class Trainer(transformers.Trainer):
 
         return tree_map(moved, data)
 
-    def _divided(self, inputs: dict[str, Any]) -> PerReplica[sharding.Shard]:
+    def _add_digest(self, inputs: dict[str, Any]) -> None:
         if self._workers.size > 1:
             self._workers.add_digest(batch_digest(dict(inputs)))
-        return sharding.divided(inputs, self._workers, self._layout, shifted=sharding.shifts_labels(self.model))
+
+    def _divided(self, inputs: dict[str, Any], items: sharding.Items | None = None) -> PerReplica[sharding.Shard]:
+        """The shards of a batch, weighed by ``items``; None is what the loss averages as far as is known."""
+        return sharding.divided(inputs, self._workers, self._layout, items=items or self._loss_check.items(self.model))
 
     @property
     def _mirrored_module(self) -> MirroredModule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.mirroring.gradients.exchange import Copies
-from lockstep.mirroring.optim.misuse import IN_LOCKSTEP
+from lockstep.mirroring.optim.misuse import IN_LOCKSTEP, refusing_steps_over
 from lockstep.mirroring.optim.step_hooks import StepHookWarnings, around_step
 from lockstep.mirroring.zero1 import ShardedOptimizer, ShardingGroup
 
@@ -85,6 +85,8 @@ class StorageOptimizers:
     optimizer has them and the user has not chosen others.
 
     Attributes:
+        others_are_whole: whether gradients that the mirrored optimizer does not hold are those of one device in this
+            update: of the only replica, and not to be divided.
         rates: tensors that fused kernels read each group's learning rate from, while a CUDA graph is captured.
     """
 
@@ -97,9 +99,12 @@ class StorageOptimizers:
         *,
         on_gpus: bool = False,
         holds: str = "",
+        find_others: Callable[[], Iterable[Copies]] = tuple,
     ) -> None:
         self.plain = optimizer
         self._warnings = StepHookWarnings(optimizer, holds)
+        self._find_others = find_others
+        self.others_are_whole = False
         self._copies_are_stale = False
         self._on_gpus = on_gpus and all(_is_plain(copies[0]) for copies in parameters)
         self._without_gradient = list(parameters)
@@ -242,7 +247,10 @@ class StorageOptimizers:
             try:
                 for group in groups:
                     group["params"] = self._stepped(group["params"])
-                optimizer.step()
+                with refusing_steps_over(self._partial_others()):
+                    optimizer.step()
+            except UsageError:
+                raise
             except Exception as error:
                 name = type(optimizer).__name__
                 error.add_note(
@@ -253,6 +261,15 @@ class StorageOptimizers:
             finally:
                 for group, whole in zip(groups, wholes, strict=True):
                     group["params"] = whole
+
+    def _partial_others(self) -> list[nn.Parameter]:
+        """The weights that are not updated here and whose gradients are not those of one device, if any may be seen."""
+        around = () if self.others_are_whole else around_step(self.plain)
+        others = [copy for copies in self._find_others() for copy in copies] if around else []
+        partial = [each for each in others if each.grad is not None]
+        if partial:
+            self._warnings.look_at_partial(around, partial)
+        return others
 
     @torch.no_grad()
     def _copy_weights(self, leader: int) -> None:

@@ -1,4 +1,4 @@
-"""Refuses what would count several times in a step: the step of a plain optimizer, and changes of its settings.
+"""Refuses what a mirrored step cannot do: the step of a plain optimizer, and changes of its settings.
 
 All local replicas share one optimizer, so a scheduler that is stepped in each of them would count once for each.
 """
@@ -6,9 +6,12 @@ All local replicas share one optimizer, so a scheduler that is stepped in each o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,8 +23,36 @@ IN_LOCKSTEP = "_lockstep_part"
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 
+_others: ContextVar[frozenset[int]] = ContextVar("lockstep_others", default=frozenset())
+
+
+@contextmanager
+def refusing_steps_over(others: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A block of an update in which no optimizer may step these: weights of the model that it does not update.
+
+    Their gradients are those of the rows of each replica, neither summed nor divided by the count.
+    """
+    token = _others.set(frozenset(map(id, others)))
+    try:
+        yield
+    finally:
+        _others.reset(token)
+
+
 def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
-    """Raises UsageError if one of several replicas steps an optimizer over mirrored parameters that is not mirrored."""
+    """Raises UsageError for a step over mirrored parameters by an optimizer that is not mirrored.
+
+    In one of several replicas, or around the step of a mirrored optimizer that does not hold them.
+    """
+    if (others := _others.get()) and any(
+        id(each) in others for group in optimizer.param_groups for each in group["params"]
+    ):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step was called around the step of another optimizer, over weights that only "
+            "it holds, whose gradients are neither summed over the replicas nor divided; give compile one optimizer "
+            "over all weights, with a group of parameters for each part, or mirror both in a loop of your own: "
+            "strategy.mirror(optimizer) and step them one after the other"
+        )
     context = get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or IN_LOCKSTEP in optimizer.__dict__:
         return

@@ -336,8 +336,20 @@ class MirroredOptimizer(Optimizer):
         self.hooks = ParameterHooks(self.parameters, self._partition)
         on_gpus = all(device.kind == "GPU" for device in self._owner.devices)
         self._update = LockstepUpdate(
-            self.plain, self.parameters, self._groups, exchange, hooks=self.hooks, on_gpus=on_gpus
+            self.plain,
+            self.parameters,
+            self._groups,
+            exchange,
+            hooks=self.hooks,
+            on_gpus=on_gpus,
+            find_others=self._other_parameters,
         )
+
+    def _other_parameters(self) -> list[Copies]:
+        """The parameters of mirrored modules that this optimizer does not hold, and what they were made of."""
+        own = {id(copies[0]) for copies in self.parameters}
+        others = (copies for first, copies in self._find_copies().items() if first not in own)
+        return [(*copies, *_unless_same(self._partition.source_of(copies[0]), copies[0])) for copies in others]
 
     def _step_outside(self, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -365,6 +377,10 @@ class MirroredOptimizer(Optimizer):
 def _in_replica(half: Callable[..., Any], *args: Any) -> Any:
     """Called in a replica."""
     return half(get_replica_context(), *args)
+
+
+def _unless_same(source: nn.Parameter, parameter: nn.Parameter) -> tuple[nn.Parameter, ...]:
+    return () if source is parameter else (source,)
 
 
 def _asked_by(module: str) -> bool:

@@ -14,7 +14,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,6 +91,10 @@ def _divisor(count: Number) -> Number:
     return count.masked_fill(count == 0, 1.0) if isinstance(count, Tensor) else count
 
 
+def _is_one(count: Number) -> bool:
+    return not isinstance(count, Tensor) and count == 1.0
+
+
 def balance(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     """Divides items into ``parts`` of about equal size, largest first to the least loaded (Graham's LPT rule)."""
     loads = [0] * parts
@@ -161,6 +165,7 @@ class LockstepUpdate:
         *,
         hooks: ParameterHooks | None = None,
         on_gpus: bool = False,
+        find_others: Callable[[], Iterable[Copies]] = tuple,
     ) -> None:
         self._exchange, self._hooks = exchange, hooks
         self._settings = partial(plain_settings, optimizer)
@@ -168,7 +173,13 @@ class LockstepUpdate:
         self._leaders = tuple(group[0] for group in groups)
         self._leader_of = {member: group[0] for group in groups for member in group}
         self.optimizers = StorageOptimizers(
-            optimizer, parameters, self._leaders, exchange.sharing, on_gpus=on_gpus, holds=exchange.holds
+            optimizer,
+            parameters,
+            self._leaders,
+            exchange.sharing,
+            on_gpus=on_gpus,
+            holds=exchange.holds,
+            find_others=find_others,
         )
         self._on_gpus = on_gpus
         self._home = parameters[0][0].device if parameters else torch.device("cpu")
@@ -236,6 +247,7 @@ class LockstepUpdate:
                 observer.sums_applied(
                     context, [copies[first] for copies in self._parameters] if replica == first else []
                 )
+            self.optimizers.others_are_whole = context.num_replicas_in_sync == 1
             context.meet("optimizer update", None, self._begin_apply)
             if self.optimizers.divisible:
                 mine = [self._parameters[index][leader] for index in self._slices[replica]]
@@ -258,6 +270,7 @@ class LockstepUpdate:
         moments.append(time.perf_counter())
         if result.skipped is True:
             return result
+        self.optimizers.others_are_whole = context.num_replicas_in_sync == 1 and _is_one(result.count)
         self._exchange.run(context, mine)
         moments.append(time.perf_counter())
         if scaler is not None:

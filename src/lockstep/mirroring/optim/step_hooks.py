@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from lockstep._torch_compat import optimizer_post_hooks, optimizer_pre_hooks
@@ -89,6 +90,19 @@ class StepHookWarnings:
             warnings.warn(
                 f"{type(self._optimizer).__name__}.zero_grad was replaced on the object, and a mirrored optimizer "
                 "clears the gradients of all replicas without calling it; use a post hook of the step",
+                stacklevel=2,
+            )
+
+    def look_at_partial(self, around: Sequence[Any], partial: Sequence[nn.Parameter]) -> None:
+        """Warns once of gradients that are not those of one device, given what is around the step and may read them."""
+        if 1 not in self._warned:
+            self._warned.add(1)
+            warnings.warn(
+                f"{', '.join(map(_name, around))} is called around {type(self._optimizer).__name__}.step, while "
+                f"{len(partial)} tensors of weights that the optimizer does not hold have gradients, the first of "
+                f"shape {tuple(partial[0].shape)}; these are neither summed over the replicas nor divided, and what "
+                "reads them gets other numbers than on one device: give the optimizer all weights that need a "
+                "gradient, and requires_grad_(False) to the others",
                 stacklevel=2,
             )
 
