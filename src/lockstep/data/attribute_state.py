@@ -11,7 +11,6 @@ Only types, and what is in the dicts of objects, are looked at: no property or o
 
 from __future__ import annotations
 
-import copyreg
 import dis
 import io
 import sys
@@ -26,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lockstep.data.object_attributes import attributes_of, set_attribute
 from lockstep.data.plain_values import (
     MAX_BYTES,
     NotPlainError,
@@ -58,7 +58,6 @@ _WITHOUT_STATE = frozenset(
 """Packages of whose objects none decides what comes next."""
 _WHOLE = frozenset(["builtins", "itertools", "torch", "numpy", "pandas", "pyarrow", "datasets"])
 """Packages whose objects are not looked into, but for torch's samplers and datasets: another object is a change."""
-_MODULE_TENSORS = ("_parameters", "_buffers")
 _NO_OBJECTS = frozenset(["builtins", "collections", "functools", "itertools", "types", "torch", "numpy"])
 _MAX_PLACES = 20_000  # in one source: looking at one takes about 2 us
 _MAX_PARTS = 1_000  # of a container that holds objects
@@ -239,7 +238,7 @@ class Look:
             value = left.pop()
             if id(value) not in self._visited and id(value) not in self._linked:
                 self._linked[id(value)] = value
-                left += [part for part in _attributes(value).values() if type(part) is type(value)]
+                left += [part for part in attributes_of(value).values() if type(part) is type(value)]
 
     def has(self, value: Any) -> bool:
         """Whether an object was at some place."""
@@ -405,27 +404,8 @@ def _parts(value: Any, *, tensors: bool = True) -> list[tuple[Kind, Any, Any]] |
     if is_container(value):
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         return [("item", key, part) for key, part in items if _is_key(key)]
-    content = _attributes(value, tensors=tensors) if _has_attributes(type(value)) else {}
+    content = attributes_of(value, tensors=tensors) if _has_attributes(type(value)) else {}
     return [("attribute", key, part) for key, part in content.items()] if content else None
-
-
-def _attributes(value: Any, *, tensors: bool = False) -> dict[str, Any]:
-    """What is in the dict and the slots of an object."""
-    try:
-        content = dict(object.__getattribute__(value, "__dict__"))
-    except AttributeError:
-        content = {}
-    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
-        slot = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
-        if isinstance(slot, types.MemberDescriptorType):
-            try:
-                content[name] = slot.__get__(value)
-            except AttributeError:  # not set
-                continue
-    if isinstance(value, nn.Module):
-        parts = {name: part for kind in _MODULE_TENSORS for name, part in content.pop(kind, {}).items()}
-        content |= parts if tensors else {}
-    return content
 
 
 def _is_key(value: Any) -> bool:
@@ -447,7 +427,7 @@ def _is_object(value: Any) -> bool:
 
 def _is_linked(value: Any) -> bool:
     """Whether an object has another one of its class, also in a container."""
-    parts = list(_attributes(value).values())
+    parts = list(attributes_of(value).values())
     inside = [part for items in parts if is_container(items) for part in items][:_MAX_PARTS]
     return any(type(part) is type(value) for part in (*parts, *inside))
 
@@ -618,15 +598,4 @@ def _set(owner: Any, kind: Kind, key: Any, code: Any, *, in_place: bool) -> None
     elif isinstance(owner, type):
         setattr(owner, key, value)
     else:
-        _set_attribute(owner, key, value)
-
-
-def _set_attribute(owner: Any, key: str, value: Any) -> None:
-    """Sets it as no code of the object's own does."""
-    slot = next((vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind)), None)
-    if isinstance(slot, types.MemberDescriptorType):
-        slot.__set__(owner, value)
-        return
-    content = object.__getattribute__(owner, "__dict__")
-    holders = [content[kind] for kind in _MODULE_TENSORS] if isinstance(owner, nn.Module) else []
-    next((holder for holder in holders if key in holder), content)[key] = value
+        set_attribute(owner, key, value)
