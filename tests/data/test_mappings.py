@@ -3,6 +3,7 @@ with its attributes."""
 
 from __future__ import annotations
 
+import datetime
 import warnings
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -15,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.collectives.per_replica import select
+from lockstep.data.dataset import DistributedDataset
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
+    from tests.data.conftest import RunWorkers
+
     from lockstep.strategies.mirrored import MirroredStrategy
 
     MakeStrategy = Callable[..., MirroredStrategy]
@@ -244,6 +249,37 @@ def test_attributes_of_a_batch_reach_every_replica(
         assert set(kinds) == {type(given).__name__}
         assert set(tasks) == {"values"}
         assert sum(numbers) == rows
+
+
+class Cloned(Stored):
+    """Copies its items, so that what it keeps is not the same object as an item."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__({key: value.clone() if isinstance(value, Tensor) else value for key, value in items.items()})
+        self.made = datetime.date(2020, 1, 1)
+
+
+def test_items_that_a_constructor_copies_are_no_attributes(make_strategy: MakeStrategy) -> None:
+    given = Cloned({"x": torch.full((7, 5), torch.nan), "y": Y})
+    given.made = datetime.date(2020, 1, 2)
+    (batch,) = make_strategy(2).distribute_dataset([given])
+
+    sizes, days = make_strategy(2).run(lambda shard: (len(shard["x"]), shard.made.day), (batch,))
+
+    assert (sizes.values, days) == ((4, 3), 2)
+
+
+def test_workers_with_fewer_batches_get_an_empty_one_of_its_type(run_workers: RunWorkers, split_cpu: Any) -> None:
+    def kinds(workers: Any) -> list[Any]:
+        batches = [with_task(Marked({"x": X, "y": Y}))] * (1 + workers.index)
+        data = DistributedDataset(batches, split_cpu(2), workers=workers, shard="off")
+        shards = [select(batch, replica, 2) for batch in data for replica in range(2)]
+        return [(type(shard).__name__, shard.task, len(shard["x"])) for shard in shards]
+
+    first, second = run_workers([2, 2], kinds)
+
+    assert first == [("Marked", "values", 4), ("Marked", "values", 3), *[("Marked", "values", 0)] * 2]
+    assert second == [("Marked", "values", 4), ("Marked", "values", 3)] * 2
 
 
 def test_what_follows_from_the_items_is_the_shard_s(make_strategy: MakeStrategy) -> None:

@@ -28,7 +28,9 @@ from lockstep.errors import DataError
 from lockstep.introspection import is_kind
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
-_MAX_DEPTH = 4
+_COMPARABLE = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
+"""Packages of plain values."""
+_MAX_DEPTH = 12
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, RuntimeError)
 
 
@@ -100,8 +102,8 @@ def _alike(value: Any, other: Any, depth: int = 0) -> bool:
         return True
     if type(value) is not type(other) or depth > _MAX_DEPTH:
         return False
-    if type(value) in _ATOMS:
-        return bool(value == other)
+    if type(value) in _ATOMS or type(value).__module__.partition(".")[0] in _COMPARABLE:
+        return bool(value == other or (value != value and other != other))
     if isinstance(value, Tensor):
         return value.shape == other.shape and value.dtype == other.dtype and _equal(value, other)
     if type(value).__name__ == "ndarray":
@@ -109,12 +111,14 @@ def _alike(value: Any, other: Any, depth: int = 0) -> bool:
     if type(value) is types.MethodType:
         return value.__func__ is other.__func__
     parts, others = _parts(value), _parts(other)
+    if not parts and not isinstance(value, (dict, list, tuple, set, frozenset, types.FunctionType)):
+        return any("__dict__" in vars(kind) for kind in type(value).__mro__)  # else it may hold anything, in C
     return parts.keys() == others.keys() and all(_alike(parts[key], others[key], depth + 1) for key in parts)
 
 
 def _equal(value: Tensor, other: Tensor) -> bool:
     with contextlib.suppress(*_FAILURES):  # sparse and meta tensors
-        return torch.equal(value, other)
+        return torch.equal(value, other) or bool(((value == other) | ((value != value) & (other != other))).all())
     return False
 
 
