@@ -41,6 +41,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockstep, tmp_path: Path):
     (tmp_path / "pictures" / "train" / "cat" / "7.png").write_bytes(b"")
+    shutil.copy(tmp_path / "pictures" / "train" / "cat" / "8.png", tmp_path / "pictures" / "train" / "loose.png")
 
     done = run_lockstep("train", "images", *SMALL, "--devices", "cpu:3", "--epochs", "2", "--check-exact")
 
@@ -60,7 +61,10 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "logs",
         "curves",
     ]
-    assert "train 35, valid 4, test 4 images; 1 broken image skipped" in done.stdout
+    assert (
+        "train 35, valid 4, test 4 images; 1 broken image skipped; 1 image beside the class folders left out"
+        in done.stdout
+    )
     assert done.stdout.count("fingerprint ") == 1
     assert "3 replicas against one device in plain PyTorch" in done.stdout
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")

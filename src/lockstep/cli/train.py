@@ -345,8 +345,16 @@ class TrainImages(TrainingCommand):
         result = images_recipe.train_images(self.config, strategy, **self._places(folders, verbose))
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
-        notes = [f"data    {result.source}: {counts} images{skipped}"]
+        notes = [f"data    {result.source}: {counts} images{skipped}{_left_out(result)}"]
         return Trained(result=result, size=f", {len(result.classes)} classes", notes=notes)
+
+
+def _left_out(result: images_recipe.ImagesResult) -> str:
+    """The images without a class, and the classes without a test image."""
+    loose = f"; {counted(result.loose, 'image')} beside the class folders left out" if result.loose else ""
+    names = result.only_trained
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
+    return f"{loose}; no test image of the {'class' if len(names) == 1 else 'classes'} {shown}" if names else loose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,9 +436,11 @@ def _reviews_overview(task: ReviewsTask) -> str:
     """What was read, what was dropped, how it was split, and what the labels mean."""
     table, splits = task.table, task.splits
     labels = ", ".join(f"{label} is {name}" for label, name in zip(splits.labels, task.names, strict=True))
+    verbs = ("has", "is") if splits.ambiguous == 1 else ("have", "are")
+    kept = f"; {counted(splits.ambiguous, 'review')} {verbs[0]} several labels, and {verbs[1]} kept"
     return (
         f"data    {table.source}: {len(table.reviews) + table.empty:,} rows; dropped: {table.empty:,} empty,"
-        f" {splits.repeated:,} repeated\n"
+        f" {splits.repeated:,} repeated{kept if splits.ambiguous else ''}\n"
         f"splits  train {len(splits.train):,}, valid {len(splits.valid):,} (chooses the best epoch),"
         f" test {len(splits.test):,}\n"
         f"labels  {labels}"

@@ -11,9 +11,9 @@ Only types, and what is in the dicts of objects, are looked at: no property or o
 
 from __future__ import annotations
 
-import copyreg
 import dis
 import io
+import sys
 import types
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lockstep.data.object_attributes import attributes_of, set_attribute
 from lockstep.data.plain_values import (
     MAX_BYTES,
     NotPlainError,
@@ -43,6 +44,9 @@ AttributeState = list[Any]
 
 _ORDER, _ROWS = ("sampler", "batch_sampler"), ("dataset", "collate_fn")
 _ORDER_PATHS = tuple(f".{name}" for name in _ORDER)
+_ROWS_PATHS = tuple(f".{name}" for name in _ROWS)
+_DATA = (*_ORDER, *_ROWS, "source")
+"""Attributes whose objects are the data's in any case. A module elsewhere may be one that is trained."""
 _LOADERS = ("torch", "torchdata", "accelerate")
 _WITHOUT_STATE = frozenset(
     [
@@ -54,9 +58,13 @@ _WITHOUT_STATE = frozenset(
 """Packages of whose objects none decides what comes next."""
 _WHOLE = frozenset(["builtins", "itertools", "torch", "numpy", "pandas", "pyarrow", "datasets"])
 """Packages whose objects are not looked into, but for torch's samplers and datasets: another object is a change."""
+_NO_OBJECTS = frozenset(["builtins", "collections", "functools", "itertools", "types", "torch", "numpy"])
 _MAX_PLACES = 20_000  # in one source: looking at one takes about 2 us
 _MAX_PARTS = 1_000  # of a container that holds objects
+_MAX_LINKED = 2_000  # objects behind one at the greatest depth, as of a ring
 _MAX_DEPTH = 12
+_CALL_DEPTH = 4  # that a function counts which another one names: three of them from an object of the loader
+_CONTAINER_DEPTH = _MAX_DEPTH - 2  # of what is in a class or module: generators may be in containers there
 _COPIED_BYTES = 2**16  # larger arrays of a dataset are copied once they have changed
 _COMPARED = 64
 
@@ -91,7 +99,10 @@ class _Value:
     @property
     def is_blank(self) -> bool:
         """Whether it is None or an empty container."""
-        return self.value is None or (isinstance(self.code, dict) and list(self.code.values()) == [[]])
+        if not isinstance(self.code, dict):
+            return self.value is None
+        ((kind, content),) = self.code.items()
+        return bool(content == [] or (kind == "defaultdict" and content[1] == []))
 
     @property
     def is_beyond_saving(self) -> bool:
@@ -115,7 +126,9 @@ class Look:
     def __init__(self, source: Any, stateful: Any = None) -> None:
         self.values: dict[str, _Value] = {}
         self.owners: dict[str, Any] = {"": source}
+        self.pointers: dict[str, _Value] = {}  # the objects that are looked into, at all places
         self._visited: dict[int, Any] = {}
+        self._linked: dict[int, Any] = {}
         self._stateful = stateful
         self.stateful_path: str | None = None
         for name, value in _roots(source):
@@ -124,7 +137,14 @@ class Look:
     def _add(self, place: _Value, depth: int, *, all_values: bool) -> None:
         """Adds one value, and those that are in it; only generators unless ``all_values``."""
         value = place.value
-        if id(value) in self._visited or depth > _MAX_DEPTH or len(self.values) > _MAX_PLACES:
+        if len(self.values) > _MAX_PLACES:
+            return
+        if all_values and _is_object(value) and len(self.pointers) <= _MAX_PLACES:
+            if depth > _MAX_DEPTH:
+                self._add_linked(value)
+            else:
+                self.pointers[place.path] = place
+        if id(value) in self._visited or depth > _MAX_DEPTH:
             return
         of_order = place.path.startswith(_ORDER_PATHS)
         is_large = is_array(value) and value.nbytes > (MAX_BYTES if of_order else _COPIED_BYTES)
@@ -150,46 +170,79 @@ class Look:
             place = _Value(path, "state", "state_dict()", type(value).__name__, value, code, mark=object())
             self.values[path] = place
             return
-        parts, whole = _parts(value), all_values and not _is_foreign(value)
-        if parts is None or is_container(value):
+        whole = all_values and not _is_foreign(place)
+        parts, classes = _parts(value, tensors=whole), _classes(value) if whole else []
+        if parts is None or _is_sequence(value) or is_container(value):
             place.mark = _mark(value)
             if all_values:
                 self.values[path] = place
-        if parts is None or (is_container(value) and len(value) > _MAX_PARTS):
+        if (parts is None and not classes) or (is_container(value) and len(value) > _MAX_PARTS):
             return
         self.owners[path] = value
         holder = place.holder if is_container(value) else type(value).__name__
-        for kind, key, part in parts:
+        for kind, key, part in parts or ():
             self._add(_Value(path, kind, key, holder, part), depth + 1, all_values=whole)
         if type(value) is types.FunctionType and whole:
-            self._add_globals(path, value)
-        for owner in _classes(value) if whole else ():
-            self._add_class(f"{path}<{owner.__name__}>", owner)
+            self._add_globals(path, value, depth)
+        for owner in classes:
+            self._add_class(f"{path}<{owner.__name__}>", owner, depth)
 
-    def _add_class(self, path: str, owner: type) -> None:
-        """The attributes of a class of the user's: a counter may be there."""
+    def _add_class(self, path: str, owner: type, depth: int) -> None:
+        """The attributes of a class of the user's: a counter may be there, or what its methods close over."""
         if id(owner) in self._visited:
             return
         self._visited[id(owner)] = owner
         self.owners[path] = owner
         for key, value in list(vars(owner).items()):
             if not key.startswith("__") and (is_generator(value) or _is_number(value) or is_container(value)):
-                self._add(_Value(path, "attribute", key, owner.__name__, value), _MAX_DEPTH, all_values=True)
-            elif type(value) is types.FunctionType:
-                self._add_globals(path, value)
+                place = _Value(path, "attribute", key, owner.__name__, value)
+                self._add(place, _CONTAINER_DEPTH, all_values=True)
+            elif (function := _function(value)) is not None:
+                self._add_method(f"{path}.{key}", function, depth)
 
-    def _add_globals(self, path: str, function: types.FunctionType) -> None:
-        """The generators of a module that a function of the user's draws from, and the numbers that it sets there."""
-        named = function.__globals__
-        if str(named.get("__name__")).partition(".")[0] in _WITHOUT_STATE | _WHOLE:
-            return
-        path = f"{path}<{named.get('__name__')}>"
-        for code in _codes(function.__code__):
-            for name in code.co_names:
-                value = named.get(name)
-                if is_generator(value) or (_is_number(value) and _sets_global(code, name)):
+    def _add_method(self, path: str, function: types.FunctionType, depth: int) -> None:
+        self.owners[path] = function
+        for kind, key, part in () if _is_librarys(function) else _parts(function) or ():
+            if key != "__class__":  # of super()
+                self._add(_Value(path, kind, key, function.__qualname__, part), depth + 1, all_values=True)
+        self._add_globals(path, function, depth)
+
+    def _add_globals(self, path: str, function: types.FunctionType, depth: int) -> None:
+        """What a function of the user's names in modules: generators, numbers and items that it sets, and functions."""
+        for named in _namespaces(function):
+            name = named.get("__name__")
+            base, mark, _ = path.partition(f"<{name}>")
+            for code in _codes(function.__code__):
+                self._add_named(f"{base}{mark or f'<{name}>'}", named, code, function.__qualname__, depth)
+
+    def _add_named(self, path: str, named: dict[str, Any], code: types.CodeType, holder: str, depth: int) -> None:
+        for name in code.co_names:
+            value: Any = named.get(name)
+            place = _Value(path, "item", name, holder, value)
+            if type(value) is types.FunctionType:
+                if not _is_librarys(value):
+                    self._add(place, depth + _CALL_DEPTH, all_values=True)
+            elif is_container(value):
+                sets = _sets_item(code)
+                if sets or len(value) <= _COMPARED:
                     self.owners[path] = named
-                    self._add(_Value(path, "item", name, function.__qualname__, value), _MAX_DEPTH, all_values=True)
+                    self._add(place, _CONTAINER_DEPTH, all_values=sets)
+            elif is_generator(value) or (_is_number(value) and _sets_global(code, name)):
+                self.owners[path] = named
+                self._add(place, _MAX_DEPTH, all_values=True)
+
+    def _add_linked(self, value: Any) -> None:
+        """Objects of one class that are linked, of which only the identity is known."""
+        left = [value]
+        while left and len(self._linked) < _MAX_LINKED:
+            value = left.pop()
+            if id(value) not in self._visited and id(value) not in self._linked:
+                self._linked[id(value)] = value
+                left += [part for part in attributes_of(value).values() if type(part) is type(value)]
+
+    def has(self, value: Any) -> bool:
+        """Whether an object was at some place."""
+        return id(value) in self._visited or id(value) in self._linked
 
 
 class SourceAttributes:
@@ -205,6 +258,7 @@ class SourceAttributes:
         self._owners: set[str] = set()  # when the source was new
         self._latest: Look | None = None
         self._changing: set[str] = set()
+        self._moved: dict[str, _Value] = {}
         self._reported: set[str] = set()
 
     def look(self) -> Look:
@@ -220,6 +274,10 @@ class SourceAttributes:
             if is_new or (first is not value and (value.differs(first) or value.differs(before.get(path, first)))):
                 self._changing.add(path)
                 value.code = _code_of(value)
+        if self._latest is not None:
+            for path, value in _moved(look, self._latest).items():
+                if not any(map(value.is_in, self._moved)):
+                    self._moved.setdefault(path, value)
         self._latest = look
         return look
 
@@ -234,17 +292,23 @@ class SourceAttributes:
         """
         now = self.look()
         saved = []
+        for path, pointer in self._moved.items():
+            self._warn(path, pointer, in_epoch=False)
         for path in sorted(self._changing, key=lambda path: (path.count("."), path)):
             is_order = path.startswith(_ORDER_PATHS)
             look = now if begun is None or (rows == "now" and not is_order) else begun
             value = look.values.get(path)
             if value is None or (rows == "now" and value.is_in(now.stateful_path)):
                 continue
+            if any(map(value.is_in, self._moved)):  # these are another object's
+                continue
             is_lost = rows == "unknown" and begun is not None and not is_order
             if value.at not in self._owners or is_lost or value.is_beyond_saving:
                 self._warn(path, value, in_epoch=is_lost)
             elif value.has_code:  # a large array that has not changed before this iteration is that of a new source
                 in_place = value.value is self._first[path].value
+                if not in_place and _is_sequence(look.owners.get(value.at)):  # the tuple is warned of
+                    continue
                 saved.append([value.at, value.kind, encoded(value.key), value.code, in_place])
         return saved
 
@@ -282,6 +346,21 @@ class SourceAttributes:
         )
 
 
+def _moved(look: Look, before: Look) -> dict[str, _Value]:
+    """The places with another object than before that was elsewhere then: a pointer, which no checkpoint can hold.
+
+    A dataset may hold what it has read last, so that only linked objects count there.
+    """
+    pointers = {}
+    for path, place in look.pointers.items():
+        earlier = before.pointers.get(path)
+        if earlier is None or earlier.value is place.value or not before.has(place.value):
+            continue
+        if not path.startswith(_ROWS_PATHS) or _is_linked(place.value):
+            pointers[path] = place
+    return pointers
+
+
 def _missing(value: _Value) -> DataError:
     return DataError(
         f"the saved position has the state of {value.path[1:]}, which this data does not have; give the data and "
@@ -303,8 +382,11 @@ def _roots(source: Any) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _parts(value: Any) -> list[tuple[Kind, Any, Any]] | None:
-    """What is in a container, object or function: kind, key and value; None for what is not looked into."""
+def _parts(value: Any, *, tensors: bool = True) -> list[tuple[Kind, Any, Any]] | None:
+    """What is in a container, object or function: kind, key and value; None for what is not looked into.
+
+    ``tensors`` says whether the buffers and parameters of a module are among its attributes.
+    """
     if isinstance(value, partial):
         value_parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
         return [("attribute", key, part) for key, part in value_parts.items()]
@@ -317,28 +399,37 @@ def _parts(value: Any) -> list[tuple[Kind, Any, Any]] | None:
         return [("attribute", key, part) for key, part in _roots(value)]
     if isinstance(value, (set, frozenset)):
         return None
+    if _is_sequence(value):  # a number in it changes with the tuple
+        return [("item", key, part) for key, part in enumerate(value) if not _is_key(part)]
     if is_container(value):
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        return [("item", key, part) for key, part in items if type(key) in (int, str, bool)]
-    content = _attributes(value) if _has_attributes(type(value)) else {}
+        return [("item", key, part) for key, part in items if _is_key(key)]
+    content = attributes_of(value, tensors=tensors) if _has_attributes(type(value)) else {}
     return [("attribute", key, part) for key, part in content.items()] if content else None
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """What is in the dict and the slots of an object."""
-    try:
-        content = dict(object.__getattribute__(value, "__dict__"))
-    except AttributeError:
-        content = {}
-    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
-        slot = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
-        if isinstance(slot, types.MemberDescriptorType):
-            try:
-                content[name] = slot.__get__(value)
-            except AttributeError:  # not set
-                continue
-    hidden = ("_parameters", "_buffers") if isinstance(value, nn.Module) else ()
-    return {key: part for key, part in content.items() if key not in hidden}
+def _is_key(value: Any) -> bool:
+    """Whether it is a number, a text, or a tuple of these."""
+    return type(value) in (int, str, bool, float, type(None)) or (type(value) is tuple and all(map(_is_key, value)))
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it is a tuple or a named tuple, whose items cannot be set."""
+    return type(value) is tuple or (
+        isinstance(value, tuple) and type(vars(type(value)).get("_fields")) is tuple and type(value).__mro__[1] is tuple
+    )
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__ not in _NO_OBJECTS and not is_generator(value) and _has_attributes(kind)
+
+
+def _is_linked(value: Any) -> bool:
+    """Whether an object has another one of its class, also in a container."""
+    parts = list(attributes_of(value).values())
+    inside = [part for items in parts if is_container(items) for part in items][:_MAX_PARTS]
+    return any(type(part) is type(value) for part in (*parts, *inside))
 
 
 def _has_attributes(kind: type) -> bool:
@@ -349,16 +440,17 @@ def _has_attributes(kind: type) -> bool:
     return _package(kind) not in _WITHOUT_STATE | _WHOLE
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_foreign(place: _Value) -> bool:
     """Whether only its generators are the data's: of a module, and of the object whose method is called."""
-    return isinstance(value, nn.Module) or (
-        type(value) is types.MethodType and not isinstance(value.__self__, (Dataset, Sampler))
-    )
+    value = place.value
+    if isinstance(value, nn.Module):
+        return place.key not in _DATA and not isinstance(value, (Dataset, Sampler))
+    return type(value) is types.MethodType and not isinstance(value.__self__, (Dataset, Sampler))
 
 
 def _classes(value: Any) -> list[type]:
     """The classes of an object that are the user's."""
-    if is_container(value) or isinstance(value, (partial, types.MethodType, types.FunctionType)):
+    if is_container(value) or isinstance(value, (type, partial, types.MethodType, types.FunctionType)):
         return []
     return [kind for kind in type(value).__mro__ if _package(kind) not in _WITHOUT_STATE | _WHOLE | {"transformers"}]
 
@@ -373,6 +465,43 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """The function that a value in a class is or wraps."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if type(value) is property:
+        value = value.fget
+    return value if type(value) is types.FunctionType else None
+
+
+def _is_librarys(function: types.FunctionType) -> bool:
+    return _is_library(function.__globals__.get("__name__"), function.__code__.co_filename)
+
+
+def _is_library(name: Any, path: Any) -> bool:
+    """Whether a module is one of Python's or an installed one."""
+    package = str(name).partition(".")[0]
+    if package in _WITHOUT_STATE | _WHOLE or (package in sys.stdlib_module_names and package != "__main__"):
+        return True
+    return any(folder in str(path) for folder in ("site-packages", "dist-packages"))
+
+
+def _namespaces(function: types.FunctionType) -> list[dict[str, Any]]:
+    """The variables of a function's module, and of the user's modules that it names."""
+    named = function.__globals__
+    if str(named.get("__name__")).partition(".")[0] in _WITHOUT_STATE | _WHOLE:
+        return []
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    modules = [vars(module) for name in sorted(names) if type(module := named.get(name)) is types.ModuleType]
+    return [named, *(other for other in modules if not _is_library(other.get("__name__"), other.get("__file__")))]
+
+
+@lru_cache(maxsize=1024)
+def _sets_item(code: types.CodeType) -> bool:
+    """Whether a function has a statement that sets an item of a container."""
+    return any(step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code))
 
 
 @lru_cache(maxsize=1024)
@@ -416,14 +545,14 @@ def _mark(value: Any) -> Any:
     """What is equal as long as a value is the same that cannot be saved, or has the same content as far as is seen."""
     if _package(type(value)) in _WITHOUT_STATE:
         return None
-    if type(value) is torch.Tensor and value.layout is torch.strided:
+    if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided:
         flat = value.detach().reshape(-1)
         return (_Same(value), value._version, str(flat[:: max(1, flat.numel() // _COMPARED)].tolist()))
     if type(value).__name__ == "ndarray" and value.ndim:  # one of objects too: other addresses are other bytes
         return (_Same(value), value.flat[:: max(1, value.size // _COMPARED)].tobytes())
     if isinstance(value, dict):  # one that grows is a cache
         return _Same(value)
-    if is_container(value):
+    if is_container(value) or _is_sequence(value):
         items = list(value)
         return (len(items), *map(_Same, items[:: max(1, len(items) // _COMPARED)]))
     return _Same(value)
@@ -469,13 +598,4 @@ def _set(owner: Any, kind: Kind, key: Any, code: Any, *, in_place: bool) -> None
     elif isinstance(owner, type):
         setattr(owner, key, value)
     else:
-        _set_attribute(owner, key, value)
-
-
-def _set_attribute(owner: Any, key: str, value: Any) -> None:
-    """Sets it as no code of the object's own does."""
-    slot = next((vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind)), None)
-    if isinstance(slot, types.MemberDescriptorType):
-        slot.__set__(owner, value)
-    else:
-        object.__getattribute__(owner, "__dict__")[key] = value
+        set_attribute(owner, key, value)

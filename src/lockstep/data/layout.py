@@ -13,6 +13,7 @@ list of two or three tensors of equal length holds columns, [x, y], unless that 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,7 @@ from lockstep.data.structure import (
     root_children,
     rows_of,
 )
+from lockstep.data.typed_batches import TYPED, is_typed_sequence
 from lockstep.errors import DataError
 
 Lists = Literal["auto", "rows", "columns"]
@@ -198,6 +200,13 @@ def _leaves(node: Any, *, lists: bool = False) -> Iterator[Any]:
 
 
 def _as_rows(node: Any) -> Any:
+    if is_typed_sequence(node) and not isinstance(node, TYPED):
+        kind = "list" if isinstance(node, list) else "tuple"
+        warnings.warn(
+            f"a batch holds a {type(node).__name__} of one item a row, and each replica gets a {kind} of its rows, "
+            f"without other attributes; give a {kind}, or one tensor of the rows",
+            stacklevel=2,
+        )
     return RowList(node) if isinstance(node, list) else RowTuple(node)
 
 

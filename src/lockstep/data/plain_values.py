@@ -13,15 +13,18 @@ import ast
 import itertools
 import random
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 _ATOMS = (type(None), bool, int, float, str)
 _SEQUENCES: Mapping[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 _MAPPINGS: Mapping[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_FACTORIES: Mapping[str, type] = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple, dict, set)}
+"""Of a defaultdict that is encoded."""
 _CONTAINERS: Mapping[str, type] = {name: kind for kind, name in (*_SEQUENCES.items(), *_MAPPINGS.items())}
 _MAX_ITEMS = 100_000  # copying more would take longer than 0.1 s at the beginning of each epoch
 MAX_BYTES = 64 * 2**20
@@ -47,7 +50,7 @@ def is_generator(value: Any) -> bool:
 
 def is_container(value: Any) -> bool:
     """Whether it is a list, dict or another container of Python's own, and of no class derived from it."""
-    return type(value) in _SEQUENCES or type(value) in _MAPPINGS
+    return type(value) in _SEQUENCES or type(value) in _MAPPINGS or type(value) is defaultdict
 
 
 def encoded(value: Any, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -56,7 +59,8 @@ def encoded(value: Any, *, max_bytes: int = MAX_BYTES) -> Any:
     A generator is encoded alone, and not in a container.
 
     Raises:
-        NotPlainError: anything else, more than 100,000 items or 800,000 integers, or larger arrays.
+        NotPlainError: anything else, such as a defaultdict with a function of the program's; more than 100,000 items or
+            800,000 integers, or larger arrays.
     """
     return _Encoder(max_bytes).encoded(value)
 
@@ -128,6 +132,8 @@ class _Encoder:
             self._count(items=2 * len(value))
             pairs = [[self.encoded(key, depth + 1), self.encoded(item, depth + 1)] for key, item in list(value.items())]
             return {_MAPPINGS[kind]: pairs}
+        if kind is defaultdict:
+            return {"defaultdict": [_factory(value), self.encoded(dict(value), depth + 1)["dict"]]}
         if is_generator(value):
             if depth:  # it is brought to its state where it is, so its container is not copied as a whole
                 raise NotPlainError
@@ -136,6 +142,8 @@ class _Encoder:
 
     def _array(self, value: Any) -> Any:
         kind = type(value)
+        if kind is nn.Parameter and is_array(value):
+            return {"parameter": self._array(value.detach())["tensor"]}
         if kind is torch.Tensor and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
             self._count(size=value.nbytes)
             return {"tensor": value.detach().clone()}
@@ -176,7 +184,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor, or an array of numbers of NumPy's, and of no class derived from it."""
+    """Whether it is a tensor, or an array of numbers of NumPy's, and of no class derived from it.
+
+    A parameter with a gradient is none: it may be trained, and is then what the model's checkpoint says.
+    """
+    if type(value) is nn.Parameter:
+        return not value.requires_grad
     return type(value) is torch.Tensor or (_is_numpys(value) and bool(value.shape) and not value.dtype.hasobject)
 
 
@@ -213,12 +226,23 @@ def _filled(present: Any, value: Any) -> bool:
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "tensor": torch.clone,
+    "parameter": lambda content: nn.Parameter(content.clone(), requires_grad=False),
+    "defaultdict": lambda content: defaultdict(_FACTORIES.get(content[0]), decoded({"dict": content[1]})),
     "bytes": lambda content: content.numpy().tobytes(),
     "bounded": lambda content: deque(decoded(content[1]), content[0]),
     "complex": lambda content: complex(*content),
     "count": lambda content: itertools.count(*_arguments(content)),
     "array": _array,
 }
+
+
+def _factory(value: Any) -> str:
+    """The name of what a defaultdict calls; empty if there is none."""
+    factory = value.default_factory
+    name = next((name for name, kind in _FACTORIES.items() if kind is factory), "")
+    if factory is not None and not name:
+        raise NotPlainError
+    return name
 
 
 def _arguments(text: str) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,6 +30,7 @@ from lockstep.data.structure import (
     rows_of,
     take_rows,
 )
+from lockstep.data.typed_batches import Attributes
 from lockstep.errors import DataError, LockstepError
 from lockstep.introspection import is_kind
 
@@ -76,7 +78,8 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
     leaf cannot be divided.
     """
     tensors = map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item)
-    rows = cut(_rows(tensors, is_item=layout.is_item))
+    total = _rows(tensors, is_item=layout.is_item)
+    rows = cut(total)
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:
         if not leaf_has_rows(leaf):
@@ -89,7 +92,28 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
             ]
         )
 
-    return map_leaves(divide, tensors)
+    def divide_attributes(attributes: Attributes | None) -> PerReplica[Any] | None:
+        if attributes is None:
+            return None
+        if set(rows.sizes) != {total}:
+            _check_columns(attributes, total)
+        starts = accumulate(rows.sizes, initial=rows.start)
+        return PerReplica(
+            [attributes.part(start, size, total) for start, size in zip(starts, rows.sizes, strict=False)]
+        )
+
+    return map_leaves(divide, tensors, attributes=divide_attributes)
+
+
+def _check_columns(attributes: Attributes, rows: int) -> None:
+    """Warns of attributes that seem to have the batch's rows, of which a replica has only some."""
+    if names := attributes.columns(rows):
+        warnings.warn(
+            f"a batch of {rows} rows is a {attributes.kind} whose attributes {', '.join(names)} have {rows} rows too, "
+            "and each replica gets all of them with its part of the rows; give what has a row for each example as an "
+            f"item of the batch, such as batch[{names[0]!r}]",
+            stacklevel=2,
+        )
 
 
 def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
@@ -104,7 +128,11 @@ def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None
 
 def with_no_rows(batch: Any) -> Any:
     """Returns the batch with 0 rows: tensors keep dtype and trailing shape, other values stay."""
-    return map_leaves(lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf, batch)
+    return map_leaves(
+        lambda _, leaf: take_rows(leaf, 0, 0) if leaf_has_rows(leaf) else leaf,
+        batch,
+        attributes=lambda attributes: attributes and attributes.part(0, 0),
+    )
 
 
 def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout) -> Any:
@@ -154,7 +182,25 @@ def _joined(batches: Sequence[Any]) -> Any:
                 "give every replica the same structure"
             )
     columns = iter([PerReplica([leaf for _, leaf in column]) for column in zip(*flat, strict=True)])
-    return map_leaves(lambda *_: next(columns), batches[0])
+    attributes = zip(*map(_attributes, batches), strict=True)
+
+    def next_attributes(_: Attributes | None) -> PerReplica[Any] | None:
+        values = next(attributes)
+        return None if not any(values) else PerReplica([value or Attributes("", {}) for value in values])
+
+    return map_leaves(lambda *_: next(columns), batches[0], attributes=next_attributes)
+
+
+def _attributes(batch: Any) -> list[Attributes | None]:
+    """The attributes of the batch objects in a batch, in the order of ``map_leaves``."""
+    values: list[Attributes | None] = []
+
+    def kept(attributes: Attributes | None) -> Attributes | None:
+        values.append(attributes)
+        return attributes
+
+    map_leaves(lambda _, leaf: leaf, batch, attributes=kept)
+    return values
 
 
 def _rows(tensors: Any, *, is_item: bool) -> int:

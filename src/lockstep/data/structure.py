@@ -1,17 +1,14 @@
 """Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
-item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A mapping of another type than dict, such as
-transformers' ``BatchEncoding``, becomes a ``TypedMapping``, and in each replica's view one of its own type again. The
-names of leaves are for messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
+item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A batch of a type derived from these, and a mapping of
+another type than dict, is of its own type in each replica's view (``typed_batches``). The names of leaves are for
+messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -21,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
 from lockstep.collectives.per_replica import PerReplica
+from lockstep.data.typed_batches import TYPED, TypedMapping, is_attributes, is_typed_sequence, typed_sequence
 from lockstep.errors import DataError
 from lockstep.introspection import is_kind
 
@@ -43,74 +41,28 @@ for _kind in (RowList, RowTuple):
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda children, kind: kind(children))
 
 
-class TypedMapping(dict[Any, Any]):
-    """What a batch that is a mapping of another type than dict is between its source and the replicas.
-
-    Its values differ by replica. ``tree_map`` that selects one replica's values makes the mapping's own type of them,
-    which may take no other values than tensors.
-    """
-
-    def __init__(self, items: Mapping[Any, Any], make: Callable[[dict[Any, Any]], Any]) -> None:
-        super().__init__(items)
-        self.make = make
-
-    @classmethod
-    def like(cls, node: Mapping[Any, Any], items: dict[Any, Any]) -> TypedMapping:
-        """Raises a DataError if the type of ``node`` cannot be made of a dict."""
-        if isinstance(node, TypedMapping):
-            return cls(items, node.make)
-        make = _maker(node)
-        try:
-            made = make(dict(node))
-            problem = "" if list(made.keys()) == list(node.keys()) else f"has the keys {list(made.keys())[:8]}"
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            problem = f"raises {type(error).__name__}: {error}"
-        if problem:
-            kind = type(node).__qualname__
-            raise DataError(
-                f"a batch is a {kind}, of which each replica gets one made of its rows, and {kind}(a dict) {problem}; "
-                "give dict(batch), which the step then gets, or let the class take a dict of its items"
-            )
-        return cls(items, make)
-
-
-def _maker(node: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
-    """What makes a mapping of the type of ``node`` of other values."""
-    if isinstance(node, defaultdict):
-        return partial(type(node), node.default_factory)
-    tensordict: Any = sys.modules.get("tensordict")
-    if tensordict is not None and isinstance(node, tensordict.TensorDictBase):
-        dims: int = node.batch_dims
-        return lambda items: tensordict.TensorDict(items, next(iter(items.values())).shape[:dims] if items else [])
-    return type(node)
-
-
-def _typed_items(node: TypedMapping) -> tuple[list[Any], Any]:
-    return list(node.values()), (tuple(node), node.make)
-
-
-def _typed(values: Iterable[Any], context: Any) -> Any:
-    """The mapping's own type if these are one replica's values, and else what they were taken from."""
-    keys, make = context
-    items = dict(zip(keys, values, strict=True))
-    differ = any(is_kind(leaf, (PerReplica, TypedMapping)) for leaf in tree_leaves(items))
-    return TypedMapping(items, make) if differ else make(items)
-
-
-register_pytree_node(TypedMapping, _typed_items, _typed)
-
-
-def map_leaves(fn: Callable[[str, Any], Any], batch: Any, *, name: str | None = None, is_item: bool = False) -> Any:
+def map_leaves(
+    fn: Callable[[str, Any], Any],
+    batch: Any,
+    *,
+    name: str | None = None,
+    is_item: bool = False,
+    attributes: Callable[[Any], Any] | None = None,
+) -> Any:
     """Returns the same structure with ``fn(name, leaf)`` for every leaf, called in the order of ``named_leaves``.
 
     ``name`` is that of the structure, if it is not a whole batch. ``is_item`` says that a batch of three is
-    (x, y, sample_weight), as a ``Model`` takes it; in other loops they may be anything.
+    (x, y, sample_weight), as a ``Model`` takes it; in other loops they may be anything. ``attributes`` is called with
+    the ``Attributes`` of each batch object, or with None if it has none, and returns what takes their place.
     """
 
     def mapped(node: Any, name: str, below: list[tuple[str, Any]] | None) -> Any:
         if below is None:
             return fn(name, node)
-        return rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
+        result = rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
+        if attributes is not None and isinstance(result, TYPED):
+            result.attributes = attributes(result.attributes)
+        return result
 
     return mapped(batch, name or "batch", children(batch, name) if name else root_children(batch, is_item=is_item))
 
@@ -145,6 +97,8 @@ def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
         items = dict(zip(node.keys(), kept, strict=True))
         plain = type(node) in (dict, MappingProxyType)
         return items if plain else TypedMapping.like(node, items)
+    if is_typed_sequence(node):
+        return typed_sequence(node, list(kept))
     if isinstance(node, list):
         return list(kept)
     return type(node)(*kept) if _fields(node) else tuple(kept)
@@ -176,8 +130,15 @@ def leaf_has_rows(leaf: Any) -> bool:
 
 def replica_leaves(view: Any) -> list[Any]:
     """Returns the leaves of a batch as a replica gets it. A list of rows is one leaf, a mapping of any type is none."""
-    nested = (replica_leaves(list(leaf.values())) if isinstance(leaf, Mapping) else [leaf] for leaf in _leaves(view))
-    return [leaf for several in nested for leaf in several]
+
+    def inside(leaf: Any) -> list[Any]:
+        if isinstance(leaf, Mapping):
+            return replica_leaves(list(leaf.values()))
+        if is_typed_sequence(leaf) and not isinstance(leaf, (RowList, RowTuple)):
+            return replica_leaves(list(leaf))
+        return [leaf]
+
+    return [leaf for node in _leaves(view) for leaf in inside(node)]
 
 
 def shard_leaves(arguments: Any, replicas: int) -> tuple[list[list[Any]], bool]:
@@ -202,7 +163,8 @@ def distributed_leaves(arguments: Any, replicas: int) -> list[list[Any]]:
 
 
 def _leaves(structure: Any) -> list[Any]:
-    return tree_leaves(structure, is_leaf=lambda node: is_kind(node, (RowList, RowTuple)))
+    leaves = tree_leaves(structure, is_leaf=lambda node: is_kind(node, (RowList, RowTuple)))
+    return [leaf for leaf in leaves if not is_attributes(leaf)]
 
 
 def is_plain(leaf: Any) -> bool:

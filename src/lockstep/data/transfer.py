@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,14 @@ class Transfer:
                 return sent.copies[-1]
             return value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
 
-        moved = map_leaves(lambda _, leaf: PerReplica(list(map(move, leaf, self._devices))), batch)
+        def move_attributes(attributes: Any) -> Any:
+            pairs = zip(attributes, self._devices, strict=True) if attributes else ()
+            moved = [value.mapped(partial(move, device=device)) for value, device in pairs]
+            return PerReplica(moved) if moved else attributes
+
+        moved = map_leaves(
+            lambda _, leaf: PerReplica(list(map(move, leaf, self._devices))), batch, attributes=move_attributes
+        )
         if sources:
             for driver, device, stream in self._copying.values():
                 sent.marks.append(StreamEvent(driver, device, driver.record(stream)))

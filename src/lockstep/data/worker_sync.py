@@ -141,7 +141,11 @@ class OwnDataSync(WorkerSync):
 
 
 def _emptied(batch: Any) -> Any:
-    return map_leaves(lambda _, leaf: PerReplica([with_no_rows(value) for value in leaf]), batch)
+    return map_leaves(
+        lambda _, leaf: PerReplica([with_no_rows(value) for value in leaf]),
+        batch,
+        attributes=lambda attributes: attributes and PerReplica([value.part(0, 0) for value in attributes]),
+    )
 
 
 def start_together(workers: Communicator, dataset: Iterable[Any], generators: Sequence[torch.Generator]) -> None:

@@ -96,3 +96,15 @@ def test_a_share_without_effect_warns(make_tree: MakeTree, tiny: MakeConfig):
 
     with pytest.warns(UserWarning, match="test_fraction=0.3 has no effect: the images have a test split"):
         load_images(tiny(data=root, test_fraction=0.3))
+
+
+def test_images_without_a_class_and_classes_without_a_test_image_are_told(make_tree: MakeTree, tiny: MakeConfig):
+    root = make_tree("data", {"a": 10, "b": 10, "rare": 1})
+    (root / "a" / "000.png").rename(root / "loose.png")
+    (root / ".hidden.png").write_bytes(b"")
+
+    images = load_images(tiny(data=root))
+
+    assert images.only_trained == ("rare",)
+    assert images.loose == 1
+    assert (load_images(tiny()).only_trained, load_images(tiny()).loose) == ((), 0)

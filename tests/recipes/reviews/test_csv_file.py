@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import gzip
+import io
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +57,17 @@ def test_a_file_of_another_encoding_or_with_a_byte_order_mark_is_read(path: Path
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "has the columns ''; expected label and review"),
+        ("", "is empty; expected the columns label and review in line 1; correct --data"),
+        (
+            "\n\nlabel,review\n1,x\n",
+            "begins with a blank line; expected the columns label and review in line 1; remove",
+        ),
+        ("label,review,review\n1,x,y\n", "has several columns called review: columns 2 and 3; expected one; rename"),
+        ("label,review, label\n1,x,0\n", "has several columns called label: columns 1 and 3; expected one; rename"),
+        (
+            'label,review\n1,"he said \\"good, really\\" to me"\n',
+            'put quotes around such a review and write each quotation mark in it twice, "", and not as \\"',
+        ),
         ("a,b\n1,x\n", "has the columns 'a, b'; expected label and review"),
         ("label;review\n1;x\n", "has the columns 'label;review'"),
         ("label,review\n", "holds no review: 0 rows, none with a text"),
@@ -88,6 +102,43 @@ def test_a_wrong_encoding_is_refused_with_the_flag_that_helps(encoding: str, pat
 
     with pytest.raises(DataError, match=f"expected CSV in {encoding}; correct --data, or give the --encoding, such as"):
         read_csv(path, encoding=encoding)
+
+
+def archive(content: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("xl/worksheets/sheet1.xml", content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            lambda text: text.encode("utf-16"),
+            "seems to be in UTF-16; expected CSV in utf-8; give --encoding utf-16, or",
+        ),
+        (lambda text: text.encode("utf-16-be"), "seems to be in UTF-16-BE; .* give --encoding utf-16-be, or save"),
+        (lambda text: text.encode("utf-16-le"), "seems to be in UTF-16-LE; .* give --encoding utf-16-le, or save"),
+        (lambda text: text.encode("utf-32"), "seems to be in UTF-32; .* give --encoding utf-32, or save it as UTF-8"),
+        (lambda text: gzip.compress(text.encode()), "is compressed with gzip; expected CSV in utf-8; unpack it"),
+        (lambda text: archive(text.encode()), r"is a workbook \(xlsx\) or another zip archive; .* export the sheet"),
+    ],
+)
+def test_a_file_of_another_format_is_told_by_its_first_bytes(
+    written: Callable[[str], bytes], said: str, path: Path
+) -> None:
+    path.write_bytes(written("label,review\n1,很好\n"))
+
+    with pytest.raises(DataError, match=said):
+        read_csv(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_the_encoding_that_is_named_reads_the_file(encoding: str, path: Path) -> None:
+    path.write_bytes("label,review\n1,很好\n".encode(encoding))
+
+    assert read_csv(path, encoding=encoding).reviews == (Review(text="很好", label=1),)
 
 
 def test_a_missing_file_and_a_folder_are_refused(path: Path):

@@ -57,7 +57,10 @@ def test_a_text_with_two_labels_is_in_one_part():
     reviews = [*many(0, 30), *many(1, 30)]
     turned = [Review(text=review.text, label=1 - review.label) for review in reviews[:5]]
 
-    parts = split_reviews(table(*reviews, *turned), HOW)
+    parts = split_reviews(table(*reviews, *turned, *turned), HOW)
+
+    assert parts.ambiguous == 5
+    assert split_reviews(table(*reviews, *reviews), HOW).ambiguous == 0
 
     assert len(all_of(parts)) == 65
     texts = [{review.text for review in part} for part in (parts.train, parts.valid, parts.test)]

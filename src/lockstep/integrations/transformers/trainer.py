@@ -27,7 +27,7 @@ from lockstep.collectives.communicator import all_gather_object, refuse_to_save,
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.layout import BatchLayout
 from lockstep.data.readers import batch_digest
-from lockstep.data.structure import TypedMapping
+from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError
 from lockstep.integrations.transformers import arguments, sharding, sync
 from lockstep.integrations.transformers.examples import count_examples, division_of

@@ -68,12 +68,18 @@ class LabelledPixels:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """Decoded images: the three splits ("valid" may be empty), and path -> reason of the broken ones."""
+    """Decoded images: the three splits ("valid" may be empty), and path -> reason of the broken ones.
+
+    ``only_trained`` are the classes without an image in the test, as one image cannot be held out; ``loose`` images are
+    beside the class folders, and are left out.
+    """
 
     splits: Mapping[Split, LabelledPixels]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
     source: str
+    only_trained: tuple[str, ...] = ()
+    loose: int = 0
 
 
 def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDataset:
@@ -94,7 +100,14 @@ def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDa
             raise DataError(f"no readable training image is left of the class {name!r}, expected at least one")
     if not decoded["test"].labels:
         raise DataError("no image is left for the test; add images: a class needs two to hold out one")
-    return ImageDataset(splits=decoded, classes=classes, broken=broken, source=source)
+    return ImageDataset(
+        splits=decoded,
+        classes=classes,
+        broken=broken,
+        source=source,
+        only_trained=tuple(name for label, name in enumerate(classes) if label not in decoded["test"].labels),
+        loose=0 if config.data is None else num_loose(config.data.expanduser()),
+    )
 
 
 def _report_broken(broken: Mapping[Path, str], images: int) -> None:
@@ -144,17 +157,25 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
     return classes, splits
 
 
+def num_loose(folder: Path) -> int:
+    """The number of images beside class folders or splits, whose class is not known."""
+    folders = {folder, *split_folders(folder).values()}
+    return sum(_is_image(path) for place in folders for path in place.iterdir() if not is_hidden(path.name))
+
+
 def _images_by_class(split: Path) -> dict[str, list[Path]]:
     return {
         folder.name: sorted(
             path
             for path in folder.rglob("*")
-            if path.suffix.lower() in FORMATS
-            and path.is_file()
-            and not any(map(is_hidden, path.relative_to(folder).parts))
+            if _is_image(path) and not any(map(is_hidden, path.relative_to(folder).parts))
         )
         for folder in folders_in(split)
     }
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in FORMATS and path.is_file()
 
 
 def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: float) -> Splits:

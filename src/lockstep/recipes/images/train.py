@@ -111,11 +111,16 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesResult(training.Result):
-    """The result of a run; how many images each split has, and path -> reason of the broken ones."""
+    """The result of a run; how many images each split has, and path -> reason of the broken ones.
+
+    ``only_trained`` and ``loose`` are as in ``ImageDataset``.
+    """
 
     num_images: dict[str, int]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
+    only_trained: tuple[str, ...] = ()
+    loose: int = 0
 
 
 def train_images(
@@ -152,6 +157,8 @@ def train_images(
         num_images={split: len(images.labels) for split, images in dataset.splits.items()},
         classes=dataset.classes,
         broken=dataset.broken,
+        only_trained=dataset.only_trained,
+        loose=dataset.loose,
     )
 
 

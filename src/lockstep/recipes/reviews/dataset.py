@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -70,20 +71,23 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
     quotations: QuotationCheck | None = None
     lines = RawLines(())
     try:
+        _check_format(path, encoding, name)
         # Spreadsheets write a byte order mark; utf-8-sig also reads files without one.
         utf8 = codecs.lookup(encoding).name == "utf-8"  # UTF-8 and utf8 too
         with path.open(encoding="utf-8-sig" if utf8 else encoding, newline="") as file:
             lines = RawLines(file)
             rows = csv.DictReader(lines)
-            rows.fieldnames = _columns(rows.fieldnames, name)
+            rows.fieldnames = _columns(rows.fieldnames, name, is_empty=not lines.taken)
             quotations = QuotationCheck(name, rows.fieldnames, LABEL)
             lines.taken.clear()
             for row in rows:
                 line = rows.line_num
                 where = f"{name}, line {quotations.first_line(lines.taken, line)}"
+                has_marks = any('"' in taken for taken in lines.taken)
                 lines.taken.clear()
                 if None in row:
-                    raise DataError(f"{where}: more values than columns; put quotes around such a review")
+                    doubled = ' and write each quotation mark in it twice, "", and not as \\"' if has_marks else ""
+                    raise DataError(f"{where}: more values than columns; put quotes around such a review{doubled}")
                 text = (row[REVIEW] or "").strip()
                 if text:
                     reviews.append(Review(text=text, label=_label(row[LABEL] or "", where)))
@@ -102,8 +106,46 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
     return ReviewTable(reviews=tuple(reviews), empty=empty, source=str(path))
 
 
-def _columns(header: Sequence[str] | None, name: str) -> list[str]:
+_FORMATS: Mapping[bytes, tuple[str, str]] = {
+    b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
+    b"PK\x03\x04": ("a workbook (xlsx) or another zip archive", "export the sheet as CSV in UTF-8, or unpack it"),
+    b"\xd0\xcf\x11\xe0": ("a workbook (xls)", "export the sheet as CSV in UTF-8"),
+    b"PAR1": ("a Parquet file", "write it as CSV"),
+}
+"""By their first bytes, files that are no text: what they are, and what to do."""
+_WIDE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+"""Byte order marks of encodings with two or four bytes a letter; that of UTF-32 begins with that of UTF-16."""
+
+
+def _check_format(path: Path, encoding: str, name: str) -> None:
+    """Raises DataError for a file that is no CSV, or is in an encoding that is told by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    for mark, (kind, advice) in _FORMATS.items():
+        if head.startswith(mark):
+            raise DataError(f"the review file {name} is {kind}; expected CSV in {encoding}; {advice}")
+    likely = next((wide for mark, wide in _WIDE if head.startswith(mark)), "")
+    if not likely and b"\0" in head:  # half of the bytes of Latin letters
+        likely = "utf-16-be" if head[:1] == b"\0" else "utf-16-le"
+    if likely and not codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")):
+        raise DataError(
+            f"the review file {name} seems to be in {likely.upper()}; expected CSV in {encoding}; give --encoding"
+            f" {likely}, or save it as UTF-8"
+        )
+
+
+def _columns(header: Sequence[str] | None, name: str, *, is_empty: bool) -> list[str]:
     columns = [column.strip() for column in header or ()]
+    if is_empty or columns in ([], [""]):
+        fault = "is empty" if is_empty else "begins with a blank line"
+        advice = "correct --data" if is_empty else "remove the blank lines above them"
+        raise DataError(f"{name} {fault}; expected the columns {LABEL} and {REVIEW} in line 1; {advice}")
+    for column in (LABEL, REVIEW):
+        if len(places := [str(place) for place, other in enumerate(columns, 1) if other == column]) > 1:
+            raise DataError(
+                f"{name} has several columns called {column}: columns {' and '.join(places)}; expected one; rename the"
+                " others"
+            )
     if LABEL not in columns or REVIEW not in columns:
         raise DataError(
             f"{name} has the columns {', '.join(columns)[:80]!r}; expected {LABEL} and {REVIEW}, separated by commas"
@@ -143,13 +185,17 @@ def read_embedded() -> ReviewTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewSplits:
-    """The reviews of a run. The index of a label in ``labels`` is its class; ``repeated`` duplicates were dropped."""
+    """The reviews of a run. The index of a label in ``labels`` is its class.
+
+    ``repeated`` duplicates were dropped; ``ambiguous`` texts are in the data with several labels, and are kept.
+    """
 
     train: tuple[Review, ...]
     valid: tuple[Review, ...]
     test: tuple[Review, ...]
     labels: tuple[int, ...]
     repeated: int
+    ambiguous: int = 0
 
 
 def split_reviews(table: ReviewTable, config: ReviewsConfig) -> ReviewSplits:
@@ -179,6 +225,7 @@ def split_reviews(table: ReviewTable, config: ReviewsConfig) -> ReviewSplits:
         test=tuple(splits["test"]),
         labels=labels,
         repeated=len(table.reviews) - len(kept),
+        ambiguous=sum(number > 1 for number in Counter(review.text for review in kept).values()),
     )
 
 
