@@ -393,3 +393,25 @@ def test_what_cannot_be_merged_is_refused_or_said(make_strategy: MakeStrategy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.allclose(fed(Forgetful("sum", attribute=False)).compute(), values.sum())
+
+
+def test_a_plain_metric_that_several_replicas_update_is_refused_in_the_first_step_and_later(
+    make_strategy: MakeStrategy,
+):
+    plain, strategy = regression.MeanSquaredError(), make_strategy(2)
+    module = strategy.mirror(torch.nn.Linear(4, 1))
+    update = False
+
+    def step(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            outputs = module(x)
+            if update:
+                plain.update(outputs, x[:, :1])
+
+    for update in (True, False, True):  # the rows of the first steps are followed, which adds frames to every call
+        for batch in strategy.distribute_dataset([torch.ones(4, 4)] * (12 if not update else 1)):
+            if update:
+                with pytest.raises(UsageError, match="both update one MeanSquaredError"):
+                    strategy.run(step, (batch,))
+            else:
+                strategy.run(step, (batch,))

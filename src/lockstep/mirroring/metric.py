@@ -10,10 +10,12 @@ The user's own metric object uses the same states, since a program may keep a re
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Reduction = Callable[[Any], Any]
 _FORWARDED = ("update", "compute", "reset", "forward")
 _FRAMES = 8
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _ON_ALL = frozenset(["set_dtype", "persistent"])
 _NOT_ON_COPIES = frozenset(["merge_state", "add_state", "add_metrics", "sync", "unsync", "sync_context"])
 
@@ -300,11 +303,10 @@ class _Forwarded:
 
 def metric_being_updated() -> Any:
     """The metric whose update calls the current torch function, if one of the next frames is torchmetrics'."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return None
+    frame, passed = sys._getframe(1), 0
+    while frame.f_back is not None and passed < _FRAMES:
         frame = frame.f_back
+        passed += not frame.f_code.co_filename.startswith(_PACKAGE)  # what watches the step adds frames of its own
         if frame.f_code.co_name == "wrapped_func" and frame.f_globals.get("__name__") == "torchmetrics.metric":
             return frame.f_locals.get("self")
     return None
