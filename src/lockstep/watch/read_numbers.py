@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lockstep._torch_compat import DisableTorchFunction, tree_leaves
 from lockstep.collectives.communicator import call_site, calling_frame
+from lockstep.introspection import is_kind
 
 _MAKERS = frozenset(
     [
@@ -84,7 +85,7 @@ class ReadNumbers:
         self.calls: list[ReadNumber] = []  # that come into a gradient
         self._made: dict[int, ref[Tensor]] = {}  # tensors that were made of numbers
         self._origins: dict[int, tuple[ref[Tensor], tuple[ReadNumber, ...]]] = {}  # of others without gradients
-        self._storages = {_address(leaf) for leaf in batch if isinstance(leaf, Tensor)}
+        self._storages = {_address(leaf) for leaf in batch if is_kind(leaf, Tensor)}
         for name, tensor in kept.items():
             origin = ReadNumber(name, _values(tensor), "", (0, 0), in_module=True, is_kept=True)
             self._origins[id(tensor)] = ref(tensor), (origin,)
@@ -93,13 +94,13 @@ class ReadNumbers:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, in_module: bool
     ) -> None:
         """Notes the numbers of a call that was made; ``in_module`` says whether a mirrored module made it."""
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        outputs = [leaf for leaf in tree_leaves(result) if is_kind(leaf, Tensor) and leaf.is_floating_point()]
         if func in _MAKERS:
             self._made.update({id(output): ref(output) for output in outputs if self._may_be_numbers(output)})
             return
         name = getattr(func, "__name__", str(func)).strip("_")
         leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if is_kind(leaf, Tensor)]
         origins = [origin for tensor in tensors for origin in self._origins_of(tensor)]
         numbers = [number for leaf in leaves if (number := _number(leaf, name)) is not None]
         numbers += [number for tensor in tensors if self._is_made_of_numbers(tensor) for number in _values(tensor)]
@@ -108,7 +109,7 @@ class ReadNumbers:
         if any(output.requires_grad for output in outputs):
             self.calls += [origin for origin in origins if not origin.is_kept or origin not in self.calls]
         elif origins:
-            targets = [args[0]] if args and name in _WRITES and isinstance(args[0], Tensor) else outputs
+            targets = [args[0]] if args and name in _WRITES and is_kind(args[0], Tensor) else outputs
             unique = tuple(dict.fromkeys(origins))
             self._origins.update({id(target): (ref(target), unique) for target in targets})
 

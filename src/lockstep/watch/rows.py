@@ -47,6 +47,7 @@ from lockstep._torch_compat import (
     tree_leaves,
 )
 from lockstep.collectives.communicator import call_site
+from lockstep.introspection import is_kind
 from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.mode import ReplicaRng, is_random
 from lockstep.watch.calls_on_copies import CONTAINERS, Call, Followed, items_of, leaves_of
@@ -303,7 +304,7 @@ class RowWatch:
         """Compares outputs: those of the rows of one group must be the same beside any other rows."""
         with torch.no_grad(), self._rng.aside():
             for leaf in tree_leaves(outputs):
-                followed = self._get(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
+                followed = self._get(leaf) if is_kind(leaf, Tensor) and leaf.ndim else None
                 if followed is not None and leaf.shape[0] == self._rows and leaf.is_floating_point():
                     self._compare_rows(followed)
 
@@ -339,7 +340,7 @@ class RowWatch:
 
     def _has_rows(self, leaf: Any) -> bool:
         """Whether dimension 0 of an output are the rows: none changes with the rows of the other group alone."""
-        followed = self._get(leaf) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == self._rows else None
+        followed = self._get(leaf) if is_kind(leaf, Tensor) and leaf.ndim and leaf.shape[0] == self._rows else None
         if followed is None or any(copy.shape != leaf.shape for copy in followed.copies):
             return False
         unchanged, a, b, _ = followed.copies
