@@ -37,8 +37,12 @@ from lockstep.replicas.context import get_replica_context
 from lockstep.replicas.rng.ops import REWRITTEN, draws
 from lockstep.replicas.rng.state import GeneratorHere, own_generator
 
-DEFAULT_GENERATOR_LOCK = threading.Lock()
-"""Held while torch's default generator draws a replica's numbers, and by other threads that draw from it."""
+DEFAULT_GENERATOR_LOCK = threading.RLock()
+"""Held while torch's default generator draws a replica's numbers, and by other threads that draw from it.
+
+Reentrant: the garbage collector may run a finalizer that asks for it, such as the end of an iteration over data, in the
+thread that holds it.
+"""
 
 _Tensor = torch.Tensor
 _TAKES_GENERATOR: frozenset[Any] = frozenset(
