@@ -80,6 +80,11 @@ def weights_written_in_place(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return average(F.cross_entropy(torch.cat([-logits, logits], 1), labels, weight=weight, reduction="none"))
 
 
+def weights_filled_out_of_place(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.ones_like(y).masked_fill(y == 1, float(1 - y.mean()))
+    return average((squares(module, x, y).unsqueeze(1) * weight).squeeze(1))
+
+
 def divided_twice(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (squares(module, x, y) * y.squeeze(1)).sum() / int(y.sum()) / 2
 
@@ -147,6 +152,7 @@ def warnings_of(make_strategy: MakeStrategy, loss_of: LossOfStep) -> list[str]:
         (divided_by_itself, "div", ()),
         (rewards_less_their_mean, "sub", ()),
         (weights_written_in_place, "setitem", ("0.4", "0.8")),
+        (weights_filled_out_of_place, "masked_fill", ("0.4", "0.8")),
         (divided_twice, "div", ("3", "1")),
     ],
 )

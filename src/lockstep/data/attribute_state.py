@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.data.object_attributes import attributes_of, set_attribute
+from lockstep.data.object_attributes import content_of, set_attribute
 from lockstep.data.plain_values import (
     MAX_BYTES,
     NotPlainError,
@@ -238,7 +238,7 @@ class Look:
             value = left.pop()
             if id(value) not in self._visited and id(value) not in self._linked:
                 self._linked[id(value)] = value
-                left += [part for part in attributes_of(value).values() if type(part) is type(value)]
+                left += [part for part in content_of(value).values() if type(part) is type(value)]
 
     def has(self, value: Any) -> bool:
         """Whether an object was at some place."""
@@ -404,7 +404,7 @@ def _parts(value: Any, *, tensors: bool = True) -> list[tuple[Kind, Any, Any]] |
     if is_container(value):
         items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         return [("item", key, part) for key, part in items if _is_key(key)]
-    content = attributes_of(value, tensors=tensors) if _has_attributes(type(value)) else {}
+    content = content_of(value, tensors=tensors) if _has_attributes(type(value)) else {}
     return [("attribute", key, part) for key, part in content.items()] if content else None
 
 
@@ -427,7 +427,7 @@ def _is_object(value: Any) -> bool:
 
 def _is_linked(value: Any) -> bool:
     """Whether an object has another one of its class, also in a container."""
-    parts = list(attributes_of(value).values())
+    parts = list(content_of(value).values())
     inside = [part for items in parts if is_container(items) for part in items][:_MAX_PARTS]
     return any(type(part) is type(value) for part in (*parts, *inside))
 

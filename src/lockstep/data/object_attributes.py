@@ -12,7 +12,7 @@ from torch import nn
 _MODULE_TENSORS = ("_parameters", "_buffers")
 
 
-def attributes_of(value: Any, *, tensors: bool = False) -> dict[str, Any]:
+def content_of(value: Any, *, tensors: bool = False) -> dict[str, Any]:
     """Returns name -> value; of a module the buffers and parameters only if ``tensors``."""
     content: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):
@@ -31,7 +31,7 @@ def attributes_of(value: Any, *, tensors: bool = False) -> dict[str, Any]:
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute that ``attributes_of`` returns, or adds one."""
+    """Sets an attribute that ``content_of`` returns, or adds one."""
     slot = _slot(owner, name)
     if slot is not None:
         slot.__set__(owner, value)

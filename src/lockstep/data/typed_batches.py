@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep._torch_compat import register_pytree_node, tree_leaves
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.object_attributes import attributes_of, set_attribute
+from lockstep.data.object_attributes import content_of, set_attribute
 from lockstep.errors import DataError
 from lockstep.introspection import is_kind
 
@@ -49,10 +49,10 @@ class Attributes:
     @classmethod
     def of(cls, node: Any, remade: Any) -> Attributes | None:
         """The attributes of ``node`` that another one made of the same items has not; None if there are none."""
-        made = attributes_of(remade)
+        made = content_of(remade)
         values = {
             name: value
-            for name, value in attributes_of(node).items()
+            for name, value in content_of(node).items()
             if not (name in made and _alike(value, made[name])) and not _is_cached(type(node), name)
         }
         by_row = frozenset(["_encodings"] if _is_encoding(node) else []) & values.keys()
@@ -123,7 +123,7 @@ def _equal(value: Tensor, other: Tensor) -> bool:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    attributes = {("attribute", name): part for name, part in attributes_of(value).items()}
+    attributes = {("attribute", name): part for name, part in content_of(value).items()}
     if isinstance(value, dict):
         return {**attributes, **{("item", key): part for key, part in dict.items(value)}}
     if isinstance(value, (list, tuple)):

@@ -54,9 +54,9 @@ class Passes:
         default_factory=dict
     )  # from torch.autograd.grad, by the line of the call
     is_quotient: bool = False  # whether a loss is divided by a sum over rows
-    meets_others: bool = False
-    """Whether the step has asked other replicas for something: then the number that it divides a sum by may be one of
-    the whole batch that happens to be that of the shard's rows, such as a count of labels or events."""
+    calls_collectives: bool = False
+    """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
+    batch, of labels or events, that happens to be the number of the shard's rows."""
     _seen: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
@@ -77,7 +77,7 @@ class Passes:
                 self._add(nodes, digests=len(nodes) > 1 or bool(self.losses))
 
     def _add(self, nodes: Iterable[tuple[Any, tuple[float, ...]]], *, saved: bool = True, digests: bool = True) -> None:
-        by_hand = not self.meets_others
+        by_hand = not self.calls_collectives
         terms = [_term(node, factors, saved=saved, digests=digests, by_hand=by_hand) for node, factors in nodes]
         self.losses.append(terms)
 
@@ -93,7 +93,7 @@ class Passes:
 
     def summed(self, value: Tensor) -> None:
         """The step sums a tensor over the replicas."""
-        self.meets_others = True
+        self.calls_collectives = True
         for line, gradients in list(self.gradients.items()):
             if any(value is each or value.shape == each.shape for each in gradients):
                 del self.gradients[line]

@@ -177,7 +177,7 @@ class FirstRun:
         if event == "call" and code is functional_call_code:
             self._refuse_shared_module(frame.f_locals["module"])
         if code is _GATHERING and (context := get_replica_context()) is not None:
-            self._passes[context.local_replica].meets_others = True
+            self._passes[context.local_replica].calls_collectives = True
         if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
             with _unseen():
                 self._differentiates(frame, event, given)
@@ -333,9 +333,9 @@ class FirstRun:
         return self.waits
 
     @property
-    def meets_others(self) -> bool:
-        """Whether the step asked other replicas for something before a backward pass."""
-        return any(passes.meets_others for passes in self._passes)
+    def calls_collectives(self) -> bool:
+        """Whether the step has called a collective."""
+        return any(passes.calls_collectives for passes in self._passes)
 
     def at_losses(self, rows: Sequence[int | None]) -> FirstRun:
         """A look at the losses alone of a later run, whose shards have so many rows."""

@@ -50,8 +50,8 @@ class RowCheck:
         self.mixing: Mixing | None = None
         self._fn, self._modules, self._count, self._rows = fn, modules, count, rows
         # Of this run, where it is not the first, which has a look of its own.
-        meets_others = count.look is not None and count.look.meets_others
-        self._passes = [Passes(meets_others=meets_others) for _ in rows]
+        calls_collectives = count.look is not None and count.look.calls_collectives
+        self._passes = [Passes(calls_collectives=calls_collectives) for _ in rows]
         self._kept: list[dict[str, Tensor]] = [{} for _ in rows]
         self._watches = [
             self._watch(mode, number or 0, passes, kept)
@@ -156,7 +156,7 @@ def _about_numbers(difference: Difference) -> str:
 
 def _about_kink(kink: str) -> str:
     return (
-        f"bends a sum over the rows of its shard ({kink}), where one device bends that of all rows of the batch, which "
-        "may be on the other side; sum it over replicas first, with ls.get_replica_context().all_reduce("
-        '"sum", value), or bend the loss of each row'
+        f"applies a function with a kink, such as clamp or abs, to a sum over the rows of its shard ({kink}), where "
+        "one device applies it to the sum over the batch, which may be on the other side of the kink; sum over all "
+        'replicas first, with ls.get_replica_context().all_reduce("sum", value), or apply it to the loss of each row'
     )

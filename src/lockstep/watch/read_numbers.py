@@ -35,7 +35,6 @@ _ARITHMETIC = frozenset(
     f"{prefix}{name}" for prefix in ("", "r", "i") for name in ("add", "sub", "mul", "div", "truediv", "pow")
 ) | frozenset(["true_divide", "divide", "multiply", "subtract", "floordiv"])
 """Functions in which a whole number is a value; in others it may be a size, an index or a dimension."""
-_WRITES = frozenset(["setitem", "copy", "fill", "index_copy", "index_fill", "masked_fill", "masked_scatter", "scatter"])
 _MOST = 4096  # entries of a tensor made of numbers, such as weights of classes; larger ones are data
 _SAMPLED = 16  # numbers of a value that is kept
 _SAME = 1e-6  # numbers that differ by less are the same but for rounding
@@ -109,7 +108,7 @@ class ReadNumbers:
         if any(output.requires_grad for output in outputs):
             self.calls += [origin for origin in origins if not origin.is_kept or origin not in self.calls]
         elif origins:
-            targets = [args[0]] if args and name in _WRITES and is_kind(args[0], Tensor) else outputs
+            targets = [args[0]] if func is Tensor.__setitem__ else outputs
             unique = tuple(dict.fromkeys(origins))
             self._origins.update({id(target): (ref(target), unique) for target in targets})
 
@@ -136,13 +135,17 @@ def difference_among(replicas: Sequence[ReadNumbers], *, only_in_modules: bool) 
 
     A call that a replica makes several times is one for each row, or for each piece of the shard.
     """
-    once = [_called_once(numbers.calls, only_in_modules) for numbers in replicas]
-    for first, numbers in zip(once[:1], replicas[:1], strict=True):
-        for other, others in zip(once[1:], replicas[1:], strict=True):
-            for key in first.keys() & other.keys():
-                for one, two in zip(first[key].numbers, other[key].numbers, strict=False):
-                    if not _are_alike(one, two, numbers.rows, others.rows):
-                        return Difference(first[key], one, two)
+    if not replicas:
+        return None
+    first, *others = replicas
+    calls = _called_once(first.calls, only_in_modules)
+    for other in others:
+        calls_of_other = _called_once(other.calls, only_in_modules)
+        for key, call in calls.items():
+            numbers = zip(call.numbers, calls_of_other[key].numbers, strict=False) if key in calls_of_other else ()
+            for number, number_of_other in numbers:
+                if not _are_alike(number, number_of_other, first.rows, other.rows):
+                    return Difference(call, number, number_of_other)
     return None
 
 

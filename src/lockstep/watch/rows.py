@@ -62,7 +62,7 @@ THROUGH_STEPS = 2
 """Modules are followed in so many steps: in the first, a layer of zeros may hide what comes before it."""
 ALL_CHECKED_FROM = 512
 """From this step on modules are followed again. Between, only the loss: following a module costs about as much as a
-step (four forward passes), and all checks together may take 1% of a training."""
+step (four forward passes). All checks together take 1% of 2,000 tiny steps of a loop, and of 3,200 of ``fit``."""
 
 MIXING_ADVICE = (
     "where one device has all rows of the batch; gather them first with ls.get_replica_context().all_gather(value, "

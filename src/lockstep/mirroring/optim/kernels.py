@@ -266,9 +266,9 @@ class StorageOptimizers:
         """The weights that are not updated here and whose gradients are not those of one device, if any may be seen."""
         around = () if self.others_are_whole else around_step(self.plain)
         others = [copy for copies in self._find_others() for copy in copies] if around else []
-        partial = [each for each in others if each.grad is not None]
-        if partial:
-            self._warnings.look_at_partial(around, partial)
+        with_gradient = [weight for weight in others if weight.grad is not None]
+        if with_gradient:
+            self._warnings.look_at_partial(around, with_gradient)
         return others
 
     @torch.no_grad()

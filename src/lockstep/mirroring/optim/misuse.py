@@ -45,7 +45,7 @@ def refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
     In one of several replicas, or around the step of a mirrored optimizer that does not hold them.
     """
     if (others := _others.get()) and any(
-        id(each) in others for group in optimizer.param_groups for each in group["params"]
+        id(weight) in others for group in optimizer.param_groups for weight in group["params"]
     ):
         raise UsageError(
             f"{type(optimizer).__name__}.step was called around the step of another optimizer, over weights that only "
