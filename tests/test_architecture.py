@@ -68,6 +68,7 @@ WRITES_FILES = (
 PRINTS = (
     "cli/",
     "console.py",  # asks standard output what it is
+    "tracebacks.py",  # prints an uncaught error of ours in Python's place
     "train/callbacks/progress",
     "launch/output.py",  # passes on what the workers say
     "launch/worker.py",  # its own streams become pipes to the launcher

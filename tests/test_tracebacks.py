@@ -1,10 +1,11 @@
-"""Which frames of an error IPython is told to leave out, and which a Ctrl-C leaves out anywhere."""
+"""Which frames of an error IPython is told to leave out, and which ours and a Ctrl-C leave out anywhere."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from subprocess import Popen
 from types import SimpleNamespace, TracebackType
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import ConfigError
+from lockstep.errors import CallbackError, ConfigError, LockstepError, NonFiniteLossError
+from lockstep.tracebacks import format_for_user
 
 
 class Own(nn.Module):
@@ -148,3 +150,71 @@ def test_without_ipython_every_frame_is_shown():
     strategy.close()
 
     assert "run" in shown_frames(caught.value)
+
+
+def test_uncaught_errors_of_ours_end_with_the_users_call_and_others_keep_their_frames(
+    python: Callable[..., Popen[str]],
+):
+    program = """
+import lockstep as ls
+
+def main():
+    ls.MirroredStrategy(replicas=0)
+
+def step():
+    raise ValueError("mine")
+
+try:
+    main()
+except ls.errors.ConfigError:
+    ls.MirroredStrategy(replicas=2).run(step)
+"""
+    ours, others = python("-c", program.partition("try:")[0] + "main()"), python("-c", program)
+
+    frames = [line.split(", in ")[1] for line in errors_of(ours) if line.startswith("  File")]
+    assert frames[-2:] == ["<module>", "main"]
+    frames = [line.split(", in ")[1] for line in errors_of(others) if line.startswith("  File")]
+    assert frames[-1] == "step"
+    assert len(frames) > 5
+
+
+def errors_of(program: Popen[str]) -> list[str]:
+    return program.communicate(timeout=60)[1].splitlines()
+
+
+def fitted(loss_of: float, *callbacks: ls.Callback) -> None:
+    strategy = ls.MirroredStrategy(replicas=2)
+    with strategy.scope():
+        model = ls.Model(nn.Linear(2, 1))
+        model.compile("sgd", "mse")
+    try:
+        model.fit([(torch.full((4, 2), loss_of), torch.ones(4, 1))], verbose=0, callbacks=callbacks)
+    finally:
+        strategy.close()
+
+
+def functions_shown(error: LockstepError) -> list[str]:
+    lines = format_for_user(error, error.__traceback__, LockstepError).splitlines()
+    return [line.rpartition(" in ")[2] for line in lines if line.startswith("  File")]
+
+
+def test_an_error_of_ours_that_led_to_another_is_not_shown():
+    with pytest.raises(NonFiniteLossError) as caught:
+        fitted(float("nan"))
+
+    assert functions_shown(caught.value)[1:] == ["fitted"]
+    assert format_for_user(caught.value, caught.value.__traceback__, LockstepError).count("the loss is nan") == 1
+    assert "train_step" in "".join(traceback.format_exception(caught.value))  # the exception has its frames
+
+
+def test_the_users_error_that_led_to_one_of_ours_is_shown_with_the_users_frames():
+    class Broken(ls.Callback):
+        def on_epoch_end(self, epoch: int, logs: object) -> None:
+            own_function(torch.ones(1))
+
+    with pytest.raises(CallbackError) as caught:
+        fitted(1.0, Broken())
+
+    *cause, test, call = functions_shown(caught.value)
+    assert cause == ["on_epoch_end", "own_function"]
+    assert (test[:14], call) == ("test_the_users", "fitted")

@@ -1,13 +1,16 @@
 """The exceptions that lockstep raises on purpose.
 
 A message says what was received, what was expected, and what to do. Each class also derives from the built-in exception
-that a caller would expect to catch, so that ``except ValueError`` works as it does everywhere else. This module imports
-nothing but torch, and that only for ``DeviceMemoryError``, when it is first asked for.
+that a caller would expect to catch, so that ``except ValueError`` works as it does everywhere else. Where nobody
+catches one, its traceback ends with the user's call. This module imports no other package but torch, and that only for
+``DeviceMemoryError``, when it is first asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from lockstep.tracebacks import rendered_by_ipython, shorten_uncaught
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +26,10 @@ class LockstepError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython calls it for the lines that it shows."""
-        from lockstep.tracebacks import rendered_by_ipython
-
         return rendered_by_ipython(self)
+
+
+shorten_uncaught(LockstepError)
 
 
 class ConfigError(LockstepError, ValueError):

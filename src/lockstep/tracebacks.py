@@ -1,20 +1,31 @@
-"""Shorter tracebacks in IPython and notebooks, and after Ctrl-C: the frames of this package are left out.
+"""Shorter tracebacks of errors of this package, in IPython and notebooks, and after Ctrl-C.
+
+An error that this package raises on purpose and nobody catches is printed with the frames of the user's program alone.
+The exception keeps its frames: a debugger, pytest and ``logging.exception`` have all of them.
 
 IPython leaves out a frame whose locals hold ``__tracebackhide__``, unless it is the last, and says how many it left
 out. So a traceback that ends in functions of this package which torch has called in place of its own ends with torch's
 call, and that of an error that this package raises on purpose with the user's.
-``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere the tracebacks of errors stay as they
-are; that of a KeyboardInterrupt keeps the user's frames alone, since where this package was waiting says nothing.
+``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere other errors keep all frames; a
+KeyboardInterrupt keeps the user's alone, since where this package was waiting says nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException
 from types import FrameType, TracebackType
 from typing import Any
 
 _HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading")
 """Packages and modules: ours, the wrappers that call a module's ``forward``, and the waiting for replicas."""
+
+_OWN_FOLDER = f"{Path(__file__).parent}/"
+_BETWEEN = (threading.__file__, contextlib.__file__)  # call the user's functions for this package
+_CALLS_FORWARD = "/torch/nn/modules/module.py"
 
 
 class OwnFramesHidden:
@@ -41,6 +52,63 @@ def rendered_by_ipython(error: BaseException) -> list[str]:
     shown = _without_hidden_end(error.__traceback__) if formatter.skip_hidden else error.__traceback__
     lines: list[str] = formatter.structured_traceback(type(error), error, shown)
     return lines
+
+
+def shorten_uncaught(own: type[BaseException]) -> None:
+    """From now on Python prints uncaught exceptions of ``own`` with ``format_for_user``; others as before.
+
+    A ``sys.excepthook`` that another package has set is called with the shorter traceback.
+    """
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, own) or sys.stderr is None:
+            previous(kind, error, traceback)
+        elif previous is sys.__excepthook__:
+            sys.stderr.write(format_for_user(error, traceback, own))
+        else:
+            previous(kind, error, _without_own_frames(traceback) or traceback)
+
+    sys.excepthook = excepthook
+
+
+def format_for_user(error: BaseException, traceback: TracebackType | None, own: type[BaseException]) -> str:
+    """The text of an uncaught exception as Python prints it; with the user's frames alone if it is one of ``own``.
+
+    Its causes keep the user's frames too. A cause without any is shown by its message, and one of ``own`` not at all:
+    the message of the error that it led to has what it says.
+    """
+    whole = TracebackException(type(error), error, traceback)
+    if isinstance(error, own):
+        if frames := _user_frames(whole.stack, ends_with_user=True):
+            whole.stack = frames
+        _shorten_causes(whole, error, own)
+    return "".join(whole.format())
+
+
+def _shorten_causes(shown: TracebackException, error: BaseException, own: type[BaseException]) -> None:
+    for name in ("__cause__", "__context__"):
+        cause, actual = getattr(shown, name), getattr(error, name)
+        if cause is None:  # an exception that stands twice in the chain is shown once
+            continue
+        _shorten_causes(cause, actual, own)
+        is_own = isinstance(actual, own)
+        cause.stack = _user_frames(cause.stack, ends_with_user=is_own) or None
+        if is_own and cause.stack is None:
+            setattr(shown, name, cause.__cause__)
+
+
+def _user_frames(stack: StackSummary, *, ends_with_user: bool) -> StackSummary:
+    """The frames that are not hidden; ``ends_with_user`` leaves out torch's at the end too."""
+    frames = [frame for frame in stack if not _is_hidden_file(frame)]
+    while ends_with_user and frames and "/torch/" in frames[-1].filename:
+        frames.pop()
+    return StackSummary.from_list(frames)
+
+
+def _is_hidden_file(frame: FrameSummary) -> bool:
+    name = frame.filename
+    return name.startswith(_OWN_FOLDER) or name.endswith(_CALLS_FORWARD) or name in _BETWEEN
 
 
 def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None:

@@ -51,7 +51,7 @@ def test_a_setting_of_the_division_needs_a_degree(given: dict, flag: str):
     [
         (MeshFlags(tensor=2), 3, "tensor=2 = 2 does not divide the 3 workers of the job"),
         (MeshFlags(replicas=2, tensor=2), 8, "is a mesh of 4 workers, and the job has 8; start 4"),
-        (MeshFlags(pipeline=2), 1, "does not divide the 1 workers"),
+        (MeshFlags(pipeline=2), 1, "does not divide the 1 worker of the job"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(flags: MeshFlags, workers: int, said: str):

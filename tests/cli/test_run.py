@@ -127,8 +127,19 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
     assert lines[-2] == "ValueError: no such file"
     (folder,) = (tmp_path / "lockstep-logs").iterdir()
     log = folder.relative_to(tmp_path) / "worker-1.log"
-    assert lines[-1] == f"lockstep: error: worker 1 of 2 failed: ValueError: no such file; its log is {log}"
+    assert lines[-1] == f"lockstep: error: worker 1 of 2 failed with the ValueError above; its log is {log}"
     assert "ValueError: no such file" in (tmp_path / log).read_text()
+
+
+def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
+    done = run_lockstep("run", "--workers", "2", "--quiet", write("import lockstep as ls\nls.MirroredStrategy()"))
+
+    said, line = done.stderr.splitlines()[-2:]
+    assert done.returncode == 1
+    assert said.startswith("lockstep.errors.UsageError: ")
+    assert done.stderr.count("MultiWorkerMirroredStrategy") == 1
+    assert done.stderr.count("  File ") == 1
+    assert line.startswith("lockstep: error: worker 0 of 2 failed with the UsageError above; its log is ")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +269,8 @@ signal.pause()
     done = run_lockstep("run", "--workers", workers, "--stop-s", "0.5", "--quiet", write(program))
 
     assert done.returncode == 1
-    assert "worker 1 of 2 failed: ValueError: worker 1 is done for" in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-2] == "ValueError: worker 1 is done for"
+    assert "worker 1 of 2 failed with the ValueError above" in done.stderr.splitlines()[-1]
 
 
 NOHUP = "import signal, sys, lockstep.cli as cli; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(cli.main())"

@@ -58,7 +58,7 @@ def test_every_host_says_which_worker_failed_first(start_lockstep: Start, write,
     first, second = [start_lockstep(*words, index, program) for index in ("0", "1")]
 
     assert ends(first) == (1, "", "lockstep: error: worker 1 of 2 failed: ValueError: lost (host 1)\n")
-    assert "lockstep: error: worker 1 of 2 failed: ValueError: lost; its log is " in ends(second)[2]
+    assert "lockstep: error: worker 1 of 2 failed with the ValueError above; its log is " in ends(second)[2]
 
 
 def test_a_host_that_is_done_hears_of_the_failure_of_another(start_lockstep: Start, write, port: int):

@@ -110,7 +110,7 @@ def test_the_traceback_of_the_process_that_failed_is_shown(run_lockstep: Run, tm
     assert told[1] == "Traceback (most recent call last):"
     assert any(str(EXAMPLES / script) in line for line in told)
     assert told[-2] == "ValueError: no such picture"
-    assert told[-1].startswith("lockstep: error: worker 1 of 2 failed: ValueError: no such picture; its log is ")
+    assert told[-1].startswith("lockstep: error: worker 1 of 2 failed with the ValueError above; its log is ")
     assert "worker 0" not in "\n".join(told)
 
 
@@ -141,4 +141,4 @@ def test_a_program_that_failed_does_not_wait_for_what_the_others_never_join(run_
     done = run_lockstep("run", "--workers", "2", "--quiet", "fails.py")
 
     assert done.returncode == 1
-    assert "worker 1 of 2 failed: ValueError: no such file; its log is " in done.stderr
+    assert "worker 1 of 2 failed with the ValueError above; its log is " in done.stderr

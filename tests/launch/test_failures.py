@@ -58,6 +58,26 @@ def test_what_is_said_about_it(code: int | None, record_: FailureRecord | None, 
     assert (failure.what, failure.shell_code) == (what, shell)
 
 
+def test_workers_with_the_same_mistake_fail_at_one_place():
+    trace = 'Traceback (most recent call last):\n  File "train.py", line {}, in <module>\nValueError: row {}\n'
+    first, second, elsewhere = [
+        FailureRecord(at_ns=0, error=f"ValueError: row {row}", traceback=trace.format(line, row))
+        for line, row in ((3, 1), (3, 2), (4, 2))
+    ]
+
+    assert first.place == second.place != elsewhere.place
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("KeyError: 'x'", "failed with the KeyError above"), ("SystemExit: no data", "failed: SystemExit: no data")],
+)
+def test_below_its_traceback_the_message_is_not_repeated(error: str, said: str):
+    failure = WorkerFailure(worker=0, attempt=0, exit_code=1, at_ns=0, record=record(0, error))
+
+    assert failure.what_below_traceback == said
+
+
 def raised() -> ValueError:
     try:
         raise ValueError("two\nlines")

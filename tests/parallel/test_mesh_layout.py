@@ -29,9 +29,14 @@ def test_what_is_left_is_taken(workers: int, degrees: dict[str, int], expected: 
         (
             8,
             {"tensor": 3},
-            "tensor=3 = 3 does not divide the 8 workers of the job; choose degrees whose product is 1, 2, ",
+            "tensor=3 = 3 does not divide the 8 workers of the job; start 3, .* choose degrees whose product is 1, 2, ",
         ),
-        (8, {"data": 2, "tensor": 2}, "is a mesh of 4 workers, and the job has 8; start 4, or leave data at -1"),
+        (
+            8,
+            {"data": 2, "tensor": 2},
+            "is a mesh of 4 workers, and the job has 8; start 4 with .*--workers 4`, or leave data at -1$",
+        ),
+        (2, {"data": 2, "pipeline": 2, "tensor": 2}, "and the job has 2; start 8 with `lockstep run --workers 8`$"),
         (2, {"pipeline": 4}, "pipeline=4 = 4 does not divide the 2 workers of the job; .* product is 1 or 2"),
         (4, {"data": -1, "tensor": -1}, "data=-1 and tensor=-1: only one degree can be what is left"),
         (4, {"tensor": 0}, "tensor=0 is no degree; give a number from 1, or -1"),

@@ -10,12 +10,14 @@ import faulthandler
 import json
 import signal
 import time
-import traceback as tracebacks
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+
+from lockstep.errors import LockstepError
+from lockstep.tracebacks import format_for_user
 
 _DUMP_SHARE = 0.1  # of the time that is left
 _DUMP_LONGEST_S = 2.0  # eight workers on two cores take one second to write their stacks
@@ -27,7 +29,7 @@ class FailureRecord:
 
     at_ns: int  # when it was raised, by ``time.monotonic_ns``, which all processes of a host share
     error: str  # the type and the message: "ValueError: no such file"
-    traceback: str  # the whole traceback as Python prints it
+    traceback: str  # the traceback as it is printed
 
     @classmethod
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
@@ -38,8 +40,18 @@ class FailureRecord:
         return cls(
             at_ns=at_ns,
             error=f"{type(error).__name__}: {message}".removesuffix(": "),
-            traceback="".join(tracebacks.format_exception(type(error), error, shown)),
+            traceback=format_for_user(error, shown, LockstepError),
         )
+
+    @property
+    def kind(self) -> str:
+        """The type of the error."""
+        return self.error.partition(":")[0]
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The type of the error and the lines that led to it: the same in all workers that make one mistake."""
+        return (self.kind, *(line for line in self.traceback.splitlines() if line.startswith('  File "')))
 
     def write(self, path: Path) -> None:
         """Writes the record whole or not at all."""
@@ -76,6 +88,13 @@ class WorkerFailure:
         if self.exit_code == 0:
             return "ended before it returned"
         return f"ended with exit code {self.exit_code}"
+
+    @property
+    def what_below_traceback(self) -> str:
+        """The same in short, to stand below the traceback, which has the message."""
+        if self.record is None or self.record.kind == "SystemExit":
+            return self.what
+        return f"failed with the {self.record.kind} above"
 
     @property
     def shell_code(self) -> int:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.elastic import ElasticAgent
-from lockstep.launch.failures import WorkerFailure, read_stacks
+from lockstep.launch.failures import FailureRecord, WorkerFailure, read_stacks
 from lockstep.launch.guards import remove_empty_compiler_folder
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
@@ -304,15 +304,20 @@ class ProgramJob(Job):
             return Outcome(exit_code=result.exit_code, interrupted=result.received == signal.SIGINT)
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
+        if self.output == "chief" and _chief_failed_alike(failure, folder):
+            failure = replace(failure, worker=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
-        line = f"error: worker {failure.worker} of {result.num_workers} {failure.what}; its log is {log}"
-        shown = self.output == "all" or failure.worker == 0
-        if not shown and (last_output := _last_output(failure, log).rstrip("\n")):
-            return Outcome(
-                exit_code=failure.shell_code,
-                lines=(f"the last output of worker {failure.worker}:\n{last_output}", line),
-            )
-        return Outcome(exit_code=failure.shell_code, lines=(line,))
+        printed = self.output == "all" or failure.worker == 0
+        output = "" if printed else _last_output(failure, log).rstrip("\n")
+        lines = (f"the last output of worker {failure.worker}:\n{output}",) if output else ()
+        ending = f"worker {failure.worker} of {result.num_workers} {failure.what_below_traceback}; its log is {log}"
+        return Outcome(exit_code=failure.shell_code, lines=(*lines, f"error: {ending}"))
+
+
+def _chief_failed_alike(failure: WorkerFailure, folder: Path) -> bool:
+    """Whether the chief, whose output is shown, failed with the same error at the same place."""
+    chief = FailureRecord.read(WorkerPaths(folder, 0, failure.attempt).failure)
+    return chief is not None and failure.record is not None and chief.place == failure.record.place
 
 
 def _describe(resources: Resources) -> str:

@@ -91,13 +91,20 @@ def choose_mesh_layout(workers: int, *, data: int = REST, pipeline: int = 1, ten
     product = prod(fixed.values())
     given = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
     if not open_ones and workers != product:
+        rest = "" if workers % (pipeline * tensor) else ", or leave data at -1"
         raise ConfigError(
-            f"{given} is a mesh of {product} workers, and the job has {workers}; start {product}, or leave data at -1"
+            f"{given} is a mesh of {product} workers, and the job has {workers}; start {product} with {_run(product)}"
+            f"{rest}"
         )
     if workers % product:
         named = " x ".join(f"{name}={degree}" for name, degree in fixed.items() if degree > 1)
         raise ConfigError(
-            f"{given}: {named} = {product} does not divide the {workers} workers of the job; choose degrees whose "
-            f"product is {alternatives(divisors(workers))}"
+            f"{given}: {named} = {product} does not divide the {workers} worker{'s' * (workers != 1)} of the job; start"
+            f" {product}, or a multiple, with {_run(product)}, or choose degrees whose product is "
+            f"{alternatives(divisors(workers))}"
         )
     return MeshLayout(**{**degrees, **dict.fromkeys(open_ones, workers // product)})
+
+
+def _run(workers: int) -> str:
+    return f"`lockstep run --workers {workers}`"
