@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import DataError
 from lockstep.report import write_curves
+from lockstep.train.curves import draw_curves
 from lockstep.train.logs import History
 
 
@@ -58,6 +59,20 @@ def test_a_notebook_and_the_file_show_the_same_curves_from_the_epochs_that_were_
     assert [line.get_color() for line in axes.lines] == ["#2f5d8a", "#d9822b"]
     assert [list(line.get_xdata()) for line in axes.lines] == [[4, 5], [5]]
     assert axes.get_xlim() == (3.5, 5.5)
+
+
+def test_the_labels_of_the_axis_are_whole_at_the_first_drawing():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    logs = {"loss": 8.0275, "accuracy": 0.11, "val_loss": 7.9275, "val_accuracy": 0.0}
+
+    draw_curves(figure, history(logs), settings="a=1, " * 10, test={"loss": 6.1234, "accuracy": 0.3})
+    canvas.draw()
+
+    (axes, _), (lowest, highest) = figure.axes, figure.axes[0].get_ylim()
+    labels = [tick.label1 for tick in axes.yaxis.get_major_ticks() if lowest <= tick.get_loc() <= highest]
+    assert labels[0].get_text() == "6.25"
+    assert min(label.get_window_extent(canvas.get_renderer()).x0 for label in labels) >= 0
 
 
 def test_nothing_but_the_picture_is_left_in_the_folder(tmp_path: Path):

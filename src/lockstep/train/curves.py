@@ -53,3 +53,6 @@ def draw_curves(
         axes.grid(axis="y", color="#e5e5e5")
         axes.set_axisbelow(True)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    # The layout engine places the panels by the ticks of the size that they had before, and the next draw by those that
+    # they have then: without this draw labels such as 6.25 begin left of the picture, and half of the 6 reads as a 5.
+    figure.draw_without_rendering()
