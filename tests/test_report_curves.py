@@ -64,9 +64,9 @@ def test_a_notebook_and_the_file_show_the_same_curves_from_the_epochs_that_were_
 def test_the_labels_of_the_axis_are_whole_at_the_first_drawing():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-    logs = {"loss": 8.0275, "accuracy": 0.11, "val_loss": 7.9275, "val_accuracy": 0.0}
+    logs = {"loss": 8.0275, "accuracy": 0.1147, "val_loss": 7.9275, "val_accuracy": 0.0}
 
-    draw_curves(figure, history(logs), settings="a=1, " * 10, test={"loss": 6.1234, "accuracy": 0.3})
+    draw_curves(figure, history(logs), title="a run", settings="a=1, " * 10, test={"loss": 6.1234, "accuracy": 0.3})
     canvas.draw()
 
     (axes, _), (lowest, highest) = figure.axes, figure.axes[0].get_ylim()
