@@ -15,6 +15,9 @@ _NO_BREAK = "\xa0"  # textwrap breaks lines at spaces, and not here
 COLUMNS_VARIABLE = "LOCKSTEP_COLUMNS"
 """The environment variable with the columns of the terminal on which a launcher shows what a worker prints."""
 
+BAR_VARIABLE = "LOCKSTEP_BAR"
+"""The environment variable that is set in the worker whose output a launcher shows as it comes, on a terminal."""
+
 Output = Literal["terminal", "notebook", "file"]
 
 
@@ -35,8 +38,21 @@ def width() -> int | None:
     """
     if output() == "terminal":
         return shutil.get_terminal_size().columns
-    behind = os.environ.get(COLUMNS_VARIABLE, "") if sys.stdout is sys.__stdout__ else ""
+    behind = os.environ.get(COLUMNS_VARIABLE, "") if _is_process_output() else ""
     return int(behind) if behind.isdecimal() else None
+
+
+def shows_bar() -> bool:
+    """Whether a line that overwrites itself, such as a progress bar, is seen as one: on a terminal, or through a pipe."""
+    return output() == "terminal" or (BAR_VARIABLE in os.environ and _is_process_output())
+
+
+def _is_process_output() -> bool:
+    """Whether ``sys.stdout`` is the standard output of this process, and not what a program has put in its place."""
+    try:
+        return sys.stdout is not None and sys.stdout.fileno() == 1
+    except (AttributeError, OSError, ValueError):  # a stream in memory has no number
+        return False
 
 
 def bold(text: str) -> str:

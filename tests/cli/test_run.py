@@ -49,7 +49,8 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
 
 def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_path: Path):
     words = "Each word of this line stays whole, though the terminal is narrower than the line."
-    program = write(f"from lockstep import console; console.write_line(console.fill({words!r}))")
+    bar = "print(f'bar {console.shows_bar()}')"
+    program = write(f"from lockstep import console; console.write_line(console.fill({words!r})); {bar}")
     terminal, shown = pty.openpty()
     termios.tcsetwinsize(shown, (24, 40))
 
@@ -63,8 +64,9 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
         while part := os.read(terminal, 1000):
             text += part
     os.close(terminal)
-    lines = text.decode().splitlines()
+    *lines, bar_line = text.decode().splitlines()
 
+    assert bar_line == "bar True"
     assert len(lines) == 3
     assert all(len(line) <= 40 for line in lines)
     assert " ".join(line.strip() for line in lines) == words

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder
+from lockstep.launch.output import AllOutput, ChiefOutput, LastStates, OutputForwarder
 
 
 def say(tmp_path: Path, output: str, *said: tuple[int, str, bytes]) -> None:
@@ -49,6 +49,21 @@ def test_logs_hold_both_forwarder_and_restarts_have_their_own(tmp_path: Path):
 
     for name in ("worker-3.log", "worker-3.attempt-1.log"):
         assert sorted((tmp_path / name).read_text().splitlines()) == ["err", "out"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_log_has_the_last_state_of_a_line_that_overwrites_itself(size: int):
+    data = b"begin\n\r 1%\r 2%\r   \repoch 1\nof Windows\r\n\r 3%\r 4%"
+    states = LastStates()
+
+    taken = b"".join(states.take(data[place : place + size]) for place in range(0, len(data), size))
+
+    assert taken == b"begin\nepoch 1\nof Windows\r\n"
+    assert states.finish() == b" 4%"
+
+
+def test_a_log_has_a_line_that_is_not_complete_at_once():
+    assert LastStates().take(b"downloading ...") == b"downloading ..."
 
 
 class Broken(io.StringIO):

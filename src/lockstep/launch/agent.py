@@ -90,6 +90,8 @@ class WorkerSetup(LogsSpecs):
             variables.update(self._resources[self.places[local]])
             if (columns := console.width()) is not None:
                 variables[console.COLUMNS_VARIABLE] = str(columns)
+            if self._forwarder.shows_pieces(worker) and console.shows_bar():
+                variables[console.BAR_VARIABLE] = "1"
             variables[OWN_VARIABLE] = " ".join(variables)
             variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
             variables[GUARD_VARIABLE] = self._guard.path

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
@@ -73,6 +73,10 @@ class Terminal:
 class ChiefOutput:
     """Shows the chief's output as it comes, so that progress bars work."""
 
+    def shows_pieces(self, worker: int) -> bool:
+        """Whether a worker's output is shown before its line is complete."""
+        return worker == 0
+
     def __init__(self) -> None:
         self._terminal = Terminal()
         make = codecs.getincrementaldecoder("utf-8")
@@ -94,6 +98,10 @@ class AllOutput:
         self._terminal = Terminal()
         self._partial: dict[tuple[int, Stream], bytes] = {}
 
+    def shows_pieces(self, worker: int) -> bool:
+        """Not of any worker: lines of several would be mixed."""
+        return False
+
     def write(self, worker: int, stream: Stream, data: bytes) -> None:
         *lines, rest = (self._partial.pop((worker, stream), b"") + data).split(b"\n")
         for line in lines:
@@ -106,8 +114,35 @@ class AllOutput:
             self._write_line(worker, stream, line)
 
     def _write_line(self, worker: int, stream: Stream, line: bytes) -> None:
-        shown = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        shown = last_state(line).decode(errors="replace").rstrip("\r")
         self._terminal.write(stream, f"[{worker}] {shown}\n")
+
+
+def last_state(line: bytes) -> bytes:
+    """What is seen last of a line that was overwritten, as that of a progress bar."""
+    text = line.rstrip(b"\r")
+    return text.rpartition(b"\r")[2] + line[len(text) :]
+
+
+class LastStates:
+    """What of a stream goes into a log: of a line that overwrites itself the last state, when the line is complete.
+
+    Other output passes as it comes. A bar draws itself ten times a second, which would be 4 MB an hour.
+    """
+
+    def __init__(self) -> None:
+        self._line = b""  # what has come of a line that overwrites itself
+
+    def take(self, data: bytes) -> bytes:
+        """Takes what was printed; returns what goes into the log now."""
+        *lines, rest = (self._line + data).split(b"\n")
+        complete = b"".join(last_state(line) + b"\n" for line in lines)
+        self._line = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :] if b"\r" in rest else b""
+        return complete + (b"" if self._line else rest)
+
+    def finish(self) -> bytes:
+        """The state of a line that was not completed."""
+        return last_state(self._line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +150,7 @@ class _Source:
     worker: int
     stream: Stream
     log: BinaryIO | None
+    states: LastStates = field(default_factory=LastStates)
 
 
 def _only_for_owner(path: str, flags: int) -> int:
@@ -136,6 +172,10 @@ class OutputForwarder:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._forward, name="lockstep-launch-output", daemon=True)
         self._thread.start()
+
+    def shows_pieces(self, worker: int) -> bool:
+        """Whether a worker's output is shown before its line is complete."""
+        return self._sink.shows_pieces(worker)
 
     def open(self, worker: int, attempt: int) -> dict[Stream, str]:
         """Makes the pipes of a worker and begins to read them; returns their paths, to open for writing."""
@@ -202,6 +242,9 @@ class OutputForwarder:
         for handle in known:
             while self._read(handle):
                 pass
+            source = self._sources[handle]
+            if source.log is not None:
+                self._write_log(source.log, source.states.finish())
         for handle in (*known, *self._writing_ends):
             os.close(handle)
         for file in self._files:
@@ -219,7 +262,7 @@ class OutputForwarder:
         except BlockingIOError:
             return False
         if source.log is not None:
-            self._write_log(source.log, data)
+            self._write_log(source.log, source.states.take(data))
         self._sink.write(source.worker, source.stream, data)
         return True
 

@@ -1,8 +1,8 @@
 """ProgressBar: one line per epoch on standard output, and meanwhile what that can show.
 
-terminal          a bar in the last line, by tqdm
+terminal          a bar in the last line, by tqdm; also under ``lockstep run``, which shows what the chief prints
 notebook          a bar above the lines of the epochs, by a display handle of IPython
-pipe, file        a plain line every 30 seconds; so under ``lockstep run``, whose workers write to pipes
+pipe, file        a plain line every 30 seconds
 """
 
 from __future__ import annotations
@@ -197,12 +197,17 @@ class ProgressBar(Callback):
         self._known: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
+        self._items: list[str] = []  # the numbers of the newest step that has any
+        self._wanted = True  # whether the numbers of this step were asked for
         self._training = False  # in fit
         self._running = False  # a pass
 
     def wants_batch_logs(self) -> bool:
-        # Asked before a step, which is shown when it is done. It may take half as long again as the last one.
-        return self._display is not None and time.monotonic() + 1.5 * self._step_s >= self._due
+        # Asked before a step, which is shown when it is done. It may take half as long again as the last one. While
+        # the validation runs, the numbers of the last step are shown.
+        soon = time.monotonic() + 1.5 * self._step_s >= self._due
+        self._wanted = self._display is not None and (soon or self._step + 1 == self.params.get("steps"))
+        return self._wanted
 
     def on_train_begin(self, logs: Logs) -> None:  # evaluations inside fit are shown on the epoch's line
         self._training = True
@@ -225,7 +230,7 @@ class ProgressBar(Callback):
         if not self._training:
             self.on_train_batch_end(batch, logs)
         elif self._display is not None and time.monotonic() >= self._due:
-            self._show(self._display, [f"validation step {batch + 1}"])
+            self._show(self._display, [f"validation step {batch + 1}", *self._items])
 
     def on_test_end(self, logs: Logs) -> None:
         if not self._training:
@@ -246,6 +251,7 @@ class ProgressBar(Callback):
     def _begin(self, title: str, steps: int | None) -> None:
         self._title, self._step, self._running = title, 0, True
         self._known, self._late = {}, None
+        self._items, self._wanted = [], True
         self._step_s, self._step_ended = math.inf, time.monotonic()  # the first step may take long
         if self.verbose != 1:
             return
@@ -257,8 +263,12 @@ class ProgressBar(Callback):
     def _advance(self, logs: Logs) -> None:
         now = time.monotonic()
         self._step_s, self._step_ended = now - self._step_ended, now
-        if self._display is not None and now >= self._due:
-            self._show(self._display, self._describe(self._arrived(logs)))
+        if self._display is None or not (logs or self._wanted):  # a step that took longer than was to be expected
+            return
+        if now >= self._due or self._step == self.params.get("steps"):
+            self._items = self._describe(self._arrived(logs))
+        if now >= self._due:
+            self._show(self._display, self._items)
 
     def _show(self, display: _Display, items: Sequence[str]) -> None:
         display.show(self._step, items, self.model.clock.summary().median_step_s)
@@ -291,10 +301,9 @@ class ProgressBar(Callback):
 
 def _make_display() -> _Display:
     """The display for where standard output goes; without tqdm a terminal gets plain lines."""
-    output = console.output()
-    if output == "notebook":
+    if console.output() == "notebook":
         return _NotebookBar()
-    if output == "terminal":
+    if console.shows_bar():
         try:
             return _TerminalBar(require("tqdm", "train").tqdm)
         except MissingExtraError:
