@@ -43,7 +43,7 @@ def width() -> int | None:
 
 
 def shows_bar() -> bool:
-    """Whether a line that overwrites itself, such as a progress bar, is seen as one: on a terminal, or through a pipe."""
+    """Whether a line that overwrites itself, as a progress bar does, is seen as one, perhaps through a pipe."""
     return output() == "terminal" or (BAR_VARIABLE in os.environ and _is_process_output())
 
 

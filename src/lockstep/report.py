@@ -1,17 +1,19 @@
-"""The table and the curves of a run, and tables in Markdown.
+"""The table, the CSV file and the curves of a run, and tables in Markdown.
 
 The PNG is made with matplotlib's object interface: no window, no pyplot state, no settings of the caller touched.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import console
-from lockstep.atomic_files import atomic_file
+from lockstep.atomic_files import atomic_file, atomic_write
 from lockstep.extras import require
 from lockstep.train.curves import draw_curves
 
@@ -43,17 +45,32 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def epochs_table(history: History) -> str:
     """The table of a run: a row for each epoch, a column for each name of the logs, and the times of the steps."""
+    columns = _epoch_columns(history)
+    rows = [
+        [str(epoch + 1), *(_format(name, by[epoch]) if epoch in by else "-" for name, by in columns.items())]
+        for epoch in history.epoch
+    ]
+    return console.text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in columns)], rows)
+
+
+def write_history(history: History, path: str | os.PathLike[str]) -> Path:
+    """Writes a CSV file, whole or not at all: a row for each epoch, from 1, with all logs and times of the steps."""
+    columns = _epoch_columns(history)
+    rows = [[epoch + 1, *(column.get(epoch, "") for column in columns.values())] for epoch in history.epoch]
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([["epoch", *columns], *rows])
+    return atomic_write(Path(path), text.getvalue())
+
+
+def _epoch_columns(history: History) -> dict[str, dict[int, float]]:
+    """Name -> epoch -> number: the logs and the times of the steps."""
     columns = {
         name: dict(zip(history.logged_in[name], values, strict=True)) for name, values in history.history.items()
     }
     columns["seconds"] = {timing.epoch: timing.seconds for timing in history.timing}
     columns["ms_per_step"] = {timing.epoch: 1000 * timing.median_step_s for timing in history.timing}
     columns["examples_per_s"] = {timing.epoch: timing.examples_per_s for timing in history.timing}
-    rows = [
-        [str(epoch + 1), *(_format(name, by[epoch]) if epoch in by else "-" for name, by in columns.items())]
-        for epoch in history.epoch
-    ]
-    return console.text_table(["epoch", *(_COLUMNS.get(name, (name,))[0] for name in columns)], rows)
+    return columns
 
 
 def metrics_line(metrics: Mapping[str, float]) -> str:

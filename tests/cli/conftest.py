@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -60,3 +63,35 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         return "program.py"
 
     return write
+
+
+@pytest.fixture
+def check_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """``check_results(stdout)``: ``out`` has the printed numbers; returns what the code of the model card prints."""
+
+    def check(printed: str) -> str:
+        record = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in record["test"].items())
+        assert f"test    {shown}" in printed
+        assert f"fingerprint {record['fingerprint']}" in printed
+        assert record["layout"]["devices"] == [f"cpu:{n}" for n in range(record["layout"]["replicas"])]
+        assert {"python", "torch", "lockstep", "transformers"} <= set(record["versions"])
+        assert record["peak_memory_mb"]["host"] > 100
+        assert record["seconds"]["run"] > sum(epoch["seconds"] for epoch in record["seconds"]["steps"])
+        with (tmp_path / "out" / "history.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["epoch"] for row in rows] == [str(n + 1) for n in range(record["epochs"])]
+        assert all(f"{float(row['val_loss']):.4f}" in printed for row in rows)
+        text = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+        card = pytest.importorskip("huggingface_hub").ModelCard(text).data
+        assert {result.metric_type: result.metric_value for result in card.eval_results} == pytest.approx(
+            record["test"], abs=1e-4
+        )
+        code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+        assert code is not None
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        exec(code[1], {})
+        return capsys.readouterr().out
+
+    return check

@@ -46,7 +46,7 @@ def test_a_finished_run_is_kept_until_it_is_to_be_replaced(recipe: str, run_lock
     refused = run_lockstep(*words, "--seed", "1")
 
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert "--output has the results of a finished run, 'out/model/config.json'; give another --output, or" in (
+    assert "--output has the results of a finished run, 'out/model/README.md'; give another --output, or" in (
         refused.stderr
     )
     assert files_of(tmp_path / "out") == finished
@@ -58,7 +58,7 @@ def test_a_finished_run_is_kept_until_it_is_to_be_replaced(recipe: str, run_lock
 
 
 @pytest.mark.parametrize("words", [["--backup", "none"], ["--resume"], []])
-@pytest.mark.parametrize("left", ["model/model.safetensors", "curves.png"])
+@pytest.mark.parametrize("left", ["model/model.safetensors", "result.json"])
 def test_whatever_a_backup_would_do_a_finished_run_is_kept(left: str, words: list[str], run_lockstep, tmp_path: Path):
     (tmp_path / "out" / "model").mkdir(parents=True)
     (tmp_path / "out" / left).write_bytes(b"three hours")
@@ -78,14 +78,34 @@ def test_a_run_that_ended_before_its_results_begins_anew(run_lockstep, tmp_path:
     assert run_lockstep("train", *IMAGES.split(), *SMALL).returncode == 0
 
 
-def test_reviews_go_on_from_a_checkpoint_of_the_same_output_only(run_lockstep, tmp_path: Path):
+def rows_of(folder: Path) -> list[list[str]]:
+    """The rows of ``history.csv``, without the times."""
+    return [line.split(",")[:-3] for line in (folder / "out" / "history.csv").read_text().splitlines()]
+
+
+def test_reviews_go_on_in_the_folder_of_an_interrupted_run(run_lockstep, tmp_path: Path):
     words = ["train", *REVIEWS.split(), *SMALL]
     assert run_lockstep(*words).returncode == 0
-    (checkpoint,) = (tmp_path / "out" / "checkpoints").glob("*/checkpoint-*")
-    shutil.copytree(checkpoint, tmp_path / "elsewhere" / checkpoint.name)
+    first = rows_of(tmp_path)
 
-    refused = run_lockstep(*words, "--epochs", "2", "--resume", f"elsewhere/{checkpoint.name}")
-    resumed = run_lockstep(*words, "--epochs", "2", "--resume", str(checkpoint.relative_to(tmp_path)))
+    finished = run_lockstep(*words, "--epochs", "2", "--resume")
+    assert finished.returncode == 2
+    assert "has the results of a finished run" in finished.stderr
 
-    assert (refused.returncode, resumed.returncode) == (2, 0)
-    assert "has the results of a finished run" in refused.stderr
+    for path in ("result.json", "history.csv", "curves.png"):
+        (tmp_path / "out" / path).unlink()
+    shutil.rmtree(tmp_path / "out" / "model")
+    refused = run_lockstep(*words, "--epochs", "2")
+    assert refused.returncode == 2
+    assert "has the backup of an interrupted run, 'out/checkpoints/" in refused.stderr
+    assert "add --resume to continue it" in refused.stderr
+
+    assert run_lockstep(*words, "--epochs", "2", "--resume").returncode == 0
+    assert rows_of(tmp_path)[:2] == first
+    assert len(rows_of(tmp_path)) == 3
+    assert (
+        len(list((tmp_path / "out" / "checkpoints").iterdir())) == len(list((tmp_path / "out" / "logs").iterdir())) == 1
+    )
+
+    assert run_lockstep(*words, "--epochs", "3", "--resume", "--overwrite").returncode == 0
+    assert len(rows_of(tmp_path)) == 4

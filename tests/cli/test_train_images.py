@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,7 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockstep, tmp_path: Path):
+def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockstep, check_results, tmp_path: Path):
     (tmp_path / "pictures" / "train" / "cat" / "7.png").write_bytes(b"")
     shutil.copy(tmp_path / "pictures" / "train" / "cat" / "8.png", tmp_path / "pictures" / "train" / "loose.png")
 
@@ -72,8 +73,10 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "model.safetensors",
         "config.json",
         "preprocessor_config.json",
+        "README.md",
     }
     assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents*"))
+    assert re.match("{'label': '(cat|dog)'", check_results(done.stdout))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def tags(folder: Path) -> set[str]:
     return set(events.Tags()["scalars"])
 
 
-def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, tmp_path: Path):
+def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, check_results, tmp_path: Path):
     asked = ["--text", "书不错。", "--text", "服务很差。"]
     with (tmp_path / "reviews.csv").open("a", encoding="utf-8") as file:
         file.write("1,房间很差。\n")
@@ -74,9 +74,12 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "checkpoints",
         "curves.png",
+        "history.csv",
         "logs",
         "model",
+        "result.json",
     }
+    assert re.match("{'label': '(好|差)评！'", check_results(done.stdout))
     (logs,) = (tmp_path / "out" / "logs").iterdir()
     epoch = {f"epoch_{name}" for name in ("loss", "learning_rate", "grad_norm", "step_ms", "examples_per_s")}
     batch = {f"batch_{name}" for name in ("loss", "learning_rate", "grad_norm", "step_ms")}
@@ -101,7 +104,6 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     [
         (["--data", "nowhere.csv"], "the review file 'nowhere.csv'"),
         (["--pretrained", "."], "pretrained='.' could not be loaded"),
-        (["--resume", "."], "resume='.'"),
         (["--names", "bad"], "names='bad' was given for 2 classes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -153,8 +155,8 @@ def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(s
     _, said = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    resume = re.fullmatch(r"lockstep: interrupted; .* --resume (out/checkpoints/\S+/checkpoint-\d+) .*\n", said)
-    assert (tmp_path / resume[1] / "trainer_state.json").is_file()
+    assert said == "lockstep: interrupted; the same command with --resume continues it\n"
+    assert list(tmp_path.glob("out/checkpoints/*/checkpoint-*/trainer_state.json"))
     assert not (tmp_path / "out" / "model").exists()
 
 

@@ -226,13 +226,21 @@ def check_file(file: Path) -> None:
 
 
 def check_no_results(output: Path) -> None:
-    """Raises ConfigError if a finished run has left its model or its curves in the folder."""
-    model, curves = output / "model", output / "curves.png"
-    present = [curves] if curves.exists() else []
-    if model.is_dir():  # a hidden file is what a killed process has not finished
-        present = [path for path in sorted(model.iterdir()) if not path.name.startswith(".")] + present
-    if present:
+    """Raises ConfigError if a finished run has left its model or another result in the folder."""
+    if present := results_in(output):
         raise ConfigError(
             f"--output has the results of a finished run, {str(present[0])!r}; give another --output, or --overwrite to"
             " replace them"
         )
+
+
+RESULT_FILES = ("curves.png", "history.csv", "result.json")
+"""The files of a finished run in --output, besides those of its model."""
+
+
+def results_in(output: Path) -> list[Path]:
+    """What a finished run has left in the folder."""
+    model = output / "model"
+    # A hidden file is what a killed process has not finished.
+    weights = [path for path in sorted(model.iterdir()) if path.name[0] != "."] if model.is_dir() else []
+    return weights + [output / name for name in RESULT_FILES if (output / name).exists()]

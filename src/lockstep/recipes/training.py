@@ -88,6 +88,11 @@ class Result:
     stopping: Stopping | None = None
 
     @property
+    def last_or_best_epoch(self) -> int:
+        """The epoch, from 1, whose weights were tested: the best, or the last one if ``patience`` is 0."""
+        return self.history.epoch[-1] + 1 if self.stopping is None else self.stopping.best_epoch
+
+    @property
     def few_updates(self) -> str | None:
         """What to tell of a run with fewer updates than a model of random weights needs to learn; None of others."""
         if self.updates >= FEW_UPDATES:

@@ -36,6 +36,16 @@ def check_resume(folder: Path | None) -> None:
         )
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder with a folder for each run, named by its time; None without one."""
+    kept = [
+        (path.parent.name, int(path.name.rpartition("-")[2]), path)
+        for path in folder.glob("*/checkpoint-*")
+        if (path / "trainer_state.json").is_file()
+    ]
+    return max(kept)[-1] if kept else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Classified:
     """A text, the name of its likeliest class, and the probability of this class according to the model."""
