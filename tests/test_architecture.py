@@ -40,7 +40,7 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"train"}),
     frozenset({"integrations"}),
     frozenset({"recipes", "report"}),  # one recipe trains with the Trainer of integrations
-    frozenset({"launch", "plan", "scaling", "verify"}),
+    frozenset({"doctor", "launch", "plan", "scaling", "verify"}),
     frozenset({"cli"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROWS) for room in rooms}
@@ -50,6 +50,7 @@ SEES_THE_FACADE = RANK["integrations"]
 READS_ENVIRONMENT = (
     "console.py",  # NO_COLOR and TERM
     "cluster/",
+    "doctor/",  # tells which variables are set
     "launch/",
 )
 WRITES_FILES = (
@@ -68,12 +69,14 @@ WRITES_FILES = (
 PRINTS = (
     "cli/",
     "console.py",  # asks standard output what it is
+    "doctor/devices.py",  # a program that tells its parent what it has found out
     "tracebacks.py",  # prints an uncaught error of ours in Python's place
     "train/callbacks/progress",
     "launch/output.py",  # passes on what the workers say
     "launch/worker.py",  # its own streams become pipes to the launcher
 )
 DRIVES_GPUS = (
+    "doctor/devices.py",  # asks for the version of NCCL
     "replicas/device/driver.py",
     "scaling/",
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 SLOW_FILES: dict[str, tuple[str, ...]] = {
     "cli/test_backup.py": (),
     "cli/test_bench_pipeline.py": (),
+    "cli/test_doctor.py": (),
     "cli/test_run.py": (
         "test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log",
         "test_the_first_failure_is_named_with_its_traceback_not_its_victims",

@@ -23,6 +23,7 @@ Job = Callable[[], int | InWorkers]
 COMMANDS = {
     "train": "Train one of the recipes.",
     "devices": "Show the physical devices, and the logical devices that --devices makes of them.",
+    "doctor": "Show versions, devices, network and limits of this machine, and its known troubles.",
     "data": "Write the data that is embedded in a package as files.",
     "bench": "Measure how fast a recipe trains.",
     "plan": "Rank the layouts (data x pipeline x tensor) of a model on devices, by predicted step time and memory.",

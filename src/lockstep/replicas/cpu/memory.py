@@ -27,17 +27,22 @@ def available_mb(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
     return max(0.0, min([free_kb / 2**10, *_group_headrooms_mb(proc, groups)]))
 
 
-def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
-    """What is left in each control group above this process that has a limit, with what it can reclaim."""
+def control_groups(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
+    """The folders of the control groups above this process, the innermost first. Those of the first version are not."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers:  # of the first version
             continue
         # In a container the path may be the host's, which is not visible here: the root is the container's then.
         own = groups / path.lstrip("/")
-        for folder in (own, *own.parents[: len(own.parts) - len(groups.parts)]):
-            limit = folder / "memory.max"
-            if limit.exists() and (most := limit.read_text().strip()) != "max":
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-                yield (int(most) - used) / 2**20
+        yield from (own, *own.parents[: len(own.parts) - len(groups.parts)])
+
+
+def _group_headrooms_mb(proc: Path, groups: Path) -> Iterator[float]:
+    """What is left in each control group above this process that has a limit, with what it can reclaim."""
+    for folder in control_groups(proc, groups):
+        limit = folder / "memory.max"
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            yield (int(most) - used) / 2**20
