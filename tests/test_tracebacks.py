@@ -198,12 +198,21 @@ def functions_shown(error: LockstepError) -> list[str]:
     return [line.rpartition(" in ")[2] for line in lines if line.startswith("  File")]
 
 
-def test_an_error_of_ours_that_led_to_another_is_not_shown():
+def test_an_error_of_ours_that_led_to_another_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(NonFiniteLossError) as caught:
         fitted(float("nan"))
 
     assert functions_shown(caught.value)[1:] == ["fitted"]
     assert format_for_user(caught.value, caught.value.__traceback__, LockstepError).count("the loss is nan") == 1
+    causes = []
+    formatter = SimpleNamespace(
+        skip_hidden=True, structured_traceback=lambda _, error, __: causes.append(error.__cause__)
+    )
+    shell = SimpleNamespace(InteractiveTB=formatter)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    caught.value._render_traceback_()
+    assert causes == [None]
+    assert isinstance(caught.value.__cause__, NonFiniteLossError)
     assert "train_step" in "".join(traceback.format_exception(caught.value))  # the exception has its frames
 
 

@@ -26,7 +26,7 @@ class LockstepError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython calls it for the lines that it shows."""
-        return rendered_by_ipython(self)
+        return rendered_by_ipython(self, LockstepError)
 
 
 shorten_uncaught(LockstepError)

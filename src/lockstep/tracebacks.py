@@ -20,8 +20,8 @@ from traceback import FrameSummary, StackSummary, TracebackException
 from types import FrameType, TracebackType
 from typing import Any
 
-_HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading")
-"""Packages and modules: ours, the wrappers that call a module's ``forward``, and the waiting for replicas."""
+_HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading", "contextlib")
+"""Packages and modules: ours, the wrappers that call a module's ``forward``, and what calls threads and contexts."""
 
 _OWN_FOLDER = f"{Path(__file__).parent}/"
 _BETWEEN = (threading.__file__, contextlib.__file__)  # call the user's functions for this package
@@ -45,13 +45,30 @@ class OwnFramesHidden:
             error.__traceback__ = _without_own_frames(error.__traceback__)
 
 
-def rendered_by_ipython(error: BaseException) -> list[str]:
-    """The lines that IPython shows of an error which this package raised on purpose."""
+def rendered_by_ipython(error: BaseException, own: type[BaseException]) -> list[str]:
+    """The lines that IPython shows of an error which this package raised on purpose, one of ``own``."""
     hide_own_frames(error)
     formatter: Any = sys.modules["IPython"].get_ipython().InteractiveTB
-    shown = _without_hidden_end(error.__traceback__) if formatter.skip_hidden else error.__traceback__
-    lines: list[str] = formatter.structured_traceback(type(error), error, shown)
+    if not formatter.skip_hidden:
+        lines: list[str] = formatter.structured_traceback(type(error), error, error.__traceback__)
+        return lines
+    cause = error.__cause__
+    shown = _cause_for_user(cause, own)
+    if shown is not cause:
+        error.__cause__ = shown  # IPython follows the attribute; this hides the context too, as any cause does
+    try:
+        lines = formatter.structured_traceback(type(error), error, _without_hidden_end(error.__traceback__))
+    finally:
+        if shown is not cause:
+            error.__cause__ = cause
     return lines
+
+
+def _cause_for_user(cause: BaseException | None, own: type[BaseException]) -> BaseException | None:
+    """The first cause that is none of ``own`` or has a frame of the user's."""
+    while isinstance(cause, own) and _without_hidden_end(cause.__traceback__) is None:
+        cause = cause.__cause__
+    return cause
 
 
 def shorten_uncaught(own: type[BaseException]) -> None:
