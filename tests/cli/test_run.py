@@ -144,6 +144,24 @@ def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
     assert line.startswith("lockstep: error: worker 0 of 2 failed with the UsageError above; its log is ")
 
 
+def test_a_line_with_which_all_workers_end_is_shown_once(run_lockstep: Run, write):
+    program = (
+        MEET
+        + """
+print("no data", file=sys.stderr, flush=True)
+dist.barrier()
+if os.environ["RANK"] == "1":
+    os._exit(3)
+signal.pause()
+"""
+    )
+    done = run_lockstep("run", "--workers", "2", "--quiet", write("import signal\n" + program))
+
+    said, line = done.stderr.splitlines()
+    assert (done.returncode, said) == (3, "no data")
+    assert line.startswith("lockstep: error: worker 1 of 2 ended with exit code 3; its log is ")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [

@@ -307,7 +307,8 @@ class ProgramJob(Job):
         if self.output == "chief" and _chief_failed_alike(failure, folder):
             failure = replace(failure, worker=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
-        printed = self.output == "all" or failure.worker == 0
+        chiefs = WorkerPaths(folder, 0, failure.attempt).log
+        printed = self.output == "all" or failure.worker == 0 or _ended_alike(log, chiefs)
         output = "" if printed else _last_output(failure, log).rstrip("\n")
         lines = (f"the last output of worker {failure.worker}:\n{output}",) if output else ()
         ending = f"worker {failure.worker} of {result.num_workers} {failure.what_below_traceback}; its log is {log}"
@@ -318,6 +319,12 @@ def _chief_failed_alike(failure: WorkerFailure, folder: Path) -> bool:
     """Whether the chief, whose output is shown, failed with the same error at the same place."""
     chief = FailureRecord.read(WorkerPaths(folder, 0, failure.attempt).failure)
     return chief is not None and failure.record is not None and chief.place == failure.record.place
+
+
+def _ended_alike(log: Path, chiefs: Path) -> bool:
+    """Whether the last lines that a worker and the chief have printed are equal, as one-line errors of commands are."""
+    ends = [path.read_text(errors="replace").rstrip().rpartition("\n")[2] for path in (log, chiefs) if path.exists()]
+    return len(ends) == 2 and bool(ends[0]) and ends[0] == ends[1]
 
 
 def _describe(resources: Resources) -> str:
