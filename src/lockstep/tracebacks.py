@@ -45,15 +45,15 @@ class OwnFramesHidden:
             error.__traceback__ = _without_own_frames(error.__traceback__)
 
 
-def rendered_by_ipython(error: BaseException, own: type[BaseException]) -> list[str]:
-    """The lines that IPython shows of an error which this package raised on purpose, one of ``own``."""
+def rendered_by_ipython(error: BaseException, base: type[BaseException]) -> list[str]:
+    """The lines that IPython shows of an error which this package raised on purpose, of class ``base``."""
     hide_own_frames(error)
     formatter: Any = sys.modules["IPython"].get_ipython().InteractiveTB
     if not formatter.skip_hidden:
         lines: list[str] = formatter.structured_traceback(type(error), error, error.__traceback__)
         return lines
     cause = error.__cause__
-    shown = _cause_for_user(cause, own)
+    shown = _cause_for_user(cause, base)
     if shown is not cause:
         error.__cause__ = shown  # IPython follows the attribute; this hides the context too, as any cause does
     try:
@@ -64,52 +64,52 @@ def rendered_by_ipython(error: BaseException, own: type[BaseException]) -> list[
     return lines
 
 
-def _cause_for_user(cause: BaseException | None, own: type[BaseException]) -> BaseException | None:
-    """The first cause that is none of ``own`` or has a frame of the user's."""
-    while isinstance(cause, own) and _without_hidden_end(cause.__traceback__) is None:
+def _cause_for_user(cause: BaseException | None, base: type[BaseException]) -> BaseException | None:
+    """The first cause that is not of class ``base`` or has a frame of the user's."""
+    while isinstance(cause, base) and _without_hidden_end(cause.__traceback__) is None:
         cause = cause.__cause__
     return cause
 
 
-def shorten_uncaught(own: type[BaseException]) -> None:
-    """From now on Python prints uncaught exceptions of ``own`` with ``format_for_user``; others as before.
+def shorten_uncaught(base: type[BaseException]) -> None:
+    """From now on Python prints uncaught exceptions of class ``base`` with ``format_for_user``; others as before.
 
     A ``sys.excepthook`` that another package has set is called with the shorter traceback.
     """
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, own) or sys.stderr is None:
+        if not isinstance(error, base) or sys.stderr is None:
             previous(kind, error, traceback)
         elif previous is sys.__excepthook__:
-            sys.stderr.write(format_for_user(error, traceback, own))
+            sys.stderr.write(format_for_user(error, traceback, base))
         else:
             previous(kind, error, _without_own_frames(traceback) or traceback)
 
     sys.excepthook = excepthook
 
 
-def format_for_user(error: BaseException, traceback: TracebackType | None, own: type[BaseException]) -> str:
-    """The text of an uncaught exception as Python prints it; with the user's frames alone if it is one of ``own``.
+def format_for_user(error: BaseException, traceback: TracebackType | None, base: type[BaseException]) -> str:
+    """The text of an uncaught exception as Python prints it; with the user's frames alone if it is of class ``base``.
 
-    Its causes keep the user's frames too. A cause without any is shown by its message, and one of ``own`` not at all:
-    the message of the error that it led to has what it says.
+    Its causes keep the user's frames too. A cause without any is shown by its message, and one of class ``base`` not at
+    all: the message of the error that it led to has what it says.
     """
     whole = TracebackException(type(error), error, traceback)
-    if isinstance(error, own):
+    if isinstance(error, base):
         if frames := _user_frames(whole.stack, ends_with_user=True):
             whole.stack = frames
-        _shorten_causes(whole, error, own)
+        _shorten_causes(whole, error, base)
     return "".join(whole.format())
 
 
-def _shorten_causes(shown: TracebackException, error: BaseException, own: type[BaseException]) -> None:
+def _shorten_causes(shown: TracebackException, error: BaseException, base: type[BaseException]) -> None:
     for name in ("__cause__", "__context__"):
         cause, actual = getattr(shown, name), getattr(error, name)
         if cause is None:  # an exception that stands twice in the chain is shown once
             continue
-        _shorten_causes(cause, actual, own)
-        is_own = isinstance(actual, own)
+        _shorten_causes(cause, actual, base)
+        is_own = isinstance(actual, base)
         cause.stack = _user_frames(cause.stack, ends_with_user=is_own) or None
         if is_own and cause.stack is None:
             setattr(shown, name, cause.__cause__)

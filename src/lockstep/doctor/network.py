@@ -27,12 +27,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "N
 
 def examine_network(environment: Mapping[str, str] = os.environ) -> Section:
     """The probe."""
-    host, own = socket.gethostname(), local_address(_ELSEWHERE)
+    host, outward = socket.gethostname(), local_address(_ELSEWHERE)
     facts = [
         Fact("host", f"{host}, which is {', '.join(look_up(host)) or 'not known to the name service'}", private=True),
         Fact("interfaces", ", ".join(name for _, name in socket.if_nameindex())),
         *(Fact(f"  {name}", ", ".join(addresses), private=True) for name, addresses in interface_addresses().items()),
-        Fact("to other hosts", f"workers use {own}" if own else "no route", private=True),
+        Fact("to other hosts", f"workers use {outward}" if outward else "no route", private=True),
         Fact("on this host", "workers use 127.0.0.1"),
         Fact("cluster variables", ", ".join(name for name in _CLUSTER if environment.get(name)) or "none is set"),
         *(Fact(name, environment[name]) for name in _INTERFACES if environment.get(name)),
@@ -85,10 +85,10 @@ def cluster_troubles(cluster: ClusterSpec) -> Iterator[Trouble]:
 def look_up(host: str) -> list[str]:
     """The addresses of a host; empty if it is not known."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         return []
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in answers))
 
 
 def local_address(host: str) -> str | None:
@@ -118,4 +118,4 @@ def interface_addresses() -> dict[str, list[str]]:
     for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
         digits, *_, name = line.split()
         addresses.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return {name: found or ["no address"] for name, found in addresses.items()}
+    return {name: listed or ["no address"] for name, listed in addresses.items()}

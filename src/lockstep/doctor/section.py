@@ -57,8 +57,8 @@ def as_text(sections: Sequence[Section]) -> str:
         for section in sections
     ]
     troubles = [trouble.text for section in sections for trouble in section.troubles]
-    found = "\n".join(f"  - {text}" for text in troubles) or "  none of the known ones"
-    return "\n\n".join([*blocks, f"{console.bold('troubles')}\n{found}"])
+    lines = "\n".join(f"  - {text}" for text in troubles) or "  none of the known ones"
+    return "\n\n".join([*blocks, f"{console.bold('troubles')}\n{lines}"])
 
 
 def as_report(sections: Sequence[Section]) -> str:

@@ -42,8 +42,8 @@ def examine_software() -> Section:
         facts.append(Fact("extras", "not known, since the package runs from its source and is not installed"))
         return Section(title="versions", facts=facts, troubles=_troubles(installed_version))
     for extra, purpose in EXTRAS.items():
-        lacking = missing_packages(extra, requirements, installed_version)
-        state = f"lacks {', '.join(lacking)}" if lacking else "installed"
+        missing = missing_packages(extra, requirements, installed_version)
+        state = f"lacks {', '.join(missing)}" if missing else "installed"
         facts.append(Fact(f"extra {extra}", f"{state}; for {purpose}"))
     return Section(title="versions", facts=facts, troubles=_troubles(installed_version))
 
@@ -64,14 +64,14 @@ def missing_packages(extra: str, requirements: Sequence[str], find: FindVersion)
         requirements: the package's requirements, as its metadata have them.
         find: returns the version of a package.
     """
-    lacking = {}
+    missing = {}
     for name, least in _needs(extra, requirements):
         version = find(name)
         if version is None:
-            lacking[name] = name
+            missing[name] = name
         elif least and _numbers(version) < _numbers(least):
-            lacking[name] = f"{name} {least} (has {version})"
-    return sorted(lacking.values())
+            missing[name] = f"{name} {least} (has {version})"
+    return sorted(missing.values())
 
 
 def _needs(extra: str, requirements: Sequence[str]) -> Iterator[tuple[str, str]]:
