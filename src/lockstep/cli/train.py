@@ -309,7 +309,7 @@ class TrainingCommand(ABC):
     def _write(self, trained: Trained, strategy: Strategy, folders: RunFolders, seconds: float) -> None:
         """Writes curves, history, model card, and last the record, which says that the run is finished."""
         result, output = trained.result, folders.output
-        data = self.embedded if self.config.data is None else self.config.data.name
+        data = self.embedded if self.config.data is None else self.config.data.expanduser().resolve().name
         record = RunRecord(
             recipe=self.name,
             run=folders.run,
