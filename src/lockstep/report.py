@@ -44,7 +44,9 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 def epochs_table(history: History) -> str:
     """The table of a run: a row for each epoch, a column for each name of the logs, and the times of the steps."""
     columns = {
-        name: dict(zip(history.logged_in[name], values, strict=True)) for name, values in history.history.items()
+        name: dict(zip(history.logged_in[name], values, strict=True))
+        for name, values in history.history.items()
+        if name != "learning_rate"
     }
     columns["seconds"] = {timing.epoch: timing.seconds for timing in history.timing}
     columns["ms_per_step"] = {timing.epoch: 1000 * timing.median_step_s for timing in history.timing}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAd
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, refuse_to_save, run_on_chief
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.epoch_iterator import EpochIterator
@@ -167,6 +167,25 @@ def host_state(module: MirroredModule) -> dict[str, Tensor]:
     state = module.state_dict().items() if part is None else part.stream()
     averages = {} if part is None else dict(module.named_buffers())
     return {name: averages.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in state}
+
+
+def load_arrays(module: MirroredModule, arrays: Sequence[Any]) -> None:
+    """Loads arrays in the order of the module's state_dict into all copies. Every worker must call it."""
+    part = _part_of(module)
+    state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
+    if len(arrays) != len(state):
+        raise ConfigError(
+            f"set_weights got {len(arrays)} arrays for the {len(state)} tensors of the state_dict; give as many, in "
+            "its order, as get_weights returns them"
+        )
+    tensors = {name: torch.as_tensor(array) for name, array in zip(state, arrays, strict=True)}
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise ConfigError(
+                f"set_weights got an array of shape {tuple(tensor.shape)} for {name!r} of shape "
+                f"{tuple(state[name].shape)}; give arrays in the order of the state_dict, as get_weights returns them"
+            )
+    module.load_state_dict(tensors)
 
 
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

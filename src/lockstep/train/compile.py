@@ -146,6 +146,23 @@ class TrainSetup:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+def keras_execution(
+    graphs: bool,
+    compile_module: bool | Mapping[str, Any],
+    jit_compile: bool | Literal["auto"] | None,
+    run_eagerly: bool,
+) -> tuple[bool, bool | Mapping[str, Any]]:
+    """``graphs`` and ``compile_module`` of ``Model.compile``, with what Keras's two names for them say."""
+    if jit_compile not in (True, False, "auto", None):
+        raise ConfigError(f"jit_compile={jit_compile!r} is unknown; choose True, False or 'auto'")
+    check_kind("run_eagerly", run_eagerly, bool, "True to run every step in Python, or False", optional=False)
+    compiled = compile_module or jit_compile is True
+    if run_eagerly and compiled:
+        name = "compile_module" if compile_module else "jit_compile=True"
+        raise ConfigError(f"run_eagerly=True came with {name}, which compiles the module; leave one of them out")
+    return graphs and not run_eagerly, compile_module or compiled
+
+
 def make_setup(
     strategy: Strategy,
     module: MirroredModule,

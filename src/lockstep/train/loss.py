@@ -126,9 +126,11 @@ def checked_sums(
     Raises:
         ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
     """
+    on_cpu = context.device.kind == "CPU"
+    if isinstance(loss, NamedLoss) and is_due(step, on_cpu=on_cpu) and not has_sharded_logits(shard.outputs):
+        loss.check_outputs(shard.outputs)
     sums = _totals(loss, sharded, shard)
     if sharded and not combines_rows and not has_sharded_logits(shard.outputs):
-        on_cpu = context.device.kind == "CPU"
         if sums.label_means and (on_cpu or step == 1):
             _check_label_means(loss, sums.label_means, on_cpu)
         # A total and a count are compared less often: the row watch, which looks in the steps between, needs no counts.

@@ -33,6 +33,7 @@ from lockstep.train.batch import (
     unpack_inputs,
     unpack_labelled,
 )
+from lockstep.train.classification import ShiftedAccuracy
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.label_shift import shifted, shifts_labels
 from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
@@ -243,7 +244,7 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
         sharded = has_sharded_logits(outputs)
         for name, metric in state.metrics.items():
             try:
-                if state.labels_shift and takes_tensors(metric):
+                if state.labels_shift and takes_tensors(metric) and not isinstance(metric, ShiftedAccuracy):
                     update_metric(metric, *shifted(outputs, targets))
                 else:
                     update_metric(metric, outputs, targets)

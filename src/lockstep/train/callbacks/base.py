@@ -19,7 +19,8 @@ from lockstep.errors import (
     MissingExtraError,
     NonFiniteLossError,
 )
-from lockstep.train.logs import copy_logs
+from lockstep.train.logs import LEARNING_RATE, copy_logs
+from lockstep.train.summed_metric import is_single
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -50,6 +51,9 @@ class Callback:
     #: Whether the hooks are called on the chief only, as for callbacks that write files or print. Such a callback must
     #: not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
+
+    #: Whether the callback writes files or to a run of a tracker: ``fit(fast_dev_run=True)`` leaves it out.
+    writes_files = False
 
     #: Callbacks with a higher number come later, whatever their order. Those that save the state of others have one.
     comes_after = 0
@@ -249,12 +253,34 @@ class Monitor:
         self._mode, self._owner, self._min_delta = mode, owner, abs(min_delta)
         self.direction: Literal["min", "max"] | None = None if mode == "auto" else mode
 
-    def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Resolves "auto" with the Model's metrics."""
+    def begin(self, metrics: Mapping[str, Any], *, validated: bool | None) -> None:
+        """Resolves "auto" with the Model's metrics, and checks the name before anything is trained.
+
+        ``validated`` says whether some epochs of this fit are; None if that is not known.
+
+        Raises:
+            ConfigError: the logs will have no such name. The names of a metric with several values, which begin with
+                its own, are only known once it was computed.
+        """
+        if validated is not None:
+            self._check_name(metrics, validated=validated)
         if self._mode == "auto":
             plain = self.name.removeprefix("val_")
             higher = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
             self.direction = None if higher is None else ("max" if higher else "min")
+
+    def _check_name(self, metrics: Mapping[str, Any], *, validated: bool) -> None:
+        plain = self.name.removeprefix("val_") if validated else self.name
+        several = any(plain.startswith(f"{name}_") for name, each in metrics.items() if not is_single(each))
+        measured = ["loss", *metrics]
+        if several or plain in measured or self.name == LEARNING_RATE:
+            return
+        names = [*measured, *(f"val_{name}" for name in measured if validated), LEARNING_RATE]
+        advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
+        raise ConfigError(
+            f"{self._owner} monitors {self.name!r}, which the logs will lack; they will have: {', '.join(names)}. "
+            f"Give one of these names as monitor{advice}"
+        )
 
     def read(self, logs: Logs, *, validated: bool) -> float | None:
         """The monitored number; None if it is one of the validation and the epoch was not validated.

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.logs import EpochTiming
+from lockstep.train.logs import LEARNING_RATE, EpochTiming
 
 
 class CSVLogger(Callback):
@@ -38,7 +38,7 @@ class CSVLogger(Callback):
         >>> callback = CSVLogger("log.csv")
     """
 
-    chief_only = True
+    chief_only = writes_files = True
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class CSVLogger(Callback):
     def _names(self, logs: Logs) -> list[str]:
         names = set(logs)
         if self.params.get("validated"):
-            names |= {f"val_{name}" for name in logs if not name.startswith("val_")}
+            names |= {f"val_{name}" for name in logs if not name.startswith("val_") and name != LEARNING_RATE}
         return sorted(names)
 
     def _existing_columns(self) -> list[str]:
@@ -147,7 +147,7 @@ class ScalarLogger(Callback, ABC):
         update_freq: "epoch", "batch", or every this many global batches.
     """
 
-    chief_only = True
+    chief_only = writes_files = True
 
     def __init__(self, update_freq: UpdateFreq) -> None:
         super().__init__()
