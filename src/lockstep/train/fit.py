@@ -32,7 +32,7 @@ from lockstep.train.step import ReplicaState, StepOutput, train_step, update_wei
 if TYPE_CHECKING:
     from lockstep.train.model import Model
 
-Verbose = Literal[0, 1, 2, "auto"]
+Verbose = Literal[0, 1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)

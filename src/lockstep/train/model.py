@@ -293,7 +293,7 @@ class Model:
         batch_size: int | None = None,
         epochs: int = 1,
         *,
-        verbose: Verbose = 1,
+        verbose: Verbose | Literal["auto"] = 1,
         callbacks: Sequence[Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -384,7 +384,7 @@ class Model:
         batch_size: int | None = None,
         *,
         sample_weight: Any = None,
-        verbose: Verbose = 1,
+        verbose: Verbose | Literal["auto"] = 1,
         callbacks: Sequence[Callback] | None = None,
         steps: int | None = None,
     ) -> dict[str, float]:
@@ -409,7 +409,7 @@ class Model:
         x: Any,
         batch_size: int | None = None,
         *,
-        verbose: Verbose = 0,
+        verbose: Verbose | Literal["auto"] = 0,
         callbacks: Sequence[Callback] | None = None,
         steps: int | None = None,
     ) -> Any:
@@ -571,13 +571,19 @@ class Model:
         return weakref.WeakMethod(getattr(self, name))
 
     def _evaluate(
-        self, setup: TrainSetup, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None
+        self,
+        setup: TrainSetup,
+        data: EpochIterator,
+        verbose: Verbose | Literal["auto"] = 0,
+        callbacks: Sequence[Callback] | None = None,
     ) -> dict[str, float]:
         self.clock = StepClock()
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
             return run_evaluation(setup, data, callbacks=called, clock=self.clock)
 
-    def _predict(self, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+    def _predict(
+        self, data: EpochIterator, verbose: Verbose | Literal["auto"] = 0, callbacks: Sequence[Callback] | None = None
+    ) -> Any:
         self.clock = StepClock()
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
             return run_prediction(
@@ -601,7 +607,7 @@ class Model:
         return EpochIterator(distribute(self.strategy, data), name=name, **steps)
 
     def _without_files(
-        self, callbacks: Sequence[Callback] | None, batches: int, verbose: Verbose
+        self, callbacks: Sequence[Callback] | None, batches: int, verbose: Verbose | Literal["auto"]
     ) -> Sequence[Callback] | None:
         """The callbacks of a ``fast_dev_run``: those that write no files. Says which ones are left out."""
         if not isinstance(callbacks, (list, tuple)):
@@ -614,7 +620,11 @@ class Model:
         return stay
 
     def _callbacks(
-        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator | None, **params: Any
+        self,
+        given: Sequence[Callback] | None,
+        verbose: Verbose | Literal["auto"],
+        data: EpochIterator | None,
+        **params: Any,
     ) -> CallbackList:
         """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
         if verbose not in (0, 1, 2, "auto"):
