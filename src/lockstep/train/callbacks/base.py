@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -95,6 +95,13 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
+
+    def exchanging(self, *, averaged: bool) -> AbstractContextManager[None]:
+        """A block in which the model has averages of its weights, or the weights that are trained.
+
+        Of a callback that averages weights, such as ``EMA``; others do nothing.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Releases files and the like. Called at every end of a run, also after an error or Ctrl-C."""
@@ -195,6 +202,14 @@ class CallbackList:
         for name, callback in self._named():
             if state.get(name):
                 _call(callback, "load_state_dict", state[name])
+
+    @contextmanager
+    def exchanging(self, *, averaged: bool) -> Iterator[None]:
+        """A block in which the model has the averages of its weights, if a callback has some, or the trained ones."""
+        with ExitStack() as stack:
+            for callback in self._callbacks:
+                stack.enter_context(callback.exchanging(averaged=averaged))
+            yield
 
     def ends_fit_after(self, error: NonFiniteLossError) -> bool:
         """Whether any callback ends fit after a loss that is NaN or infinite."""

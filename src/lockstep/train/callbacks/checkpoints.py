@@ -161,7 +161,8 @@ class ModelCheckpoint(_SavingCallback):
             self.best = value
         if self._manager is None:
             what, path = "the weights", self._path(names)
-            self.model.save_weights(path)
+            with self.model.training_state.exchanging(averaged=True):
+                self.model.save_weights(path)
         else:
             state = self.model.training_state
             self._manager.run = state.run
