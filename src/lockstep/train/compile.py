@@ -21,7 +21,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
-from lockstep.train.names import takes_tensors
+from lockstep.train.names import ModuleLoss, takes_tensors
 from lockstep.train.own_step import OwnStep
 
 Loss = Callable[[Any, Any], Any]
@@ -133,6 +133,11 @@ class TrainSetup:
     scheduler: LRScheduler | None = None
     train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
     test_step: OwnStep | None = None
+
+    def targets(self, x: Any, y: Any) -> Any:
+        """The targets of arrays: ``y``, or the labels in ``x`` for a loss that the module computes itself."""
+        by_module = y is None and isinstance(self.config.loss, ModuleLoss) and isinstance(x, Mapping)
+        return x.get("labels") if by_module else y
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint saves of it, by name."""

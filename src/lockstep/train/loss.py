@@ -209,6 +209,14 @@ def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: Replic
         )
 
 
+def parts_mismatch(measure: _Measure, shard: ShardRows, context: ReplicaContext) -> str | None:
+    """Why a shard's loss is not that of its rows in two parts, or could not be compared; None if it is."""
+    with checked_alone(context):
+        sums = measure(shard)
+    found = _compared(measure, shard, sums, context, 2)
+    return "its parts do not add up to it" if isinstance(found, _Mismatch) else found
+
+
 def _compared(
     measure: _Measure, shard: ShardRows, sums: LossTotals, context: ReplicaContext, parts: int
 ) -> _Mismatch | str | None:

@@ -60,7 +60,8 @@ from lockstep.train.epoch_iterator import EpochIterator, distribute
 from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, batches_of_trial, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
-from lockstep.train.names import loss_named, metrics_named, optimizer_named
+from lockstep.train.module_loss import check_computes_loss
+from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
 from lockstep.train.own_step import OwnStep, ShardLoss, TrainStep
 from lockstep.train.summary import noting_shapes, summary_table
 
@@ -232,6 +233,8 @@ class Model:
             loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and over masked or selected
                 values, are divided by their count in the whole batch; any other scalar is a mean over the examples.
+                None for the loss that the module computes itself from "labels" in x, as those of transformers do;
+                items may then be dicts with "labels".
                 Or the name of one of torch's losses: "mse", "mae", "cross_entropy", "binary_cross_entropy" and others;
                 or of one of Keras's, such as "sparse_categorical_crossentropy", which take probabilities.
             metrics: name to torchmetrics Metric, updated with (outputs, targets); or a list of metrics. "accuracy",
@@ -255,17 +258,28 @@ class Model:
             UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
         """
         if loss is None:
-            raise ConfigError("compile got no loss; give a function loss(outputs, targets), or a name such as 'mse'")
-        loss, optimizer = loss_named(loss), optimizer_named(optimizer)
+            check_computes_loss(self.module)
+        loss, optimizer = ModuleLoss() if loss is None else loss_named(loss), optimizer_named(optimizer)
         graphs, compile_module = keras_execution(graphs, compile_module, jit_compile, run_eagerly)
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
         given["combines_rows"] = combines_rows
         config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
+        if isinstance(loss, ModuleLoss):
+            self._check_module_loss(compilation)
         setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._setup = replace(setup, train_step=self._own_step("train_step"), test_step=self._own_step("test_step"))
         self._batch_loop = None
         self._module.compile_as(compilation)
+
+    def _check_module_loss(self, compilation: Compilation | None) -> None:
+        steps = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
+        if compilation is not None or steps or self._module.pipeline is not None:
+            where = "compile_module" if compilation is not None else steps[0] if steps else "a pipeline"
+            raise ConfigError(
+                f"compile got no loss, and with {where} the one that the module computes cannot be followed to what it "
+                "is a mean of; give a loss(outputs, targets) of the logits, and leave the labels out of x"
+            )
 
     def train_step(self, step: TrainStep) -> ShardLoss:
         """Computes the loss of one replica's shard. Override it in a subclass; each replica calls it in its thread.
@@ -358,6 +372,7 @@ class Model:
         )
         refuse_to_train(self.strategy.workers, "fit")
         setup = self._trainable("fit")
+        y = setup.targets(x, y)
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         steps = {"steps_per_epoch": steps_per_epoch} if trial is None else {"first": trial}
         batches = self._iterator(data, "the training data", **steps)
@@ -400,6 +415,7 @@ class Model:
             steps: the first so many global batches; None for all.
         """
         setup = self._compiled("evaluate")
+        y = setup.targets(x, y)
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
         return self._evaluate(setup, self._iterator(data, "the data", first=steps), verbose, callbacks)

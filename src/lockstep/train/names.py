@@ -130,6 +130,15 @@ class NamedLoss:
         return outputs, targets.to(outputs.dtype)
 
 
+@dataclass(frozen=True)
+class ModuleLoss:
+    """The loss in the module's own outputs: what ``compile`` without a loss means."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """The mean loss that the module has computed."""
+        return outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+
+
 def classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs with the classes in dimension 1, and class numbers for them.
 
@@ -205,6 +214,8 @@ def metrics_named(metrics: Any, loss: object) -> Any:
 def takes_tensors(function: object) -> bool:
     """Whether this loss or metric of torch, torchmetrics or ours takes tensors: of a model's outputs, the logits."""
     function = without_partial(function)
+    if isinstance(function, ModuleLoss):
+        return False
     home: str = (function if hasattr(function, "__code__") else type(function)).__module__
     ours = ("torchmetrics.", "lockstep.train.")
     return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)

@@ -37,8 +37,10 @@ from lockstep.train.classification import ShiftedAccuracy
 from lockstep.train.compile import Precision, TrainSetup
 from lockstep.train.label_shift import shifted, shifts_labels
 from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
+from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
-from lockstep.train.names import logits_of, takes_tensors
+from lockstep.train.module_loss import module_loss_sums
+from lockstep.train.names import ModuleLoss, logits_of, takes_tensors
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 from lockstep.watch.rows import current_row_watch
 
@@ -93,16 +95,14 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
         if rows or module.shards_weights or (module.has_sync_batchnorm and module.pipeline is None):
-            batch = unpack_labelled(item)
+            batch = unpack_labelled(item, by_module=isinstance(setup.config.loss, ModuleLoss))
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
             elif setup.train_step is not None:
                 total, count = _own_sums(setup, setup.train_step, state, batch, rows)
             else:
-                args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
-                    outputs = module(*args, **kwargs)
-                    total, count = _loss_sums(setup, state, outputs, batch, rows)
+                    outputs, (total, count) = _forward(setup, state, batch, rows)
                 _update_metrics(setup, state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(replica_of_step(), count)
@@ -121,16 +121,14 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     rows = batch_rows(item, is_item=True)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
-    batch = unpack_labelled(item)
+    batch = unpack_labelled(item, by_module=isinstance(setup.config.loss, ModuleLoss))
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     elif setup.test_step is not None:
         total, count = _own_sums(setup, setup.test_step, state, batch, rows)
     else:
-        args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
-            outputs = setup.module(*args, **kwargs)
-            total, count = _loss_sums(setup, state, outputs, batch, rows)
+            outputs, (total, count) = _forward(setup, state, batch, rows)
         _update_metrics(setup, state, outputs, batch, rows)
     if (watch := current_row_watch()) is not None:
         watch.check_total(total)
@@ -222,6 +220,21 @@ def _check_microbatches(x: Any) -> None:
                 f"a pipeline divides a shard into microbatches of tensors, and {name} of the inputs is a {kind}; give "
                 "one tensor, padded to one length"
             )
+
+
+def _forward(setup: TrainSetup, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Any, Sums]:
+    """The module's outputs for a shard, and the sums of the loss of them, or of the one that the module computes."""
+    args, kwargs = module_arguments(batch.x)
+    if not isinstance(setup.config.loss, ModuleLoss):
+        outputs = setup.module(*args, **kwargs)
+        return outputs, _loss_sums(setup, state, outputs, batch, rows)
+    with ReductionTracer() as tracer:
+        outputs = setup.module(*args, **kwargs)
+    if not rows:
+        return outputs, _loss_sums(setup, state, outputs, batch, rows)
+    state.losses += 1
+    shard = ShardRows(batch.x, batch, rows)
+    return outputs, module_loss_sums(setup.module, tracer, outputs, shard, replica_of_step(), state.losses)
 
 
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
