@@ -139,10 +139,11 @@ def test_it_trains_as_on_one_device(make_strategy: MakeStrategy, case: str):
     expected = trained_by_hand(plain, data(), count)
 
     model = compiled(make_strategy(3), module)
-    history = model.fit(data(), verbose=0)
+    history = model.fit(data(), validation_data=data(), verbose=0)
 
     assert history.history["loss"] == pytest.approx([expected], abs=1e-5)
     assert_close(model, plain)
+    assert history.history["val_loss"] == [model.evaluate(data(), verbose=0)["loss"]]
 
 
 def test_a_sum_of_means_over_rows_is_one_too(make_strategy: MakeStrategy):

@@ -35,7 +35,7 @@ from lockstep.train.batch import (
 )
 from lockstep.train.classification import ShiftedAccuracy
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.label_shift import shifted, shifts_labels
+from lockstep.train.label_shift import shifted, shifts_labels, traced_shift
 from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
 from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
@@ -233,6 +233,8 @@ def _forward(setup: TrainSetup, state: ReplicaState, batch: LabelledBatch, rows:
     if not rows:
         return outputs, _loss_sums(setup, state, outputs, batch, rows)
     state.losses += 1
+    if state.metrics and state.labels_shift is None:
+        state.labels_shift = traced_shift(tracer.label_means, batch.y)
     shard = ShardRows(batch.x, batch, rows)
     return outputs, module_loss_sums(setup.module, tracer, outputs, shard, replica_of_step(), state.losses)
 
