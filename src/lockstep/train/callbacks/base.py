@@ -96,6 +96,10 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
 
+    def parts(self) -> Sequence[Callback]:
+        """This callback, and others that a run calls after it, such as one that every worker needs."""
+        return (self,)
+
     def exchanging(self, *, averaged: bool) -> AbstractContextManager[None]:
         """A block in which the model has averages of its weights, or the weights that are trained.
 
@@ -174,7 +178,8 @@ class CallbackList:
                 kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
-        here = [callback for callback in callbacks if leads or not callback.chief_only]
+        every = [part for callback in callbacks for part in callback.parts()]
+        here = [callback for callback in every if leads or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))
