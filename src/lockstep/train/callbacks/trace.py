@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.atomic_files import atomic_file
 from lockstep.errors import ConfigError
@@ -52,21 +53,25 @@ class StepTrace(Callback):
         self.folder = folder
         self._first, self._last = batches
         self._profile: Any = None
+        self._step = ExitStack()  # the range of the present step, by the name that torch-tb-profiler looks for
 
     def wants_batch_logs(self) -> bool:
         return False
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
-        if self.model.training_state.position.step + 1 == self._first:
+        step = self.model.training_state.position.step + 1
+        if step == self._first:
             on_gpu = self.model.strategy.devices[0].torch_device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             self._profile = profile(activities=activities)
             self._profile.start()
+        if self._profile is not None:
+            self._step.enter_context(record_function(f"ProfilerStep#{step}"))
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         step = self.model.training_state.position.step
         if self._profile is not None:
-            self._profile.step()
+            self._step.close()
             if step == self._last:
                 self._write(step)
 
@@ -75,6 +80,7 @@ class StepTrace(Callback):
             self._write(self.model.training_state.position.step)
 
     def close(self) -> None:
+        self._step.close()
         made, self._profile = self._profile, None
         if made is not None:
             made.stop()
