@@ -414,6 +414,7 @@ class Model:
             callbacks: called at the ``on_test`` hooks.
             steps: the first so many global batches; None for all.
         """
+        check_number("steps", steps, least=1, whole=True)
         setup = self._compiled("evaluate")
         y = setup.targets(x, y)
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
@@ -443,6 +444,7 @@ class Model:
         Returns:
             One tensor, or the structure of tensors that the module returns, with one row per example.
         """
+        check_number("steps", steps, least=1, whole=True)
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         return self._predict(self._iterator(data, "the data", first=steps), verbose, callbacks)
 
@@ -632,7 +634,7 @@ class Model:
         names = [type(callback).__name__ for callback in callbacks if callback not in stay]
         if verbose and self.strategy.workers.leads:
             left_out = f"; left out: {', '.join(names)}" if names else ""
-            console.write_line(f"fast_dev_run: {batches} batches of training and of validation at most{left_out}")
+            console.write_line(f"fast_dev_run: one epoch, batches of training and validation: {batches}{left_out}")
         return stay
 
     def _callbacks(

@@ -96,7 +96,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
 
-    def parts(self) -> Sequence[Callback]:
+    def expanded(self) -> Sequence[Callback]:
         """This callback, and others that a run calls after it, such as one that every worker needs."""
         return (self,)
 
@@ -178,7 +178,7 @@ class CallbackList:
                 kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
-        every = [part for callback in callbacks for part in callback.parts()]
+        every = [part for callback in callbacks for part in callback.expanded()]
         here = [callback for callback in every if leads or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:

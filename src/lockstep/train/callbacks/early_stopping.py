@@ -59,7 +59,6 @@ class EarlyStopping(Callback):
     def _reset(self) -> None:
         self.best: float | None = None
         self.wait = self.stopped_epoch = self.best_epoch = 0
-        self._stopped = False
         self._best_weights: dict[str, Tensor] | None = None
 
     def on_train_begin(self, logs: Logs) -> None:
@@ -82,11 +81,11 @@ class EarlyStopping(Callback):
                 self.wait = 0
         elif self.wait >= self.patience and epoch > 0:
             self.stopped_epoch = epoch
-            self._stopped = self.model.stop_training = True
+            self.model.stop_training = True
 
     def on_train_end(self, logs: Logs) -> None:
         restores = self.restore_best_weights and self._best_weights is not None
-        if self._stopped and (self.verbose or self.params.get("verbose")):
+        if self.stopped_epoch and (self.verbose or self.params.get("verbose")):
             self._say(f"epoch {self.stopped_epoch + 1}: early stopping, {self._reason(restores)}")
         elif restores and self.verbose:
             self._say(f"the weights are those of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")

@@ -269,7 +269,7 @@ class TensorBoard(ScalarLogger):
         self._writer("train")
         return str(self.log_dir)
 
-    def parts(self) -> Sequence[Callback]:
+    def expanded(self) -> Sequence[Callback]:
         trace = [] if self._profiled is None else [StepTrace(self.log_dir / "profile", self._profiled)]
         return (self, *trace)
 

@@ -1,4 +1,4 @@
-"""An EMA of a model that two workers divide: the average of one device, resumed with the same bits, and elsewhere."""
+"""Models that two workers divide: averages of their weights, and the loss that they compute, are those of one device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import lockstep as ls
 
 pytestmark = pytest.mark.workers
 
-PROGRAM = Path(__file__).parent / "programs" / "averaged.py"
+PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 LAYOUTS = ["tensor", "pipeline", "sharded weights", "sharded optimizer"]
 
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="averaged"))
+    return SimpleNamespace(**runpy.run_path(str(PROGRAM), run_name="divided"))
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +57,15 @@ def test_one_device_goes_on_with_the_average_of_a_layout(results: Any, layout: s
     middle = folder / f"{layout} on one"
     shutil.copytree(backups[0], middle / backups[0].name)
     check(program.trained(middle), program)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pipeline"])
+def test_the_loss_that_a_model_computes_and_metrics_beside_it_are_those_of_one_device(
+    results: Any, layout: str, program: Any
+):
+    found, one = results[f"{layout} own loss"], program.trained_by_module()
+    assert found["history"].keys() == one["history"].keys()
+    for name, values in one["history"].items():
+        assert found["history"][name] == pytest.approx(values, rel=1e-5)
+    for name, expected in one["weights"].items():  # transformers computes its loss in float32
+        torch.testing.assert_close(found["weights"][name], expected, rtol=0, atol=1e-6)
