@@ -1,4 +1,4 @@
-"""Models that two workers divide: averages of their weights, and the loss that they compute, are those of one device."""
+"""Models that two workers divide: averages of their weights, and losses that they compute, are those of one device."""
 
 from __future__ import annotations
 
