@@ -165,7 +165,7 @@ def keras_execution(
     if run_eagerly and compiled:
         name = "compile_module" if compile_module else "jit_compile=True"
         raise ConfigError(f"run_eagerly=True came with {name}, which compiles the module; leave one of them out")
-    return graphs and not run_eagerly, compile_module or compiled
+    return False if run_eagerly else graphs, compile_module or compiled
 
 
 def make_setup(

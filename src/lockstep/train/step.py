@@ -8,7 +8,7 @@ The loops in ``fit.py`` and ``inference.py`` run outside the replicas.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,11 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             elif setup.train_step is not None:
                 total, count = _own_sums(setup, setup.train_step, state, batch, rows)
             else:
+                args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
-                    outputs, (total, count) = _forward(setup, state, batch, rows)
+                    with _loss_tracer(setup) as tracer:
+                        outputs = module(*args, **kwargs)
+                    total, count = _sums(setup, state, tracer, outputs, batch, rows)
                 _update_metrics(setup, state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(replica_of_step(), count)
@@ -127,8 +130,11 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     elif setup.test_step is not None:
         total, count = _own_sums(setup, setup.test_step, state, batch, rows)
     else:
+        args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
-            outputs, (total, count) = _forward(setup, state, batch, rows)
+            with _loss_tracer(setup) as tracer:
+                outputs = setup.module(*args, **kwargs)
+            total, count = _sums(setup, state, tracer, outputs, batch, rows)
         _update_metrics(setup, state, outputs, batch, rows)
     if (watch := current_row_watch()) is not None:
         watch.check_total(total)
@@ -222,21 +228,27 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
-def _forward(setup: TrainSetup, state: ReplicaState, batch: LabelledBatch, rows: int) -> tuple[Any, Sums]:
-    """The module's outputs for a shard, and the sums of the loss of them, or of the one that the module computes."""
-    args, kwargs = module_arguments(batch.x)
-    if not isinstance(setup.config.loss, ModuleLoss):
-        outputs = setup.module(*args, **kwargs)
-        return outputs, _loss_sums(setup, state, outputs, batch, rows)
-    with ReductionTracer() as tracer:
-        outputs = setup.module(*args, **kwargs)
-    if not rows:
-        return outputs, _loss_sums(setup, state, outputs, batch, rows)
+def _loss_tracer(setup: TrainSetup) -> AbstractContextManager[ReductionTracer | None]:
+    """The block of a forward pass: it traces a loss that the module computes itself."""
+    return ReductionTracer() if isinstance(setup.config.loss, ModuleLoss) else nullcontext()
+
+
+def _sums(
+    setup: TrainSetup,
+    state: ReplicaState,
+    tracer: ReductionTracer | None,
+    outputs: Any,
+    batch: LabelledBatch,
+    rows: int,
+) -> Sums:
+    """The sums of the loss of outputs, or of the one among them, which the tracer has seen computed."""
+    if tracer is None or not rows:
+        return _loss_sums(setup, state, outputs, batch, rows)
     state.losses += 1
     if state.metrics and state.labels_shift is None:
         state.labels_shift = traced_shift(tracer.label_means, batch.y)
     shard = ShardRows(batch.x, batch, rows)
-    return outputs, module_loss_sums(setup.module, tracer, outputs, shard, replica_of_step(), state.losses)
+    return module_loss_sums(setup.module, tracer, outputs, shard, replica_of_step(), state.losses)
 
 
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
