@@ -111,6 +111,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
     "strategies/test_parallel_sharding.py": (),
     "test_docs.py": (),
     "test_packaging.py": ("test_an_extra_installs_what_the_source_requires_with_it",),
+    "train/test_divided_layouts.py": (),
     "train/test_resume_killed.py": (),
     "train/test_resume_workers.py": (),
     "verify/test_causes.py": ("test_dropout_alone_is_nothing_wrong",),

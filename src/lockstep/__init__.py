@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from lockstep.strategies.parallel import ParallelStrategy
     from lockstep.train import History, Model, callbacks
     from lockstep.train.callbacks import (
+        EMA,
+        SWA,
         BackupAndRestore,
         Callback,
         CSVLogger,
         EarlyStopping,
         LambdaCallback,
         LearningRateScheduler,
+        MaxTime,
         MLflow,
         ModelCheckpoint,
         ProgressBar,
@@ -49,14 +52,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022  # which would put EMA first
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateScheduler",
-    "MLflow", "MirroredStrategy", "Model", "ModelCheckpoint", "MultiWorkerMirroredStrategy", "ParallelStrategy",
-    "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp", "ReplicaContext", "Strategy", "TensorBoard",
-    "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases", "callbacks", "compute_average_loss", "config",
-    "errors", "export_weights", "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy",
-    "in_cross_replica_context", "latest_checkpoint", "launch", "scale_regularization_loss",
+    "CommunicationOptions", "EMA", "EarlyStopping", "History", "InputContext", "LambdaCallback",
+    "LearningRateScheduler", "MLflow", "MaxTime", "MirroredStrategy", "Model", "ModelCheckpoint",
+    "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp",
+    "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases",
+    "callbacks", "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context",
+    "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch",
+    "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -75,9 +79,9 @@ _WHERE = {
     "lockstep.strategies.parallel": ("ParallelStrategy",),
     "lockstep.train": ("History", "Model"),
     "lockstep.train.callbacks": (
-        "BackupAndRestore", "Callback", "CSVLogger", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
-        "MLflow", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "TensorBoard", "TerminateOnNaN", "Trackio",
-        "WeightsAndBiases",
+        "BackupAndRestore", "Callback", "CSVLogger", "EMA", "EarlyStopping", "LambdaCallback", "LearningRateScheduler",
+        "MLflow", "MaxTime", "ModelCheckpoint", "ProgressBar", "ReduceLROnPlateau", "SWA", "TensorBoard",
+        "TerminateOnNaN", "Trackio", "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
     "lockstep.train.own_step": ("TrainStep",),

@@ -65,7 +65,9 @@ def write_history(history: History, path: str | os.PathLike[str]) -> Path:
 def _epoch_columns(history: History) -> dict[str, dict[int, float]]:
     """Name -> epoch -> number: the logs and the times of the steps."""
     columns = {
-        name: dict(zip(history.logged_in[name], values, strict=True)) for name, values in history.history.items()
+        name: dict(zip(history.logged_in[name], values, strict=True))
+        for name, values in history.history.items()
+        if name != "learning_rate"
     }
     columns["seconds"] = {timing.epoch: timing.seconds for timing in history.timing}
     columns["ms_per_step"] = {timing.epoch: 1000 * timing.median_step_s for timing in history.timing}

@@ -1,11 +1,11 @@
-"""Names of ``tf.distribute`` and ``tf.config`` that are others here: who asks for one is told the new one."""
+"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that are others here: who asks for one is told it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from lockstep.errors import ConfigError
 
@@ -56,19 +56,61 @@ ARGUMENTS: Mapping[str, str] = {
     "cross_device_ops": "leave it out: replicas are always summed in one order, which gives the same bits",
 }
 
+_SAVE = (
+    "a torch module has no file format that holds its code too; model.save_weights('model.safetensors') writes its "
+    "weights, ls.ModelCheckpoint(folder, save_weights_only=False) all state of the training"
+)
+_LAYERS = "the layers are in model.module, such as model.module.named_modules()"
+_WEIGHTS = "use model.module.parameters(), model.state_dict() or model.get_weights()"
+MODEL: Mapping[str, str] = {
+    "save": _SAVE,
+    "export": "use torch.export.export(model.module, (x,)) or torch.onnx.export",
+    "to_json": _SAVE,
+    "get_config": _SAVE,
+    "layers": _LAYERS,
+    "get_layer": _LAYERS,
+    "add": "build the torch.nn.Sequential first, and give it to ls.Model",
+    "build": "torch's layers are built with the sizes of their inputs; model.summary(x) shows the shapes",
+    "weights": _WEIGHTS,
+    "variables": _WEIGHTS,
+    "trainable_variables": _WEIGHTS,
+    "trainable_weights": _WEIGHTS,
+    "trainable": "set requires_grad of the parameters in model.module before compile",
+    "loss": "it is the loss given to compile",
+    "reset_metrics": "metrics begin again by themselves in every epoch",
+}
+COMPILE: Mapping[str, str] = {
+    "loss_weights": "weigh the losses in a function: lambda outputs, targets: a(outputs, targets) + 0.5 * b(outputs, "
+    "targets), each with reduction='none'",
+    "weighted_metrics": "metrics count each row once; give a torchmetrics Metric that weighs rows by themselves",
+    "steps_per_execution": "leave it out: on a GPU whole steps are captured, and a callback sees every step",
+    "auto_scale_loss": "it is precision='fp16', which scales the loss",
+    "gradient_accumulation_steps": "it is accumulate=",
+}
+EVALUATE: Mapping[str, str] = {"return_dict": "leave it out: evaluate returns a dict"}
+
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def told(init: Callable[P, None]) -> Callable[P, None]:
     """The constructor of a strategy, which tells who calls it with an argument of tf.distribute what it is here."""
+    return telling(ARGUMENTS)(init)
 
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in ARGUMENTS.keys() & kwargs.keys() - signature(init).parameters.keys():
-            raise ConfigError(f"{name} was given, which is unknown here; {ARGUMENTS[name]}")
-        init(*args, **kwargs)
 
-    return checked
+def telling(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function that tells who calls it with one of these arguments, which it lacks, what to give instead."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in names.keys() & kwargs.keys() - signature(function).parameters.keys():
+                raise ConfigError(f"{name} was given, which is unknown here; {names[name]}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def missing(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:

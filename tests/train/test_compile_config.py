@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ({"clip_norm": 0.0}, r"clip_norm=0.0 was given, expected a number above 0"),
         ({"metrics": {"mse": print}}, "metric 'mse' is a builtin_function_or_method; give an instance"),
         ({"loss": 3}, "loss is a int; give a function"),
-        ({"loss": None}, "compile got no loss"),
+        ({"loss": None}, "compile got no loss, and the forward of Linear takes no labels"),
         ({"loss": "mes"}, "loss .mes. is unknown.*give a function"),
         ({"loss": {"scores": nn.MSELoss()}}, "loss is a dict; give a function"),
         ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss; give a function"),

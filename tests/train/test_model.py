@@ -36,8 +36,9 @@ def test_fit_trains_the_users_own_module_and_keeps_a_record(model: Model, batche
 
     history = model.fit(batches, validation_data=batches[:1], epochs=3, verbose=0)
 
-    assert list(history.history) == ["loss", "val_loss"]
-    assert [len(values) for values in history.history.values()] == [3, 3]
+    assert list(history.history) == ["loss", "val_loss", "learning_rate"]
+    assert [len(values) for values in history.history.values()] == [3, 3, 3]
+    assert history.history["learning_rate"] == [0.05] * 3
     assert history.history["loss"][2] < history.history["loss"][0]
     assert history.epoch == [0, 1, 2]
     assert [(timing.steps, timing.examples) for timing in history.timing] == [(3, 10)] * 3

@@ -10,7 +10,8 @@ the folder what it holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,14 @@ class Checkpoint:
                 if self.workers.processes.leads:
                     warn_of_changes(path, record.conditions, now)
                 return path, record
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A block in which everything has the state that is saved. Every worker must enter it."""
+        with ExitStack() as stack:
+            for adapter in self._adapters.values():
+                stack.enter_context(adapter.saving())
+            yield
 
     def collect(
         self, step: int, *, run: str, monitored: float | None = None, copied: bool = False

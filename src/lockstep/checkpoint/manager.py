@@ -118,9 +118,14 @@ class CheckpointManager:
         """
         check_number("step", step, least=0, whole=True, optional=False)
         check_number("monitored", monitored)
-        workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
-        refuse_to_save(workers, "CheckpointManager.save")
+        refuse_to_save(self._checkpoint.workers, "CheckpointManager.save")
         self.wait()
+        with self._checkpoint.saving():
+            self._save(step, monitored)
+        return self._folder.path / step_name(step)
+
+    def _save(self, step: int, monitored: float | None) -> None:
+        workers, is_sharded = self._checkpoint.workers, self._checkpoint.is_sharded
         contents, shards = self._checkpoint.collect(step, run=self.run, monitored=monitored, copied=self._asynchronous)
         if is_sharded:
             save = ShardedSave(workers, self._folder, contents, shards)
@@ -133,7 +138,6 @@ class CheckpointManager:
             run_on_chief(workers, "checkpoint written", lambda: self._write(contents))
         elif workers.is_chief:
             self._write_in_thread(lambda: self._write(contents))
-        return self._folder.path / step_name(step)
 
     def restore_or_initialize(self) -> Path | None:
         """Restores the newest checkpoint that is not damaged, as the chief sees it. Every worker must call it.

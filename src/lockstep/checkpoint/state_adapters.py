@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,6 +89,10 @@ class SavedState:
 
 class StateAdapter(ABC):
     """Gives and takes the state of one thing in a Checkpoint. Every worker must make the same calls."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """A block in which a checkpoint is collected and written, or copied. Every worker enters it."""
+        return nullcontext()
 
     @abstractmethod
     def state(self) -> AdapterState:

@@ -229,6 +229,8 @@ def _validation_rows(module: nn.Module, given: Any, *, beside_arrays: bool) -> A
         raise ConfigError(
             f"validation_data is a {type(given).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
         )
+    if isinstance(given, list) and all(isinstance(each, Mapping) and "labels" in each for each in given):
+        return None  # batches whose loss the module computes
     nested = beside_arrays and isinstance(given, tuple)
     if not isinstance(given, (tuple, list)) or not any(is_arrays(each, with_y=nested) for each in given):
         return None

@@ -32,14 +32,26 @@ class LabelledBatch(NamedTuple):
     sample_weight: Tensor | None
 
 
-def unpack_labelled(item: Any) -> LabelledBatch:
-    """Splits an item of fit's or evaluate's data, or raises a DataError."""
+def unpack_labelled(item: Any, *, by_module: bool = False) -> LabelledBatch:
+    """Splits an item of fit's or evaluate's data, or raises a DataError.
+
+    ``by_module`` says that the module computes the loss: then an item may be a dict with "labels", its targets.
+    """
+    if by_module and isinstance(item, Mapping) and "labels" in item:
+        return LabelledBatch(item, item["labels"], None)
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "
             "where x may be a dict of the module's keyword arguments"
+            + ", or such a dict with 'labels', from which the module computes the loss"
+            * by_module
         )
     weight = item[2] if len(item) == 3 else None
+    if by_module and weight is not None:
+        raise DataError(
+            "sample_weight came with a loss that the module computes itself, which cannot be weighted any more; give "
+            "compile a loss"
+        )
     if weight is not None and not isinstance(weight, Tensor):
         raise DataError(f"the data gave a sample_weight of type {type(weight).__name__}; give a tensor of shape [rows]")
     return LabelledBatch(item[0], item[1], weight)

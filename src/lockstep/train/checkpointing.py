@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAd
 from lockstep.checkpoint.weights import check_fit, read_weights, write_weights
 from lockstep.checks import check_path
 from lockstep.collectives.communicator import Communicator, refuse_to_save, run_on_chief
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.callbacks.base import CallbackList
 from lockstep.train.epoch_iterator import EpochIterator
@@ -95,6 +95,21 @@ class TrainingState(StateAdapter):
         finally:
             self._position, self._fit = self.position, None
 
+    @property
+    def module(self) -> MirroredModule:
+        """The mirrored module of the model."""
+        return self._model._module
+
+    def exchanging(self, *, averaged: bool) -> AbstractContextManager[None]:
+        """A block in which the model has the averages of its weights, if a callback of a fit has some, or the weights.
+
+        Outside replicas; every worker must enter it.
+        """
+        return nullcontext() if self._fit is None else self._fit[2].exchanging(averaged=averaged)
+
+    def saving(self) -> AbstractContextManager[None]:
+        return self.exchanging(averaged=False)
+
     def state(self) -> AdapterState:
         shared: dict[str, Any] = {
             "position": asdict(self.position),
@@ -147,7 +162,7 @@ def save_weights(module: MirroredModule, workers: Communicator, path: str | os.P
     target = Path(check_path(path, "the path of the weights"))
     write = write_torch_weights if weights_format(target, "the path of the weights") == "torch" else write_weights
     module.exchange_buffers()
-    part = _part_of(module)
+    part = part_of(module)
     state: dict[str, Tensor] = module.state_dict() if part is None else {}
     if part is not None:
         averages = dict(module.named_buffers())
@@ -163,16 +178,35 @@ def host_state(module: MirroredModule) -> dict[str, Tensor]:
     Every worker must call it; each of them gets the whole of a model that is divided among them.
     """
     module.exchange_buffers(always=False)
-    part = _part_of(module)
+    part = part_of(module)
     state = module.state_dict().items() if part is None else part.stream()
     averages = {} if part is None else dict(module.named_buffers())
     return {name: averages.get(name, tensor).detach().to("cpu", copy=True) for name, tensor in state}
 
 
+def load_arrays(module: MirroredModule, arrays: Sequence[Any]) -> None:
+    """Loads arrays in the order of the module's state_dict into all copies. Every worker must call it."""
+    part = part_of(module)
+    state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
+    if len(arrays) != len(state):
+        raise ConfigError(
+            f"set_weights got {len(arrays)} arrays for the {len(state)} tensors of the state_dict; give as many, in "
+            "its order, as get_weights returns them"
+        )
+    tensors = {name: torch.as_tensor(array) for name, array in zip(state, arrays, strict=True)}
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise ConfigError(
+                f"set_weights got an array of shape {tuple(tensor.shape)} for {name!r} of shape "
+                f"{tuple(state[name].shape)}; give arrays in the order of the state_dict, as get_weights returns them"
+            )
+    module.load_state_dict(tensors)
+
+
 def load_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
     """Loads a file of weights into all copies if everything fits. Every worker must call it; the chief reads."""
     source = Path(check_path(path, "the path of the weights"))
-    part = _part_of(module)
+    part = part_of(module)
     state: dict[str, Tensor] = module.module.state_dict() if part is None else part.described()
 
     def read() -> dict[str, Tensor]:
@@ -192,7 +226,7 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
         part.take(name, tensor)
 
 
-def _part_of(module: MirroredModule) -> ShardedModule | None:
+def part_of(module: MirroredModule) -> ShardedModule | None:
     """This worker's part of a divided model; None for a whole one."""
     if not module.is_part:
         return None

@@ -83,6 +83,21 @@ class Accuracy(_OfDecisions):
         return self.correct / self.total
 
 
+class ShiftedAccuracy(Accuracy):
+    """The accuracy of causal language models: the outputs at each token beside the label of the next one."""
+
+    name = "shifted_accuracy"
+
+    def count(self, outputs: Tensor, targets: Tensor) -> None:
+        """Counts the rows of a batch: scores [rows, tokens, classes] and labels [rows, tokens]."""
+        if outputs.dim() != 3 or targets.shape != outputs.shape[:2]:
+            raise ConfigError(
+                f"{self.name} got outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}; give logits (rows, tokens, classes) and the tokens as labels"
+            )
+        super().count(outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
 class F1(_OfDecisions):
     """The F1 score, as ``keras.metrics.F1Score(average="macro")``: the mean over the classes, or over several labels.
 

@@ -21,7 +21,7 @@ from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
-from lockstep.train.names import takes_tensors
+from lockstep.train.names import ModuleLoss, takes_tensors
 from lockstep.train.own_step import OwnStep
 
 Loss = Callable[[Any, Any], Any]
@@ -134,6 +134,11 @@ class TrainSetup:
     train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
     test_step: OwnStep | None = None
 
+    def targets(self, x: Any, y: Any) -> Any:
+        """The targets of arrays: ``y``, or the labels in ``x`` for a loss that the module computes itself."""
+        by_module = y is None and isinstance(self.config.loss, ModuleLoss) and isinstance(x, Mapping)
+        return x.get("labels") if by_module else y
+
     def parts(self) -> dict[str, Any]:
         """What a checkpoint saves of it, by name."""
         precision = self.precision if self.precision.name == "fp16" else None
@@ -144,6 +149,23 @@ class TrainSetup:
             "precision": precision,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def keras_execution(
+    graphs: bool,
+    compile_module: bool | Mapping[str, Any],
+    jit_compile: bool | Literal["auto"] | None,
+    run_eagerly: bool,
+) -> tuple[bool, bool | Mapping[str, Any]]:
+    """``graphs`` and ``compile_module`` of ``Model.compile``, with what Keras's two names for them say."""
+    if jit_compile not in (True, False, "auto", None):
+        raise ConfigError(f"jit_compile={jit_compile!r} is unknown; choose True, False or 'auto'")
+    check_kind("run_eagerly", run_eagerly, bool, "True to run every step in Python, or False", optional=False)
+    compiled = compile_module or jit_compile is True
+    if run_eagerly and compiled:
+        name = "compile_module" if compile_module else "jit_compile=True"
+        raise ConfigError(f"run_eagerly=True came with {name}, which compiles the module; leave one of them out")
+    return False if run_eagerly else graphs, compile_module or compiled
 
 
 def make_setup(

@@ -31,7 +31,8 @@ def draw_curves(
     Raises:
         DataError: nothing was logged.
     """
-    names = list(dict.fromkeys(name.removeprefix("val_") for name, values in history.history.items() if values))
+    measured = [name for name, values in history.history.items() if values and name != "learning_rate"]
+    names = list(dict.fromkeys(name.removeprefix("val_") for name in measured))
     if not names:
         raise DataError("the history has no epoch to draw; train first")
     locator = require("matplotlib.ticker", "plots").MaxNLocator

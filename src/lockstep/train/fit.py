@@ -24,7 +24,7 @@ from lockstep.train.compile import CompileConfig, TrainSetup
 from lockstep.train.cuda_graphs import GraphedSteps
 from lockstep.train.epoch_iterator import EpochIterator
 from lockstep.train.inference import module_mode, run_evaluation
-from lockstep.train.logs import RunningLoss, StepClock, batch_logs, naming_step
+from lockstep.train.logs import LEARNING_RATE, RunningLoss, StepClock, batch_logs, naming_step
 from lockstep.train.loss import warning_of_loss_state
 from lockstep.train.metrics import ReplicaMetrics
 from lockstep.train.step import ReplicaState, StepOutput, train_step, update_weights
@@ -47,6 +47,18 @@ class Epochs:
         for name, value in asdict(self).items():
             least = 0 if name == "initial_epoch" else 1
             check_number(name, value, least=least, whole=True, optional=False)
+
+    def trial(self) -> Epochs:
+        """The first epoch alone, with validation."""
+        return Epochs(epochs=self.initial_epoch + 1, initial_epoch=self.initial_epoch)
+
+
+def batches_of_trial(fast_dev_run: bool | int) -> int | None:
+    """How many batches ``fit(fast_dev_run=)`` trains and validates with; None for a whole training."""
+    if fast_dev_run is False or fast_dev_run is True:
+        return 1 if fast_dev_run else None
+    check_number("fast_dev_run", fast_dev_run, least=1, whole=True, optional=False)
+    return fast_dev_run
 
 
 def agree_on_fit(
@@ -89,6 +101,7 @@ def run_fit(
                 if validation is not None and (epoch + 1) % epochs.validation_freq == 0:
                     validated = run_evaluation(setup, validation, callbacks=callbacks, clock=StepClock())
                     logs |= {f"val_{name}": value for name, value in validated.items()}
+                logs |= learning_rate_of(setup)
                 model.history.timing.append(model.clock.summary(epoch))
                 model.history.add(epoch, logs)
                 callbacks.call("on_epoch_end", epoch, logs=logs)
@@ -99,6 +112,12 @@ def run_fit(
                 raise
             model.stop_training = True
         callbacks.call("on_train_end", logs=logs)
+
+
+def learning_rate_of(setup: TrainSetup) -> dict[str, float]:
+    """The learning rate of the first group for the logs of an epoch; nothing for an optimizer that has none."""
+    groups = [] if setup.optimizer is None else setup.optimizer.param_groups
+    return {LEARNING_RATE: float(groups[0]["lr"])} if groups and "lr" in groups[0] else {}
 
 
 class AgreedStop:

@@ -8,7 +8,7 @@ The numbers tell them apart, whatever the module's class: which of the two cross
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.parallel.vocab_parallel import has_sharded_logits
+from lockstep.train.loss_reduction import LabelMean
 from lockstep.train.names import logits_of
 
 _CLOSE = 1e-4  # float32; the loss of half precision logits has 1e-2
@@ -38,6 +39,23 @@ def shifts_labels(outputs: Any, targets: Any) -> bool | None:
         following = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten().long())
         numbers = torch.stack([loss.detach().reshape(()).to(same.dtype), same, following]).tolist()
     return _decide(*numbers, tolerance=_CLOSE if logits.dtype in (torch.float32, torch.float64) else 100 * _CLOSE)
+
+
+def traced_shift(label_means: Sequence[LabelMean], targets: Any) -> bool | None:
+    """Whether a loss of which torch's calls were traced shifts labels; None if the calls do not tell.
+
+    It shifts if it was computed with the targets of the next tokens. Waits for the device.
+    """
+    if len(label_means) != 1 or not isinstance(targets, Tensor) or targets.dim() != 2 or targets.shape[1] < 2:
+        return None
+    used = label_means[0].target.flatten()
+    following = F.pad(targets[:, 1:], (0, 1), value=label_means[0].ignored)
+    same, shifts = (
+        used.shape == labels.shape and torch.equal(used, labels.to(used.dtype))
+        for labels in (targets.flatten(), following.flatten())
+    )
+    shifts = shifts or (used.numel() != targets.numel() and used.numel() == targets[:, 1:].numel())
+    return shifts if same != shifts else None
 
 
 def _decide(loss: float, same: float, following: float, *, tolerance: float) -> bool | None:

@@ -27,6 +27,8 @@ from lockstep.mirroring.optim.step import check_finite
 from lockstep.replicas.device.async_scalars import AsyncScalars
 from lockstep.train.curves import draw_curves
 
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in the logs of epochs, as in Keras: that of the next update."""
 MOST_AHEAD = 2
 """How many steps the loop may be ahead of the last step whose numbers it has read: with two steps queued a GPU never
 waits for the host, and the batches of more would fill its memory."""

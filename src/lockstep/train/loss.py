@@ -126,9 +126,11 @@ def checked_sums(
     Raises:
         ConfigError: the loss returned something else than a loss, or one that shards do not add up to.
     """
+    on_cpu = context.device.kind == "CPU"
+    if isinstance(loss, NamedLoss) and is_due(step, on_cpu=on_cpu) and not has_sharded_logits(shard.outputs):
+        loss.check_outputs(shard.outputs)
     sums = _totals(loss, sharded, shard)
     if sharded and not combines_rows and not has_sharded_logits(shard.outputs):
-        on_cpu = context.device.kind == "CPU"
         if sums.label_means and (on_cpu or step == 1):
             _check_label_means(loss, sums.label_means, on_cpu)
         # A total and a count are compared less often: the row watch, which looks in the steps between, needs no counts.
@@ -205,6 +207,14 @@ def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: Replic
             f"it is not, {_ADVICE}",
             stacklevel=2,
         )
+
+
+def parts_mismatch(measure: _Measure, shard: ShardRows, context: ReplicaContext) -> str | None:
+    """Why a shard's loss is not that of its rows in two parts, or could not be compared; None if it is."""
+    with checked_alone(context):
+        sums = measure(shard)
+    found = _compared(measure, shard, sums, context, 2)
+    return "its parts do not add up to it" if isinstance(found, _Mismatch) else found
 
 
 def _compared(

@@ -6,13 +6,13 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep import console
+from lockstep import console, tensorflow_names
 from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.checks import check_number
@@ -41,6 +41,7 @@ from lockstep.train.checkpointing import (
     Position,
     TrainingState,
     host_state,
+    load_arrays,
     load_weights,
     save_weights,
 )
@@ -52,13 +53,15 @@ from lockstep.train.compile import (
     PrecisionName,
     SchedulerLike,
     TrainSetup,
+    keras_execution,
     make_setup,
 )
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, run_fit
+from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, batches_of_trial, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
-from lockstep.train.names import loss_named, metrics_named, optimizer_named
+from lockstep.train.module_loss import check_computes_loss
+from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
 from lockstep.train.own_step import OwnStep, ShardLoss, TrainStep
 from lockstep.train.summary import noting_shapes, summary_table
 
@@ -131,6 +134,13 @@ class Model:
         _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
+    if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
+
+        def __getattr__(self, name: str) -> object:
+            if name in tensorflow_names.MODEL:
+                raise tensorflow_names.missing(repr(type(self).__name__), name, tensorflow_names.MODEL)
+            return object.__getattribute__(self, name)  # raises again what a property has raised, if it is one
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs for these arguments in evaluation mode, on the first device. Every worker must call it.
 
@@ -198,6 +208,7 @@ class Model:
         """
         return self.training_state.grad_norm
 
+    @tensorflow_names.telling(tensorflow_names.COMPILE)
     def compile(
         self,
         optimizer: OptimizerLike | str | None = None,
@@ -211,6 +222,8 @@ class Model:
         graphs: bool = True,
         compile_module: bool | Mapping[str, Any] = False,
         combines_rows: bool = False,
+        jit_compile: bool | Literal["auto"] | None = "auto",
+        run_eagerly: bool = False,
     ) -> None:
         """Configures training.
 
@@ -220,9 +233,12 @@ class Model:
             loss: ``loss(outputs, targets)`` returns one value per example (any shape whose first dimension is the
                 rows), a pair (total, count), or a scalar mean. Means of torch's losses, and over masked or selected
                 values, are divided by their count in the whole batch; any other scalar is a mean over the examples.
-                Or the name of one of torch's losses: "mse", "mae", "cross_entropy", "binary_cross_entropy" and others.
+                None for the loss that the module computes itself from "labels" in x, as those of transformers do;
+                items may then be dicts with "labels".
+                Or the name of one of torch's losses: "mse", "mae", "cross_entropy", "binary_cross_entropy" and others;
+                or of one of Keras's, such as "sparse_categorical_crossentropy", which take probabilities.
             metrics: name to torchmetrics Metric, updated with (outputs, targets); or a list of metrics. "accuracy",
-                "mse", "mae", "rmse" and "r2" are known by name.
+                "f1", "mse", "mae", "rmse", "r2", "perplexity", "shifted_accuracy" and Keras's names of them are known.
             scheduler: a torch scheduler, or a function of the optimizer that makes one; stepped once per update.
             precision: "fp32", or autocast to "bf16" or "fp16"; fp16 scales the gradients.
             accumulate: global batches per update.
@@ -234,22 +250,36 @@ class Model:
             combines_rows: True says that the module or the loss combines rows on purpose, such as by statistics of its
                 own over the batch, or an auxiliary loss of experts. Each replica then combines the rows of its shard,
                 so the numbers depend on the number of replicas; False refuses it.
+            jit_compile: Keras's name for ``compile_module``: True compiles the module, "auto" does not.
+            run_eagerly: Keras's name for running every step in Python: no CUDA graphs, and no compiled module.
 
         Raises:
             ConfigError: a value is not valid.
             UsageError: the optimizer holds parameters of another module, or the loss has some that it does not hold.
         """
         if loss is None:
-            raise ConfigError("compile got no loss; give a function loss(outputs, targets), or a name such as 'mse'")
-        loss, optimizer = loss_named(loss), optimizer_named(optimizer)
+            check_computes_loss(self.module)
+        loss, optimizer = ModuleLoss() if loss is None else loss_named(loss), optimizer_named(optimizer)
+        graphs, compile_module = keras_execution(graphs, compile_module, jit_compile, run_eagerly)
         given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
         given["combines_rows"] = combines_rows
         config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
+        if isinstance(loss, ModuleLoss):
+            self._check_module_loss(compilation)
         setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
         self._setup = replace(setup, train_step=self._own_step("train_step"), test_step=self._own_step("test_step"))
         self._batch_loop = None
         self._module.compile_as(compilation)
+
+    def _check_module_loss(self, compilation: Compilation | None) -> None:
+        steps = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
+        if compilation is not None or steps or self._module.pipeline is not None:
+            where = "compile_module" if compilation is not None else steps[0] if steps else "a pipeline"
+            raise ConfigError(
+                f"compile got no loss, and with {where} the one that the module computes cannot be followed to what it "
+                "is a mean of; give a loss(outputs, targets) of the logits, and leave the labels out of x"
+            )
 
     def train_step(self, step: TrainStep) -> ShardLoss:
         """Computes the loss of one replica's shard. Override it in a subclass; each replica calls it in its thread.
@@ -277,7 +307,7 @@ class Model:
         batch_size: int | None = None,
         epochs: int = 1,
         *,
-        verbose: Verbose = 1,
+        verbose: Verbose | Literal["auto"] = 1,
         callbacks: Sequence[Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -289,6 +319,7 @@ class Model:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int = 1,
+        fast_dev_run: bool | int = False,
     ) -> History:
         """Trains, on arrays or on batches. Every worker must call it with the same data.
 
@@ -300,7 +331,8 @@ class Model:
             y: the targets of all rows: a tensor, a NumPy array, a DataFrame or Series, or several of them.
             batch_size: rows of a global batch; 32 if None.
             epochs: the last epoch, counted from 1.
-            verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch; after the last epoch, the fingerprint.
+            verbose: 0 silent, 1 or "auto" a live line per epoch, 2 a plain line per epoch; after the last epoch, the
+                fingerprint.
             callbacks: called at Keras's hooks, in order, before the progress bar.
             validation_split: the fraction of the rows, taken from their end, to validate with instead of training.
             validation_data: evaluated at the end of epochs; its results get the prefix "val_". A tuple (x, y) or
@@ -315,6 +347,8 @@ class Model:
             validation_steps: validate with the first so many global batches, the same ones each time; None for all.
             validation_batch_size: rows of a global batch of validation arrays; ``batch_size`` if None.
             validation_freq: validate after every this many epochs.
+            fast_dev_run: True, or a number of batches, tries the program: one epoch of so many batches of training and
+                of validation, without the callbacks that write files. It trains the weights.
 
         Returns:
             The History of this fit, with ``history``, ``epoch`` and ``timing``.
@@ -325,6 +359,9 @@ class Model:
             CallbackError: a callback raised.
         """
         planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
+        trial = batches_of_trial(fast_dev_run)
+        if trial is not None:
+            planned = planned.trial()
         options = ArrayOptions(
             batch_size=batch_size,
             shuffle=shuffle,
@@ -335,21 +372,26 @@ class Model:
         )
         refuse_to_train(self.strategy.workers, "fit")
         setup = self._trainable("fit")
+        y = setup.targets(x, y)
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
-        batches = self._iterator(data, "the training data", steps_per_epoch=steps_per_epoch)
+        steps = {"steps_per_epoch": steps_per_epoch} if trial is None else {"first": trial}
+        batches = self._iterator(data, "the training data", **steps)
         validation = None
         if held_out is not None:
-            validation = self._iterator(held_out, "the validation data", first=validation_steps)
+            validation = self._iterator(held_out, "the validation data", first=trial or validation_steps)
         elif validation_steps is not None:
             raise ConfigError("validation_steps came with no validation data; give validation_data, or leave it out")
         agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
         self.stop_training, self.history, self._batch_loop = False, History(), None
-        params = {"epochs": epochs, "validated": validation is not None}
+        params = {"epochs": planned.epochs, "validated": validation is not None}
+        if trial is not None:
+            callbacks = self._without_files(callbacks, trial, verbose)
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches, **params) as called:
             run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
-        write_fingerprint(self.strategy.workers, self.fingerprint, verbose=verbose)
+        write_fingerprint(self.strategy.workers, self.fingerprint, verbose=bool(verbose))
         return self.history
 
+    @tensorflow_names.telling(tensorflow_names.EVALUATE)
     def evaluate(
         self,
         x: Any,
@@ -357,8 +399,9 @@ class Model:
         batch_size: int | None = None,
         *,
         sample_weight: Any = None,
-        verbose: Verbose = 1,
+        verbose: Verbose | Literal["auto"] = 1,
         callbacks: Sequence[Callback] | None = None,
+        steps: int | None = None,
     ) -> dict[str, float]:
         """The loss and the metrics over the data, each example counted once.
 
@@ -367,21 +410,25 @@ class Model:
             y: the targets of all rows.
             batch_size: rows of a global batch of arrays; 32 if None.
             sample_weight: one weight per row of arrays.
-            verbose: 0 silent, 1 a live line, 2 a plain line.
+            verbose: 0 silent, 1 or "auto" a live line, 2 a plain line.
             callbacks: called at the ``on_test`` hooks.
+            steps: the first so many global batches; None for all.
         """
+        check_number("steps", steps, least=1, whole=True)
         setup = self._compiled("evaluate")
+        y = setup.targets(x, y)
         options = ArrayOptions(batch_size=batch_size, sample_weight=sample_weight)
         data = evaluation_data(self.strategy, self.module, x, y, options)
-        return self._evaluate(setup, self._iterator(data, "the data"), verbose, callbacks)
+        return self._evaluate(setup, self._iterator(data, "the data", first=steps), verbose, callbacks)
 
     def predict(
         self,
         x: Any,
         batch_size: int | None = None,
         *,
-        verbose: Verbose = 0,
+        verbose: Verbose | Literal["auto"] = 0,
         callbacks: Sequence[Callback] | None = None,
+        steps: int | None = None,
     ) -> Any:
         """The module's outputs for all rows, in the order of the data, on the CPU.
 
@@ -390,14 +437,16 @@ class Model:
                 them. Or an iterable of global batches: x alone (a tensor or a dict of the module's keyword arguments),
                 or tuples and lists (x, y) or (x, y, sample_weight), of which x is used.
             batch_size: rows of a global batch of arrays; 32 if None.
-            verbose: 0 silent, 1 a live line, 2 a plain line.
+            verbose: 0 silent, 1 or "auto" a live line, 2 a plain line.
             callbacks: called at the ``on_predict`` hooks.
+            steps: the first so many global batches; None for all.
 
         Returns:
             One tensor, or the structure of tensors that the module returns, with one row per example.
         """
+        check_number("steps", steps, least=1, whole=True)
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
-        return self._predict(self._iterator(data, "the data"), verbose, callbacks)
+        return self._predict(self._iterator(data, "the data", first=steps), verbose, callbacks)
 
     def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
@@ -463,6 +512,22 @@ class Model:
         """Loads a state_dict of the plain module into every replica's copy."""
         self._module.load_state_dict(state)
 
+    def get_weights(self) -> list[Any]:
+        """The values of ``state_dict()`` as NumPy arrays, in its order. Every worker must call it.
+
+        An array has no bfloat16: these weights become float32, exactly.
+        """
+        state = host_state(self._module).values()
+        return [(value.float() if value.dtype == torch.bfloat16 else value).numpy() for value in state]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Loads what ``get_weights`` returned into every replica's copy. Every worker must call it.
+
+        Args:
+            weights: arrays or tensors, as many and of the same shapes.
+        """
+        load_arrays(self._module, weights)
+
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Writes the state_dict to a file, atomically. Every worker must call it; the chief writes.
 
@@ -524,13 +589,19 @@ class Model:
         return weakref.WeakMethod(getattr(self, name))
 
     def _evaluate(
-        self, setup: TrainSetup, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None
+        self,
+        setup: TrainSetup,
+        data: EpochIterator,
+        verbose: Verbose | Literal["auto"] = 0,
+        callbacks: Sequence[Callback] | None = None,
     ) -> dict[str, float]:
         self.clock = StepClock()
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
             return run_evaluation(setup, data, callbacks=called, clock=self.clock)
 
-    def _predict(self, data: EpochIterator, verbose: Verbose = 0, callbacks: Sequence[Callback] | None = None) -> Any:
+    def _predict(
+        self, data: EpochIterator, verbose: Verbose | Literal["auto"] = 0, callbacks: Sequence[Callback] | None = None
+    ) -> Any:
         self.clock = StepClock()
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
             return run_prediction(
@@ -553,12 +624,32 @@ class Model:
     def _iterator(self, data: Data, name: str, **steps: int | None) -> EpochIterator:
         return EpochIterator(distribute(self.strategy, data), name=name, **steps)
 
+    def _without_files(
+        self, callbacks: Sequence[Callback] | None, batches: int, verbose: Verbose | Literal["auto"]
+    ) -> Sequence[Callback] | None:
+        """The callbacks of a ``fast_dev_run``: those that write no files. Says which ones are left out."""
+        if not isinstance(callbacks, (list, tuple)):
+            return callbacks  # checked later
+        stay = [callback for callback in callbacks if not (isinstance(callback, Callback) and callback.writes_files)]
+        names = [type(callback).__name__ for callback in callbacks if callback not in stay]
+        if verbose and self.strategy.workers.leads:
+            left_out = f"; left out: {', '.join(names)}" if names else ""
+            console.write_line(f"fast_dev_run: one epoch, batches of training and validation: {batches}{left_out}")
+        return stay
+
     def _callbacks(
-        self, given: Sequence[Callback] | None, verbose: Verbose, data: EpochIterator | None, **params: Any
+        self,
+        given: Sequence[Callback] | None,
+        verbose: Verbose | Literal["auto"],
+        data: EpochIterator | None,
+        **params: Any,
     ) -> CallbackList:
         """The given callbacks, and a progress bar if ``verbose`` asks for one and there is none among them."""
-        if verbose not in (0, 1, 2):
-            raise ConfigError(f"verbose={verbose!r} is unknown; choose 0 (silent), 1 (a live line) or 2 (plain lines)")
+        if verbose not in (0, 1, 2, "auto"):
+            raise ConfigError(
+                f"verbose={verbose!r} is unknown; choose 0 (silent), 1 or 'auto' (a live line) or 2 (plain lines)"
+            )
+        verbose = 1 if verbose == "auto" else verbose
         if isinstance(given, Callback):
             raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
         if given is not None and not isinstance(given, (list, tuple)):

@@ -8,7 +8,7 @@ The loops in ``fit.py`` and ``inference.py`` run outside the replicas.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,14 @@ from lockstep.train.batch import (
     unpack_inputs,
     unpack_labelled,
 )
+from lockstep.train.classification import ShiftedAccuracy
 from lockstep.train.compile import Precision, TrainSetup
-from lockstep.train.label_shift import shifted, shifts_labels
+from lockstep.train.label_shift import shifted, shifts_labels, traced_shift
 from lockstep.train.loss import checked_sums, no_examples, refuse_mixed_rows
+from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
-from lockstep.train.names import logits_of, takes_tensors
+from lockstep.train.module_loss import module_loss_sums
+from lockstep.train.names import ModuleLoss, logits_of, takes_tensors
 from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
 from lockstep.watch.rows import current_row_watch
 
@@ -92,7 +95,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
         if rows or module.shards_weights or (module.has_sync_batchnorm and module.pipeline is None):
-            batch = unpack_labelled(item)
+            batch = unpack_labelled(item, by_module=isinstance(setup.config.loss, ModuleLoss))
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
             elif setup.train_step is not None:
@@ -100,8 +103,9 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
-                    outputs = module(*args, **kwargs)
-                    total, count = _loss_sums(setup, state, outputs, batch, rows)
+                    with _loss_tracer(setup) as tracer:
+                        outputs = module(*args, **kwargs)
+                    total, count = _sums(setup, state, tracer, outputs, batch, rows)
                 _update_metrics(setup, state, outputs, batch, rows)
         if module.pipeline is None:  # whose stages have run backward already
             scale = setup.precision.scale(replica_of_step(), count)
@@ -120,7 +124,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     rows = batch_rows(item, is_item=True)
     if not rows and not setup.module.shards_weights:
         return StepOutput(rows=0, total=0.0, count=0.0)
-    batch = unpack_labelled(item)
+    batch = unpack_labelled(item, by_module=isinstance(setup.config.loss, ModuleLoss))
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     elif setup.test_step is not None:
@@ -128,8 +132,9 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     else:
         args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
-            outputs = setup.module(*args, **kwargs)
-            total, count = _loss_sums(setup, state, outputs, batch, rows)
+            with _loss_tracer(setup) as tracer:
+                outputs = setup.module(*args, **kwargs)
+            total, count = _sums(setup, state, tracer, outputs, batch, rows)
         _update_metrics(setup, state, outputs, batch, rows)
     if (watch := current_row_watch()) is not None:
         watch.check_total(total)
@@ -223,6 +228,29 @@ def _check_microbatches(x: Any) -> None:
             )
 
 
+def _loss_tracer(setup: TrainSetup) -> AbstractContextManager[ReductionTracer | None]:
+    """The block of a forward pass: it traces a loss that the module computes itself."""
+    return ReductionTracer() if isinstance(setup.config.loss, ModuleLoss) else nullcontext()
+
+
+def _sums(
+    setup: TrainSetup,
+    state: ReplicaState,
+    tracer: ReductionTracer | None,
+    outputs: Any,
+    batch: LabelledBatch,
+    rows: int,
+) -> Sums:
+    """The sums of the loss of outputs, or of the one among them, which the tracer has seen computed."""
+    if tracer is None or not rows:
+        return _loss_sums(setup, state, outputs, batch, rows)
+    state.losses += 1
+    if state.metrics and state.labels_shift is None:
+        state.labels_shift = traced_shift(tracer.label_means, batch.y)
+    shard = ShardRows(batch.x, batch, rows)
+    return module_loss_sums(setup.module, tracer, outputs, shard, replica_of_step(), state.losses)
+
+
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
@@ -243,7 +271,7 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
         sharded = has_sharded_logits(outputs)
         for name, metric in state.metrics.items():
             try:
-                if state.labels_shift and takes_tensors(metric):
+                if state.labels_shift and takes_tensors(metric) and not isinstance(metric, ShiftedAccuracy):
                     update_metric(metric, *shifted(outputs, targets))
                 else:
                     update_metric(metric, outputs, targets)

@@ -34,7 +34,7 @@ def test_two_replicas_learn_and_are_tested(colors: Path, tiny: MakeConfig, make_
     result = train_images(config, make_strategy(2), callbacks=[callback], log_dir=tmp_path / "logs", verbose=0)
 
     logs = result.history.history
-    assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"}
     assert logs["loss"][-1] < 0.7 * logs["loss"][0]
     assert logs["accuracy"][-1] > 0.4
     assert set(result.test_metrics) == {"loss", "accuracy"}
@@ -84,7 +84,7 @@ def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: M
 def test_without_validation_the_training_loss_is_watched(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     result = train_images(tiny(data=colors, valid_fraction=0.0, patience=1), make_strategy(1), verbose=0)
 
-    assert set(result.history.history) == {"loss", "accuracy"}
+    assert set(result.history.history) == {"loss", "accuracy", "learning_rate"}
 
 
 def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):

@@ -35,7 +35,7 @@ def test_two_replicas_learn_and_are_tested(tiny: MakeConfig, pair: MirroredStrat
     result = train_mlm(tiny(epochs=3), pair, callbacks=[callback], log_dir=tmp_path / "logs", verbose=0)
 
     logs = result.history.history
-    assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert set(logs) == {"loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"}
     assert logs["loss"][2] < logs["loss"][0] < 7
     assert logs["val_loss"][2] < logs["val_loss"][0]
     assert logs["val_accuracy"][2] > 0.02

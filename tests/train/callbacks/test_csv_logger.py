@@ -29,7 +29,7 @@ def test_every_epoch_is_a_line(model: Model, batches: Batches, tmp_path: Path):
     history = model.fit(batches, validation_data=batches, epochs=2, callbacks=[CSVLogger(path, ";")], verbose=0)
 
     written = rows(path, ";")
-    assert list(written[0]) == ["epoch", "loss", "val_loss"]
+    assert list(written[0]) == ["epoch", "learning_rate", "loss", "val_loss"]
     assert [row["epoch"] for row in written] == ["0", "1"]
     assert [float(row["loss"]) for row in written] == history.history["loss"]
     assert [float(row["val_loss"]) for row in written] == history.history["val_loss"]

@@ -82,11 +82,25 @@ def test_without_asking_the_last_weights_stay(model: Model):
 
 def test_it_says_what_it_did(model: Model, capsys: pytest.CaptureFixture[str]):
     play(model, EarlyStopping(verbose=1, restore_best_weights=True), [1.0, 2.0])
+    play(model, EarlyStopping(verbose=1), [1.0, 2.0])
+    play(model, EarlyStopping(verbose=1, patience=5, restore_best_weights=True), [1.0, 2.0])
+    play(model, EarlyStopping(), [1.0, 2.0])  # in a silent fit
 
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 2: early stopping",
-        "restoring the weights of epoch 1: val_loss 1",
+        "epoch 2: early stopping, best val_loss 1 in epoch 1, whose weights are restored",
+        "epoch 2: early stopping, best val_loss 1 in epoch 1, whose weights are not restored",
+        "the weights are those of epoch 1: val_loss 1",
     ]
+
+
+def test_a_fit_that_is_not_silent_says_that_it_was_stopped(
+    model: Model, batches: list[tuple[Tensor, Tensor]], capsys: pytest.CaptureFixture[str]
+):
+    model.fit(batches, epochs=4, callbacks=[EarlyStopping("loss", mode="max")], verbose=2)
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "early stopping" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("epoch 2: early stopping, best loss ")
 
 
 def test_a_negative_patience_is_refused():
@@ -95,11 +109,11 @@ def test_a_negative_patience_is_refused():
 
 
 @pytest.mark.parametrize(("monitor", "validated"), [("val_loss", False), ("accuracy", True), ("val_accuracy", True)])
-def test_an_absent_name_ends_the_first_epoch_in_an_error_with_those_that_exist(
+def test_an_absent_name_is_an_error_before_the_first_epoch_with_those_that_there_will_be(
     model: Model, batches: list[tuple[Tensor, Tensor]], monitor: str, validated: bool
 ):
-    ended: list[int] = []
-    count = LambdaCallback(on_epoch_end=lambda epoch, logs: ended.append(epoch))
+    begun: list[int] = []
+    count = LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
     stopping = EarlyStopping(monitor, mode="min")
 
     with pytest.raises(CallbackError) as caught:
@@ -107,10 +121,11 @@ def test_an_absent_name_ends_the_first_epoch_in_an_error_with_those_that_exist(
             batches, validation_data=batches if validated else None, epochs=3, callbacks=[count, stopping], verbose=0
         )
 
-    assert ended == [0]
+    assert begun == []
     assert isinstance(caught.value.__cause__, ConfigError)
     assert repr(monitor) in str(caught.value)
-    assert "loss, val_loss" in str(caught.value) if validated else "they have: loss." in str(caught.value)
+    names = "loss, val_loss, learning_rate" if validated else "loss, learning_rate"
+    assert f"they will have: {names}." in str(caught.value)
 
 
 def test_epochs_without_a_validation_are_passed_over(model: Model, batches: list[tuple[Tensor, Tensor]]):

@@ -86,7 +86,9 @@ def test_the_saved_file_is_named_on_request(model: Model, tmp_path: Path, capsys
 def test_a_name_that_the_logs_lack_lists_those_that_exist(model: Model, batches: Batches, tmp_path: Path):
     callback = ModelCheckpoint(tmp_path / "{val_loss}.safetensors")
 
-    with pytest.raises(CallbackError, match=r"cannot fill in .*\('val_loss'\); the names are: loss, epoch"):
+    with pytest.raises(
+        CallbackError, match=r"cannot fill in .*\('val_loss'\); the names are: loss, learning_rate, epoch"
+    ):
         model.fit(batches, callbacks=[callback], verbose=0)
 
     assert names(tmp_path) == []

@@ -13,7 +13,7 @@ METRICS = {"accuracy": BinaryAccuracy(), "error": MeanSquaredError(), "all": Cat
 
 def monitor(name: str, mode: str = "auto", min_delta: float = 0.0) -> Monitor:
     made = Monitor(name, mode=mode, owner="EarlyStopping", min_delta=min_delta)  # type: ignore[arg-type]
-    made.begin(METRICS)
+    made.begin(METRICS, validated=None)
     return made
 
 
@@ -68,3 +68,20 @@ def test_an_absent_name_is_refused_with_those_that_exist():
 
 def test_a_present_name_is_read():
     assert monitor("loss").read({"loss": 1.5}, validated=False) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "validated"),
+    [("loss", False), ("val_loss", True), ("learning_rate", False), ("val_accuracy", True), ("accuracy_top", False)],
+)
+def test_a_name_that_the_logs_will_or_may_have_passes_before_the_first_epoch(name: str, validated: bool):
+    Monitor(name, mode="min", owner="EarlyStopping").begin(METRICS, validated=validated)
+
+
+@pytest.mark.parametrize(
+    ("name", "validated"), [("val_loss", False), ("val_learning_rate", True), ("acuracy", True), ("val_auc", True)]
+)
+def test_a_name_that_the_logs_will_lack_is_refused_before_the_first_epoch(name: str, validated: bool):
+    watch = Monitor(name, mode="min", owner="EarlyStopping")
+    with pytest.raises(ConfigError, match=rf"{name}.*they will have: loss, accuracy, error.*learning_rate"):
+        watch.begin(METRICS, validated=validated)

@@ -21,7 +21,7 @@ from lockstep.train.callbacks import progress as progress_module
 from lockstep.train.model import Model
 
 Batches = list[tuple[Tensor, Tensor]]
-SPEED = r"\d+ ms/step, [\d,]+ examples/s"
+SPEED = r"(?:learning_rate 0\.05, )?\d+ ms/step, [\d,]+ examples/s"
 
 
 class Terminal(io.StringIO):

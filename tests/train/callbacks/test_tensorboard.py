@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks import BackupAndRestore, Callback, LambdaCallback, TensorBoard
@@ -78,3 +80,65 @@ def test_an_unknown_frequency_is_refused(update_freq: Any):
         ConfigError, match=r"TensorBoard\(update_freq=.*\) is unknown; give 'epoch', 'batch' or a number"
     ):
         TensorBoard("logs", update_freq=update_freq)
+
+
+def tracks(path: Path) -> dict[str, set[str]]:
+    """The operators on each named track of a trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    found: dict[str, set[str]] = {}
+    for event in events:
+        if event.get("ph") == "X":
+            found.setdefault(names.get(event["tid"], str(event["tid"])), set()).add(event["name"])
+    return found
+
+
+def test_a_profile_has_a_track_for_each_replica(make_strategy: Callable[..., Any], batches: Batches, tmp_path: Path):
+    with make_strategy(3).scope():
+        model = Model(nn.Linear(3, 1))
+        model.compile("sgd", "mse")
+    callback = TensorBoard(tmp_path, profile_batch=(2, 4))
+    model.fit(batches[:2], epochs=3, callbacks=[callback], verbose=0)
+
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "worker-0.4.pt.trace.json"
+    found = tracks(path)
+    for replica in range(3):
+        operators = found[f"replica {replica} (cpu:{replica})"]
+        assert {"aten::addmm", "aten::mse_loss"} <= operators
+        assert any("Backward" in name for name in operators)
+    steps = {name for names in found.values() for name in names if name.startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    assert not any(name.startswith("thread") and "aten::addmm" in names for name, names in found.items())
+
+
+def test_a_training_that_ends_early_leaves_its_profile_and_one_that_fails_none(
+    model: Model, batches: Batches, tmp_path: Path
+):
+    model.fit(batches, callbacks=[TensorBoard(tmp_path, profile_batch=(2, 99))], verbose=0)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["worker-0.3.pt.trace.json"]
+
+    def fail(batch: int, logs: Any) -> None:
+        raise KeyboardInterrupt
+
+    failing = LambdaCallback(on_train_batch_end=fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches, callbacks=[failing, TensorBoard(tmp_path / "b", profile_batch=(4, 5))], verbose=0)
+    assert not (tmp_path / "b" / "profile").exists()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_histograms_are_written_every_few_epochs(model: Model, batches: Batches, tmp_path: Path):
+    model.fit(batches, epochs=3, callbacks=[TensorBoard(tmp_path, histogram_freq=2)], verbose=0)
+    events = EventAccumulator(str(tmp_path / "train"), size_guidance={"histograms": 0})
+    events.Reload()
+    assert events.Tags()["histograms"] == ["weight", "bias"]
+    assert [event.step for event in events.Histograms("weight")] == [0, 2]
+    last = events.Histograms("weight")[-1].histogram_value
+    assert (last.num, last.sum) == (3, pytest.approx(model.module.weight.sum().item()))
+
+
+@pytest.mark.parametrize("profile_batch", [-1, (3, 2), (1, 2, 3), "2", True, (0, 4)])
+def test_batches_that_cannot_be_profiled_are_refused(profile_batch: Any):
+    with pytest.raises(ConfigError, match=r"TensorBoard\(profile_batch\)=.*such as \(10, 12\)"):
+        TensorBoard("logs", profile_batch=profile_batch)

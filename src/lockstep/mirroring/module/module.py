@@ -279,6 +279,19 @@ class MirroredModule(nn.Module):
             with torch.no_grad():
                 self._buffer_averages.exchange()
 
+    def stored_parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters in each storage of this worker, in one order: all weights, or this worker's parts."""
+        return [list(self._copies[group[0]].parameters()) for group in self._groups]
+
+    @contextmanager
+    def writing_weights(self) -> Iterator[None]:
+        """A block, outside replicas, that writes the same numbers to the parameters of each storage, on all workers."""
+        refuse_in_replica("writing_weights")
+        self.propagation.follow()
+        with torch.no_grad():
+            yield
+        self.propagation.note()
+
     def note_pass(self) -> None:
         """Notes that a local replica has run its copy without calling this object."""
         self._buffer_averages.passed = True

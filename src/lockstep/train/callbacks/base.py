@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,7 +19,8 @@ from lockstep.errors import (
     MissingExtraError,
     NonFiniteLossError,
 )
-from lockstep.train.logs import copy_logs
+from lockstep.train.logs import LEARNING_RATE, copy_logs
+from lockstep.train.summed_metric import is_single
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -50,6 +51,9 @@ class Callback:
     #: Whether the hooks are called on the chief only, as for callbacks that write files or print. Such a callback must
     #: not call anything that all workers have to call, such as ``model.state_dict()``.
     chief_only = False
+
+    #: Whether the callback writes files or to a run of a tracker: ``fit(fast_dev_run=True)`` leaves it out.
+    writes_files = False
 
     #: Callbacks with a higher number come later, whatever their order. Those that save the state of others have one.
     comes_after = 0
@@ -91,6 +95,17 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Called after ``on_train_begin`` when a checkpoint is restored."""
+
+    def expanded(self) -> Sequence[Callback]:
+        """This callback, and others that a run calls after it, such as one that every worker needs."""
+        return (self,)
+
+    def exchanging(self, *, averaged: bool) -> AbstractContextManager[None]:
+        """A block in which the model has averages of its weights, or the weights that are trained.
+
+        Of a callback that averages weights, such as ``EMA``; others do nothing.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Releases files and the like. Called at every end of a run, also after an error or Ctrl-C."""
@@ -163,7 +178,8 @@ class CallbackList:
                 kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
-        here = [callback for callback in callbacks if leads or not callback.chief_only]
+        every = [part for callback in callbacks for part in callback.expanded()]
+        here = [callback for callback in every if leads or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))
@@ -191,6 +207,14 @@ class CallbackList:
         for name, callback in self._named():
             if state.get(name):
                 _call(callback, "load_state_dict", state[name])
+
+    @contextmanager
+    def exchanging(self, *, averaged: bool) -> Iterator[None]:
+        """A block in which the model has the averages of its weights, if a callback has some, or the trained ones."""
+        with ExitStack() as stack:
+            for callback in self._callbacks:
+                stack.enter_context(callback.exchanging(averaged=averaged))
+            yield
 
     def ends_fit_after(self, error: NonFiniteLossError) -> bool:
         """Whether any callback ends fit after a loss that is NaN or infinite."""
@@ -249,12 +273,34 @@ class Monitor:
         self._mode, self._owner, self._min_delta = mode, owner, abs(min_delta)
         self.direction: Literal["min", "max"] | None = None if mode == "auto" else mode
 
-    def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Resolves "auto" with the Model's metrics."""
+    def begin(self, metrics: Mapping[str, Any], *, validated: bool | None) -> None:
+        """Resolves "auto" with the Model's metrics, and checks the name before anything is trained.
+
+        ``validated`` says whether some epochs of this fit are; None if that is not known.
+
+        Raises:
+            ConfigError: the logs will have no such name. The names of a metric with several values, which begin with
+                its own, are only known once it was computed.
+        """
+        if validated is not None:
+            self._check_name(metrics, validated=validated)
         if self._mode == "auto":
             plain = self.name.removeprefix("val_")
             higher = False if plain == "loss" else getattr(metrics.get(plain), "higher_is_better", None)
             self.direction = None if higher is None else ("max" if higher else "min")
+
+    def _check_name(self, metrics: Mapping[str, Any], *, validated: bool) -> None:
+        plain = self.name.removeprefix("val_") if validated else self.name
+        several = any(plain.startswith(f"{name}_") for name, each in metrics.items() if not is_single(each))
+        measured = ["loss", *metrics]
+        if several or plain in measured or self.name == LEARNING_RATE:
+            return
+        names = [*measured, *(f"val_{name}" for name in measured if validated), LEARNING_RATE]
+        advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
+        raise ConfigError(
+            f"{self._owner} monitors {self.name!r}, which the logs will lack; they will have: {', '.join(names)}. "
+            f"Give one of these names as monitor{advice}"
+        )
 
     def read(self, logs: Logs, *, validated: bool) -> float | None:
         """The monitored number; None if it is one of the validation and the epoch was not validated.

@@ -31,6 +31,8 @@ from lockstep.weights_formats import weights_format
 class _SavingCallback(Callback):
     """Saves at the end of epochs, or every ``save_freq`` global batches, counted over all epochs."""
 
+    writes_files = True
+
     def __init__(self, save_freq: Literal["epoch", False] | int, expected: str) -> None:
         super().__init__()
         if save_freq is not False and save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
@@ -108,7 +110,8 @@ class ModelCheckpoint(_SavingCallback):
 
     def on_train_begin(self, logs: Logs) -> None:
         self._due = False
-        self._watch.begin(self.model.metrics)
+        validated = self.params.get("validated") and self.save_freq == "epoch"  # batches are not validated
+        self._watch.begin(self.model.metrics, validated=validated if self.save_best_only else None)
         if not self.save_weights_only:
             best = self._watch.direction
             self._manager = CheckpointManager(
@@ -158,7 +161,8 @@ class ModelCheckpoint(_SavingCallback):
             self.best = value
         if self._manager is None:
             what, path = "the weights", self._path(names)
-            self.model.save_weights(path)
+            with self.model.training_state.exchanging(averaged=True):
+                self.model.save_weights(path)
         else:
             state = self.model.training_state
             self._manager.run = state.run

@@ -16,11 +16,14 @@ _SAVED = ("best", "wait", "stopped_epoch", "best_epoch")
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` epochs. Arguments as in Keras.
 
+    It then writes a line with the epoch, the best epoch and its value, and which weights the model has, unless ``fit``
+    is silent.
+
     Args:
-        monitor: a name of the logs; if they lack it, the first epoch ends with an error.
+        monitor: a name of the logs; another one is an error before the first epoch.
         min_delta: a smaller change is no improvement.
         patience: epochs without improvement after which training stops.
-        verbose: 1 writes a line when it stops or restores.
+        verbose: 1 writes the line also in a silent fit, and one when weights are restored after the last epoch.
         mode: "min", "max", or "auto" to choose by the metric.
         baseline: a value to beat; epochs that do not beat it count as no improvement.
         restore_best_weights: load the weights of the best epoch at the end of training; kept in memory, on the CPU.
@@ -60,7 +63,7 @@ class EarlyStopping(Callback):
 
     def on_train_begin(self, logs: Logs) -> None:
         self._reset()
-        self._watch.begin(self.model.metrics)
+        self._watch.begin(self.model.metrics, validated=self.params.get("validated"))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if epoch < self.start_from_epoch:
@@ -81,12 +84,19 @@ class EarlyStopping(Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs) -> None:
-        if self.stopped_epoch and self.verbose:
-            self._say(f"epoch {self.stopped_epoch + 1}: early stopping")
-        if self.restore_best_weights and self._best_weights is not None:
-            if self.verbose:
-                self._say(f"restoring the weights of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
-            self.model.load_state_dict(self._best_weights)
+        restores = self.restore_best_weights and self._best_weights is not None
+        if self.stopped_epoch and (self.verbose or self.params.get("verbose")):
+            self._say(f"epoch {self.stopped_epoch + 1}: early stopping, {self._reason(restores)}")
+        elif restores and self.verbose:
+            self._say(f"the weights are those of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
+        if restores:
+            self.model.load_state_dict(self._best_weights or {})
+
+    def _reason(self, restores: bool) -> str:
+        if self.best is None:
+            return f"{self.monitor} was never a number"
+        weights = "restored" if restores else "not restored"
+        return f"best {self.monitor} {self.best:.6g} in epoch {self.best_epoch + 1}, whose weights are {weights}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": self._best_weights, **{name: getattr(self, name) for name in _SAVED}}

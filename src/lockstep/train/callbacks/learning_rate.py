@@ -87,7 +87,7 @@ class ReduceLROnPlateau(Callback):
     def on_train_begin(self, logs: Logs) -> None:
         _refuse_scheduler(self)
         self._reset()
-        self._watch.begin(self.model.metrics)
+        self._watch.begin(self.model.metrics, validated=self.params.get("validated"))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         value = self._watch.read(logs, validated=bool(self.params.get("validated")))

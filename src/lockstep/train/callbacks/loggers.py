@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, final
 
-from lockstep.checks import check_kind, check_path, shown
+from lockstep.checks import check_kind, check_number, check_path, shown
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.logs import EpochTiming
+from lockstep.train.callbacks.trace import ProfileBatch, StepTrace, profiled_batches
+from lockstep.train.logs import LEARNING_RATE, EpochTiming
 
 
 class CSVLogger(Callback):
@@ -38,7 +39,7 @@ class CSVLogger(Callback):
         >>> callback = CSVLogger("log.csv")
     """
 
-    chief_only = True
+    chief_only = writes_files = True
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class CSVLogger(Callback):
     def _names(self, logs: Logs) -> list[str]:
         names = set(logs)
         if self.params.get("validated"):
-            names |= {f"val_{name}" for name in logs if not name.startswith("val_")}
+            names |= {f"val_{name}" for name in logs if not name.startswith("val_") and name != LEARNING_RATE}
         return sorted(names)
 
     def _existing_columns(self) -> list[str]:
@@ -147,7 +148,7 @@ class ScalarLogger(Callback, ABC):
         update_freq: "epoch", "batch", or every this many global batches.
     """
 
-    chief_only = True
+    chief_only = writes_files = True
 
     def __init__(self, update_freq: UpdateFreq) -> None:
         super().__init__()
@@ -234,14 +235,30 @@ class TensorBoard(ScalarLogger):
         log_dir: the folder; look at it with ``tensorboard --logdir``. A training that BackupAndRestore resumes goes on
             in its folder, if that still exists.
         update_freq: "epoch", "batch", or every this many global batches.
+        histogram_freq: write a histogram of each weight after every so many epochs, from the first on; 0 writes none.
+            Not of a model that is divided among workers.
+        profile_batch: a global batch, counted from 1 over all epochs, or the first and the last one, to trace with
+            torch.profiler: into ``log_dir/profile/worker-0.12.pt.trace.json``, a file for each worker with a track for
+            each of its replicas, for https://ui.perfetto.dev, chrome://tracing or TensorBoard's torch-tb-profiler. 0
+            traces nothing.
 
     Example:
-        >>> callback = TensorBoard("logs")
+        >>> callback = TensorBoard("logs", profile_batch=(10, 12))
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: UpdateFreq = "epoch") -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        update_freq: UpdateFreq = "epoch",
+        *,
+        histogram_freq: int = 0,
+        profile_batch: ProfileBatch = 0,
+    ) -> None:
         super().__init__(update_freq)
         self.log_dir = Path(check_path(log_dir, "TensorBoard(log_dir)"))
+        check_number("TensorBoard(histogram_freq)", histogram_freq, least=0, whole=True, optional=False)
+        self.histogram_freq, self.profile_batch = histogram_freq, profile_batch
+        self._profiled = profiled_batches(profile_batch, "TensorBoard(profile_batch)")
         self._purge_step: int | None = None
         self._writers: dict[str, Any] = {}
 
@@ -252,7 +269,22 @@ class TensorBoard(ScalarLogger):
         self._writer("train")
         return str(self.log_dir)
 
+    def expanded(self) -> Sequence[Callback]:
+        trace = [] if self._profiled is None else [StepTrace(self.log_dir / "profile", self._profiled)]
+        return (self, *trace)
+
+    def _write_histograms(self, epoch: int) -> None:
+        if self.model.training_state.module.is_part:
+            raise ConfigError(
+                "TensorBoard(histogram_freq) is for weights that this worker has whole, and the model is divided among "
+                "workers; leave it out"
+            )
+        for name, weight in self.model.module.named_parameters():
+            self._writer("train").add_histogram(name.replace(".", "/"), weight.detach().float().cpu(), epoch)
+
     def _write(self, scalars: Scalars, axis: Axis, number: int) -> None:
+        if axis == "epoch" and self.histogram_freq and number % self.histogram_freq == 0:
+            self._write_histograms(number)
         for tag, value in scalars.items():
             run = "validation" if tag.startswith("epoch_val_") else "train"
             self._writer(run).add_scalar(tag.replace("epoch_val_", "epoch_", 1), value, number)

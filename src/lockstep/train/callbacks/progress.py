@@ -22,7 +22,7 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.errors import CheckpointError, MissingExtraError
 from lockstep.extras import require
 from lockstep.train.callbacks.base import Callback, Logs
-from lockstep.train.logs import LazyLogs
+from lockstep.train.logs import LEARNING_RATE, LazyLogs
 
 _FIRST_STEP = "first step"
 _BAR_CELLS = 8  # the numbers leave the bar at least this much space
@@ -296,7 +296,9 @@ class ProgressBar(Callback):
     def _describe(self, logs: Logs) -> list[str]:
         timing = self.model.clock.summary()
         speed = [f"{timing.median_step_s * 1000:.0f} ms/step", f"{timing.examples_per_s:,.0f} examples/s"]
-        return [f"{name} {value:#.4g}" for name, value in logs.items()] + speed
+        numbers = [f"{name} {value:#.4g}" for name, value in logs.items() if name != LEARNING_RATE]
+        rate = [f"{LEARNING_RATE} {self.model.learning_rate:.4g}"] if self._training else []
+        return numbers + rate + speed
 
 
 def _make_display() -> _Display:

@@ -1,0 +1,254 @@
+"""What programs for Keras write: names of losses and metrics, arguments, and methods of a model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.train.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, TensorBoard
+from lockstep.train.callbacks.max_time import MaxTime
+from lockstep.train.model import Model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.train.conftest import MakeStrategy
+
+ROWS = 7
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def network(*last: nn.Module, outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, outputs), *last)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(3))
+
+
+CLASSES = torch.tensor([0, 2, 1, 1, 0, 2, 2])
+ONE_HOT = nn.functional.one_hot(CLASSES, 3)
+LOSSES: dict[str, tuple[tuple[nn.Module, ...], Tensor]] = {
+    "sparse_categorical_crossentropy": ((nn.Softmax(-1),), CLASSES),
+    "SparseCategoricalCrossentropy": ((nn.Softmax(-1),), CLASSES[:, None]),
+    "categorical_crossentropy": ((nn.Softmax(-1),), ONE_HOT),
+    "binary_crossentropy": ((nn.Sigmoid(),), ONE_HOT),
+    "kl_divergence": ((nn.Softmax(-1),), numbers(ROWS, 3)),
+    "mean_squared_error": ((), numbers(ROWS, 3)),
+    "MAE": ((), numbers(ROWS, 3)),
+    "MeanAbsolutePercentageError": ((), numbers(ROWS, 3) + 0.1),
+    "msle": ((), numbers(ROWS, 3)),
+    "log_cosh": ((), numbers(ROWS, 3)),
+    "huber": ((), 3 * numbers(ROWS, 3)),
+    "poisson": ((nn.Softplus(),), numbers(ROWS, 3)),
+}
+
+
+class MeanOf(keras.losses.Loss):  # type: ignore[misc]  # untyped
+    """What compile of Keras makes of a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.call = function
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_name_trains_as_keras_own_loss_on_one_device(make_strategy: MakeStrategy, name: str, weighted: bool):
+    last, y = LOSSES[name]
+    x, plain = numbers(ROWS, 4), network(*last)
+    weight = torch.linspace(0.5, 2, ROWS) if weighted else None
+    with make_strategy(3).scope():
+        model = Model(network(*last))
+        model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), name)
+
+    history = model.fit(x, y, batch_size=4, sample_weight=weight, shuffle=False, verbose="auto")
+
+    found, total = keras.losses.get(name), 0.0
+    loss = found if isinstance(found, keras.losses.Loss) else MeanOf(found)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for rows in (slice(0, 4), slice(4, 7)):
+        value = loss(y[rows], plain(x[rows]), sample_weight=None if weight is None else weight[rows])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        total += value.item() * len(y[rows])
+    assert history.history["loss"][0] == pytest.approx(total / ROWS, rel=1e-5)
+    for own, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "y", "advice"),
+    [
+        ("sparse_categorical_crossentropy", 3, CLASSES, "'cross_entropy' and leave the softmax out"),
+        ("categorical_crossentropy", 3, ONE_HOT, "'cross_entropy' and leave the softmax out"),
+        ("binary_crossentropy", 1, CLASSES > 0, "'binary_cross_entropy_with_logits' and leave the sigmoid out"),
+    ],
+)
+def test_logits_under_a_name_that_takes_probabilities_are_refused(
+    make_strategy: MakeStrategy, name: str, outputs: int, y: Tensor, advice: str
+):
+    with make_strategy(2).scope():
+        model = Model(network(outputs=outputs))
+        model.compile("sgd", name)
+    before = model.get_weights()
+    with pytest.raises(ConfigError, match=f"takes probabilities, as in Keras.*{advice}"):
+        model.fit(numbers(ROWS, 4), y, verbose=0)
+    assert all(map(np.array_equal, before, model.get_weights()))
+
+
+class LateLogits(nn.Module):
+    """Gives probabilities in the first steps, and logits when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gives_logits = network(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(x)
+        return outputs if self.gives_logits else outputs.softmax(-1)
+
+
+def test_logits_that_come_late_end_in_an_error_and_change_no_weight(make_strategy: MakeStrategy):
+    with make_strategy(2).scope():
+        module = LateLogits()
+        model = Model(module)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+
+    def switch(batch: int, logs: Any) -> None:
+        if batch == 9:  # steps 9 to 15 are not compared on the host
+            module.gives_logits = True
+            seen.extend(model.get_weights())
+
+    seen: list[Any] = []
+    batches = [(numbers(ROWS, 4), CLASSES)] * 12
+    with pytest.raises(NonFiniteLossError):
+        model.fit(batches, callbacks=[LambdaCallback(on_train_batch_begin=switch)], verbose=0)
+    assert all(map(np.array_equal, seen, model.get_weights()))
+
+
+def test_probabilities_under_the_name_that_takes_logits_are_warned_of(make_strategy: MakeStrategy):
+    with make_strategy(1).scope():
+        model = Model(network(nn.Softmax(-1)))
+        model.compile("sgd", "cross_entropy")
+    with pytest.warns(UserWarning, match=r"takes logits.*leave the softmax out"):
+        model.evaluate(numbers(ROWS, 4), CLASSES, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"loss": "hinge"}, r"targets \* outputs"),
+        ({"loss": "CategoricalHinge"}, "MultiMarginLoss"),
+        ({"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}, "CrossEntropyLoss"),
+        ({"loss": keras.losses.mean_squared_error}, "other order"),
+        ({"loss": "mse", "loss_weights": [1.0]}, "weigh the losses in a function"),
+        ({"loss": "mse", "jit_compile": True, "run_eagerly": True}, "leave one of them out"),
+        ({"loss": "mse", "jit_compile": "yes"}, "choose True, False or 'auto'"),
+    ],
+)
+def test_what_has_no_equal_says_what_to_write(settings: dict[str, Any], advice: str):
+    with pytest.raises(ConfigError, match=advice):
+        Model(nn.Linear(4, 3)).compile("SGD", **settings)
+
+
+def test_names_of_metrics_are_keras_and_stay_the_names_of_the_logs(make_strategy: MakeStrategy):
+    x = numbers(ROWS, 4)
+    names = ["acc", "sparse_categorical_accuracy", "accuracy"]
+    with make_strategy(3).scope():
+        model = Model(network(nn.Softmax(-1)))
+        model.compile("Adam", "sparse_categorical_crossentropy", metrics=names, jit_compile="auto", run_eagerly=True)
+    expected = (network()(x).argmax(1) == CLASSES).float().mean().item()
+
+    logs = model.evaluate(x, CLASSES, verbose=0)
+    assert [logs[name] for name in names] == pytest.approx([expected] * 3)
+    logs = model.evaluate(x, CLASSES, batch_size=4, steps=1, verbose=0)
+    assert logs["acc"] == pytest.approx((network()(x[:4]).argmax(1) == CLASSES[:4]).float().mean().item())
+    assert model.predict(x, batch_size=2, steps=2).shape == (4, 3)
+    with pytest.raises(ConfigError, match="evaluate returns a dict"):
+        model.evaluate(x, CLASSES, return_dict=True)  # type: ignore[call-arg]
+
+
+def test_weights_are_arrays_in_the_order_of_the_state_dict(make_strategy: MakeStrategy):
+    with make_strategy(2).scope():
+        model, other = Model(network(nn.BatchNorm1d(3))), Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    weights = model.get_weights()
+    other.set_weights(weights)
+
+    assert [type(array) for array in weights] == [np.ndarray] * len(model.state_dict())
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    with pytest.raises(ConfigError, match="got 1 arrays for the 7 tensors"):
+        model.set_weights(weights[:1])
+    with pytest.raises(ConfigError, match=r"shape \(3,\) for '0.weight' of shape \(3, 4\)"):
+        model.set_weights([weights[1], *weights[1:]])
+
+
+def test_methods_that_have_no_equal_say_what_stands_in():
+    model = Model(nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match=r"model\.save_weights\('model\.safetensors'\)"):
+        model.save("model.keras")  # type: ignore[attr-defined]
+    assert not hasattr(model, "save")
+    assert not hasattr(model, "unheard_of")
+
+
+def test_a_fast_run_trains_a_few_batches_and_writes_no_files(
+    model: Model, batches: Batches, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    steps: dict[str, int] = {"train": 0, "test": 0}
+    count = LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.update(train=batch + 1),
+        on_test_batch_end=lambda batch, logs: steps.update(test=batch + 1),
+    )
+    writing = [ModelCheckpoint(tmp_path / "w"), TensorBoard(tmp_path)]
+    history = model.fit(
+        batches,
+        validation_data=batches,
+        validation_freq=5,
+        epochs=8,
+        callbacks=[count, EarlyStopping(), *writing],
+        fast_dev_run=2,
+    )
+
+    assert steps == {"train": 2, "test": 2}
+    assert history.epoch == [0]
+    assert "val_loss" in history.history
+    assert list(tmp_path.iterdir()) == []
+    assert "left out: ModelCheckpoint, TensorBoard" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="fast_dev_run=0"):
+        model.fit(batches, fast_dev_run=0)
+
+
+def test_a_time_limit_ends_the_training_after_a_batch_and_says_so(
+    model: Model, batches: Batches, capsys: pytest.CaptureFixture[str]
+):
+    limit = MaxTime(3600)
+
+    def use_up(batch: int, logs: Any) -> None:
+        limit._began -= 1300  # an hour is over after the third batch
+
+    history = model.fit(
+        batches, epochs=5, callbacks=[LambdaCallback(on_train_batch_begin=use_up), limit], validation_data=batches
+    )
+    assert history.timing[-1].steps == 3
+    assert "val_loss" in history.history
+    assert model.training_state.position.step == 3
+    assert "MaxTime: training ends after 3900 s of 3600 s, in epoch 1, step 3" in capsys.readouterr().out
+
+    longer, same = MaxTime(7200), MaxTime(3600)
+    for callback, stops in ((longer, False), (same, True)):  # as a checkpoint restores it
+        callback.set_model(model)
+        callback.on_train_begin({})
+        model.stop_training = True
+        callback.load_state_dict(limit.state_dict())
+        assert model.stop_training is stops
