@@ -321,7 +321,7 @@ class TrainMlm(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
-        return Trained(result=result, size=f", {result.vocabulary:,} tokens")
+        return Trained(result=result, size=f", {result.vocabulary:,} tokens", notes=[f"data    {result.lines}"])
 
 
 @dataclass(frozen=True, kw_only=True)
