@@ -101,8 +101,8 @@ class MlmConfig:
         check_divides("heads", self.heads, ("hidden", self.hidden))
         if self.order == "published" and self.window > 1:
             raise ConfigError(
-                f"length_window={self.length_window} was given, which sorts lines by length, and order='published', which"
-                " does not; leave one of them out"
+                f"length_window={self.length_window} was given, which sorts lines by length, and order='published',"
+                " which does not; leave one of them out"
             )
         _ = self.tokenizer  # checks the vocabulary: a bad value is an error now, not when it is used
 
