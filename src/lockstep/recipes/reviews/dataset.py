@@ -27,8 +27,10 @@ LABEL, REVIEW = "label", "review"
 _MAX_CLASSES = 20
 
 NA_VALUES = frozenset(
-    ("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA")
-    + ("NULL", "NaN", "None", "n/a", "nan", "null")
+    [
+        *("NA", "N/A", "n/a", "<NA>", "#NA", "#N/A", "#N/A N/A", "NULL", "null", "None"),
+        *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
+    ]
 )
 """Words that ``load_dataset("csv")`` reads as a missing value, as pandas does by default, also in quotation marks."""
 

@@ -45,7 +45,7 @@ class TextSplits:
     dropped: tuple[int, int, int] = (0, 0, 0)
 
     def __str__(self) -> str:
-        """``my_text: train 17,556 of 36,718 lines, valid ...; the others have at most 100 bytes``."""
+        """``my_text: train 1,224 of 2,347 lines, valid ...; the others have at most 100 bytes``."""
         splits = zip(_SPLITS, (self.train, self.valid, self.test), self.dropped, strict=True)
         if not any(self.dropped):
             return f"{self.source}: " + ", ".join(f"{name} {len(lines):,} lines" for name, lines, _ in splits)
