@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
+from pandas._libs.parsers import STR_NA_VALUES
 
 from lockstep.errors import DataError
 from lockstep.recipes.reviews.config import ReviewsConfig
@@ -36,7 +37,7 @@ def test_reviews_are_read_in_order_and_rows_without_one_are_counted(path: Path):
 
 def test_words_for_missing_values_are_those_of_load_dataset(path: Path, tmp_path: Path):
     others = ["na", "Null", "none", "N/a", " NA", "NA ", "NA, none", "-", "nil", "123"]
-    words = [*NA_VALUES, *others]
+    words = [*filter(None, STR_NA_VALUES), *others]
     path.write_text("label,review\n" + "".join(f'1,{word}\n0,"{word}"\n' for word in words), encoding="utf-8")
     path.write_text(path.read_text().replace("1,NA, none\n", ""))
     table = read_csv(path)
@@ -46,6 +47,7 @@ def test_words_for_missing_values_are_those_of_load_dataset(path: Path, tmp_path
     reviews = [(review.text, review.label) for review in table.reviews]
     assert reviews == [(row["review"], row["label"]) for row in expected if row["review"] is not None]
     assert table.missing == dict.fromkeys(NA_VALUES, 2)
+    assert STR_NA_VALUES - {""} == NA_VALUES
     assert table.rows == len(expected)
     assert read_csv(path, na_values=()).missing == {}
 
