@@ -52,6 +52,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "logs",
         "curves",
     ]
+    assert "data    text: train 50 lines, valid 10 lines, test 10 lines\n" in done.stdout
     assert "3 replicas against one device" in done.stdout
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()

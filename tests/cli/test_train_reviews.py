@@ -49,7 +49,7 @@ def tags(folder: Path) -> set[str]:
 def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lockstep, check_results, tmp_path: Path):
     asked = ["--text", "书不错。", "--text", "服务很差。"]
     with (tmp_path / "reviews.csv").open("a", encoding="utf-8") as file:
-        file.write("1,房间很差。\n")
+        file.write("1,房间很差。\n0,null\n1,NA\n0,NA\n")
     done = run_lockstep("train", "reviews", *SMALL, *asked, "--devices", "cpu:3", "--epochs", "2")
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,8 +58,9 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     work = "reviews.csv, 5 reviews per replica and step, 2 epochs, fp32"
     assert printed[0] == f"review classes on 3 logical devices: {work}"
     assert ["cpu:2", "cpu:0", "1", "of", "3"] in words
-    dropped = "103 rows; dropped: 1 empty, 1 repeated; 1 review has several labels, and is kept"
-    assert f"data    reviews.csv: {dropped}" in printed
+    missing = "3 missing (NA, null; --keep-na keeps them)"
+    dropped = f"106 rows; dropped: 1 empty, {missing}, 1 repeated; 1 review has several labels, and is kept"
+    assert f"data reviews.csv: {dropped}" in " ".join(done.stdout.split())
     assert "splits  train 81, valid 10 (chooses the best epoch), test 10" in printed
     assert "labels  0 is 差评！, 1 is 好评！" in printed
     assert [line[:9] for line in printed if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2", "epoch    "]

@@ -398,9 +398,13 @@ class TrainMlm(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
-        card = mlm_card(self.config, folders.model)
-        size = f", {result.vocabulary:,} tokens"
-        return Trained(result=result, card=card, tested_epoch=result.last_or_best_epoch, size=size)
+        return Trained(
+            result=result,
+            card=mlm_card(self.config, folders.model),
+            tested_epoch=result.last_or_best_epoch,
+            size=f", {result.vocabulary:,} tokens",
+            notes=[f"data    {result.lines}"],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -522,6 +526,12 @@ class TrainReviews(TrainingCommand):
         )
 
 
+def _missing(table: reviews_data.ReviewTable) -> str:
+    """The rows that were dropped because their review is a word for a missing value, and the flag that keeps them."""
+    words = ", ".join(sorted(table.missing))
+    return f" {sum(table.missing.values()):,} missing ({words}; --keep-na keeps them)," if words else ""
+
+
 def _reviews_overview(task: ReviewsTask) -> str:
     """What was read, what was dropped, how it was split, and what the labels mean."""
     table, splits = task.table, task.splits
@@ -529,7 +539,7 @@ def _reviews_overview(task: ReviewsTask) -> str:
     verbs = ("has", "is") if splits.ambiguous == 1 else ("have", "are")
     kept = f"; {counted(splits.ambiguous, 'review')} {verbs[0]} several labels, and {verbs[1]} kept"
     return (
-        f"data    {table.source}: {len(table.reviews) + table.empty:,} rows; dropped: {table.empty:,} empty,"
+        f"data    {table.source}: {table.rows:,} rows; dropped: {table.empty:,} empty,{_missing(table)}"
         f" {splits.repeated:,} repeated{kept if splits.ambiguous else ''}\n"
         f"splits  train {len(splits.train):,}, valid {len(splits.valid):,} (chooses the best epoch),"
         f" test {len(splits.test):,}\n"

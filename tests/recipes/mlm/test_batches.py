@@ -93,6 +93,25 @@ def test_a_batch_is_masked_anew_in_every_epoch_even_of_the_same_rows(tokenizer: 
     assert not torch.equal(first, second)
 
 
+def test_the_published_order_is_drawn_once_through_a_buffer_and_masked_anew(rows: TokenRows, tokenizer: Any):
+    data, other = (batches(rows, tokenizer, seed=seed, order="published", length_window=None) for seed in (7, 8))
+    near = batches(rows, tokenizer, order="published", length_window=None, shuffle_buffer=20)
+    expected = [row.tolist() for row in rows.tokens.split(rows.lengths.tolist())]
+
+    first, masks = [[unmasked(x, y) for x, y in data], [y for _, y in data]]
+    data.set_epoch(1)
+    second = [unmasked(x, y) for x, y in data]
+
+    assert first == second
+    assert not any(torch.equal(a, b) for a, (_, b) in zip(masks, data, strict=True))
+    assert first != [unmasked(x, y) for x, y in other]
+    assert [len(batch) for batch in first] == [*[16] * 8, 12]
+    assert sorted(row for batch in first for row in batch) == sorted(expected)
+    order = [expected.index(row) for x, y in near for row in unmasked(x, y)]
+    assert all(row < position + 20 for position, row in enumerate(order))
+    assert order != sorted(order)
+
+
 def test_special_tokens_are_never_predicted_nor_drawn(rows: TokenRows, tokenizer: Any):
     special = torch.tensor([0, 1, 2, 3])
 

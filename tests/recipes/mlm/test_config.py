@@ -24,6 +24,14 @@ def test_the_learning_rate_is_the_published_one_for_pretrained_weights_only():
     assert MlmConfig(pretrained="bert", learning_rate=0.5).first_rate == 0.5
 
 
+def test_the_published_order_shuffles_500_lines_together_and_sorts_none():
+    assert [(config.buffer, config.window) for config in (MlmConfig(), MlmConfig(order="published"))] == [
+        (0, 64),
+        (500, 1),
+    ]
+    assert MlmConfig(order="published", shuffle_buffer=0, length_window=1).buffer == 0
+
+
 def test_every_field_is_documented():
     documentation = inspect.getdoc(MlmConfig) or ""
 
@@ -37,6 +45,11 @@ def test_every_field_is_documented():
         ({"layers": 0}, "layers=0 was given, expected at least 1"),
         ({"dropout": 1.0}, "dropout=1.0 was given, expected at least 0 and at most 0.9"),
         ({"length_window": 0}, "length_window=0 was given, expected at least 1"),
+        ({"order": "cached"}, "order='cached' is unknown; choose one of grouped, published"),
+        (
+            {"order": "published", "length_window": 8},
+            "length_window=8 was given, which sorts lines by length, and order='published', which does not; leave one",
+        ),
         ({"sequence_length": 2}, "sequence_length=2 was given, expected at least 3"),
         ({"patience": -1}, "patience=-1 was given, expected at least 0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 was given, expected a number above 0"),

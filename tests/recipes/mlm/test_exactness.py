@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
 
 
-def test_three_replicas_compute_what_one_device_computes(tiny: MakeConfig, split_cpu: SplitCpu):
+@pytest.mark.parametrize("order", ["grouped", "published"])
+def test_three_replicas_compute_what_one_device_computes(order: str, tiny: MakeConfig, split_cpu: SplitCpu):
     with closing(MirroredStrategy(list(split_cpu(3)), seed=0)) as strategy:
-        report = check_exactness(tiny(dropout=0.1), strategy, steps=3)
+        report = check_exactness(tiny(dropout=0.1, order=order), strategy, steps=3)
 
     assert report.steps == 3
     assert max(report.sgd.loss, report.adam.loss) < 1e-5

@@ -60,8 +60,9 @@ def bits(folder: Path, name: str) -> bytes:
     return (folder / name / "model.safetensors").read_bytes()
 
 
-def test_replicas_go_on_at_the_very_sample(config: MlmConfig, split_cpu: SplitCpu, tmp_path: Path):
-    devices = list(split_cpu(2))
+@pytest.mark.parametrize("order", ["grouped", "published"])
+def test_replicas_go_on_at_the_very_sample(order: Any, config: MlmConfig, split_cpu: SplitCpu, tmp_path: Path):
+    devices, config = list(split_cpu(2)), replace(config, order=order)
     undisturbed, resumed = thrice(config, lambda: MirroredStrategy(devices, seed=0), tmp_path)
 
     assert resumed["history"] == undisturbed["history"]
@@ -96,8 +97,9 @@ def on_workers(config: MlmConfig, folder: Path, tensor: int) -> list[dict[str, A
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("tensor", [0, 2])
-def test_workers_go_on_at_the_very_sample(tensor: int, config: MlmConfig, tmp_path: Path):
+@pytest.mark.parametrize(("tensor", "order"), [(0, "published"), (2, "grouped")])
+def test_workers_go_on_at_the_very_sample(tensor: int, order: Any, config: MlmConfig, tmp_path: Path):
+    config = replace(config, order=order)
     job = partial(_called, str(Path(__file__)))
     undisturbed, resumed = ls.launch(job, workers=2, args=(config, tmp_path, tensor), timeout_s=250)
 

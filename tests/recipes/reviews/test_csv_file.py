@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datasets import load_dataset
+from pandas._libs.parsers import STR_NA_VALUES
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.dataset import Review, read_csv
+from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep.recipes.reviews.dataset import NA_VALUES, Review, read_csv, read_table
 
 
 @pytest.fixture
@@ -18,17 +21,45 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_reviews_are_read_in_order_and_rows_without_one_are_counted(path: Path):
-    path.write_text('label,review\n1,很好\n0,"脏，\n而且吵"\n1,\n0,　 \n1\n\n1.0, 不错 \n', encoding="utf-8")
+    path.write_text('label,review\n1,很好\n0,"脏，\n而且吵"\n1,\n0,""\n1\n\n1.0, 不错 \n0,　 \n', encoding="utf-8")
 
     table = read_csv(path)
 
     assert table.reviews == (
         Review(text="很好", label=1),
         Review(text="脏，\n而且吵", label=0),
-        Review(text="不错", label=1),
+        Review(text=" 不错 ", label=1),
+        Review(text="　 ", label=0),
     )
-    assert table.empty == 3
+    assert (table.empty, table.rows) == (3, 7)
     assert table.source == str(path)
+
+
+def test_words_for_missing_values_are_those_of_load_dataset(path: Path, tmp_path: Path):
+    others = ["na", "Null", "none", "N/a", " NA", "NA ", "NA, none", "-", "nil", "123"]
+    words = [*filter(None, STR_NA_VALUES), *others]
+    path.write_text("label,review\n" + "".join(f'1,{word}\n0,"{word}"\n' for word in words), encoding="utf-8")
+    path.write_text(path.read_text().replace("1,NA, none\n", ""))
+    table = read_csv(path)
+
+    expected = load_dataset("csv", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+
+    reviews = [(review.text, review.label) for review in table.reviews]
+    assert reviews == [(row["review"], row["label"]) for row in expected if row["review"] is not None]
+    assert table.missing == dict.fromkeys(NA_VALUES, 2)
+    assert STR_NA_VALUES - {""} == NA_VALUES
+    assert table.rows == len(expected)
+    assert read_csv(path, na_values=()).missing == {}
+
+
+def test_a_word_for_a_missing_value_is_a_review_if_asked_for_and_never_a_label(path: Path):
+    path.write_text("label,review\n1,NA\n0,x\nNA,null\n", encoding="utf-8")
+
+    assert read_table(ReviewsConfig(data=path)).missing == {"NA": 1, "null": 1}
+    with pytest.raises(DataError, match="line 4: the label 'NA' is not an integer, expected one for each class"):
+        read_table(ReviewsConfig(data=path, keep_na=True))
+    path.write_text("label,review\n1,NA\n0,x\n", encoding="utf-8")
+    assert [review.text for review in read_table(ReviewsConfig(data=path, keep_na=True)).reviews] == ["NA", "x"]
 
 
 def test_other_columns_and_any_order_do_no_harm(path: Path):
@@ -71,7 +102,7 @@ def test_a_file_of_another_encoding_or_with_a_byte_order_mark_is_read(path: Path
         ("a,b\n1,x\n", "has the columns 'a, b'; expected label and review"),
         ("label;review\n1;x\n", "has the columns 'label;review'"),
         ("label,review\n", "holds no review: 0 rows, none with a text"),
-        ("label,review\n1,\n0,\n", "holds no review: 2 rows, none with a text"),
+        ("label,review\n1,\n0,NA\n", "holds no review: 2 rows, none with a text"),
         ('label,review\n1,"x\ny"\ngood,z\n', "line 4: the label 'good' is not an integer"),
         ("label,review\n0.5,x\n", "line 2: the label '0.5' is not an integer"),
         ("label,review\nnan,x\n", "line 2: the label 'nan' is not an integer"),

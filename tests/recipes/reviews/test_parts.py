@@ -53,6 +53,17 @@ def test_the_same_review_twice_is_kept_once():
     assert parts.repeated == 41
 
 
+def test_reviews_that_differ_in_the_spaces_around_them_are_the_same():
+    reviews = [*many(0, 20), *many(1, 20)]
+    spaced = [Review(text=f" {review.text}\u3000", label=review.label) for review in reviews]
+
+    parts, alone = (split_reviews(table(*rows), HOW) for rows in ([*spaced, *reviews], reviews))
+
+    assert parts.repeated == 40
+    assert set(all_of(parts)) == set(spaced)
+    assert {review.words for review in parts.test} == {review.text for review in alone.test}
+
+
 def test_a_text_with_two_labels_is_in_one_part():
     reviews = [*many(0, 30), *many(1, 30)]
     turned = [Review(text=review.text, label=1 - review.label) for review in reviews[:5]]

@@ -1,6 +1,7 @@
 """Global batches for a masked language model: rows of similar length, masked anew in every epoch.
 
-    rows -> shuffled -> windows, sorted by length -> batches in random order -> masked
+    grouped     rows -> shuffled -> windows, sorted by length -> batches in random order -> masked
+    published   rows -> shuffled through a buffer, in every epoch alike -> batches -> masked
 
 All random numbers depend on (seed, epoch, batch) alone, so an epoch can be repeated on any number of replicas.
 """
@@ -8,7 +9,7 @@ All random numbers depend on (seed, epoch, batch) alone, so an epoch can be repe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lockstep.recipes.mlm.config import MlmConfig
 from lockstep.recipes.mlm.model import IGNORED_LABEL, NO_POSITION
-from lockstep.recipes.shuffling import plan_batches, seeded_generator
+from lockstep.recipes.shuffling import plan_batches, seeded_generator, shuffled_order
 from lockstep.recipes.text.tokenizer import TokenRows
 
 Inputs = dict[str, Tensor]
@@ -112,16 +113,23 @@ class MaskedBatches:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         epoch = self._epoch
-        plan = plan_batches(
-            self._rows.lengths,
-            batch_size=self._config.batch_size,
-            window=self._config.length_window,
-            buffer=self._config.shuffle_buffer,
-            generator=seeded_generator(self._seed, epoch),
-        )
-        for batch, rows in enumerate(plan):
+        for batch, rows in enumerate(self._plan(epoch)):
             tokens, real = self._rows.padded(rows, width=self._width(rows), pad_id=self._pad_id)
             yield self._mask(tokens, real, seeded_generator(self._seed, epoch, batch))
+
+    def _plan(self, epoch: int) -> Sequence[Tensor]:
+        """The rows of each batch of an epoch."""
+        config = self._config
+        if config.order == "published":  # the order that tf.data caches is that of its first pass
+            order = shuffled_order(len(self._rows), buffer=config.buffer, generator=seeded_generator(self._seed, 0))
+            return torch.split(order, config.batch_size)
+        return plan_batches(
+            self._rows.lengths,
+            batch_size=config.batch_size,
+            window=config.window,
+            buffer=config.buffer,
+            generator=seeded_generator(self._seed, epoch),
+        )
 
     def _mask(self, tokens: Tensor, real: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
         input_ids, positions, labels = mask_tokens(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_divides, check_settings
+from lockstep.errors import ConfigError
 from lockstep.recipes.text.tokenizer import WordPieceSettings
 
 
@@ -18,7 +19,8 @@ class MlmConfig:
     """Everything that a run of the recipe depends on, except the devices.
 
     Args:
-        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens; default: Python's documentation.
+        data: folder of text with *.train.tokens, *.valid.tokens and *.test.tokens, or with .raw instead of .tokens;
+            lines of at most 100 bytes are left out. Default: Python's documentation.
         pretrained: folder or Hugging Face name of a BERT to start from; it has its own size and tokenizer.
         layers: number of encoder layers.
         hidden: hidden size.
@@ -28,8 +30,13 @@ class MlmConfig:
         dropout: dropout probability of activations and attention weights.
         sequence_length: maximum length of a line in tokens; longer lines are truncated.
         padding: pad each batch to its longest line, or all batches to sequence_length.
-        shuffle_buffer: lines that are shuffled together, as by tf.data; 0 shuffles the whole text.
-        length_window: global batches whose lines are sorted by length together; 1 does not sort.
+        order: grouped draws batches of lines of similar length, anew in every epoch; published shuffles the lines once
+            as shuffle(500).batch().cache() of tf.data does, so that every epoch has the same batches in the same order,
+            with other masks.
+        shuffle_buffer: lines that are shuffled together, as by tf.data; 0 shuffles the whole text. Default: 0, and 500
+            for the published order.
+        length_window: global batches whose lines are sorted by length together; 1 does not sort. Default: 64, and 1
+            for the published order, which does not sort.
         mask_fraction: fraction of a line's tokens to predict: 80% of them masked, 10% random, 10% kept.
         max_masked: maximum number of tokens to predict in one line.
         batch_size: lines in a global batch.
@@ -57,8 +64,9 @@ class MlmConfig:
     dropout: float = 0.1
     sequence_length: int = 512
     padding: Literal["longest", "full"] = "longest"
-    shuffle_buffer: int = 0
-    length_window: int = 64
+    order: Literal["grouped", "published"] = "grouped"
+    shuffle_buffer: int | None = None
+    length_window: int | None = None
     mask_fraction: float = 0.15
     max_masked: int = 96
     batch_size: int = 128
@@ -91,6 +99,11 @@ class MlmConfig:
             clip_norm=(ABOVE_ZERO, UNBOUNDED),
         )
         check_divides("heads", self.heads, ("hidden", self.hidden))
+        if self.order == "published" and self.window > 1:
+            raise ConfigError(
+                f"length_window={self.length_window} was given, which sorts lines by length, and order='published',"
+                " which does not; leave one of them out"
+            )
         _ = self.tokenizer  # checks the vocabulary: a bad value is an error now, not when it is used
 
     @property
@@ -104,6 +117,20 @@ class MlmConfig:
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-3 if self.pretrained is None else 1e-4
+
+    @property
+    def buffer(self) -> int:
+        """The number of lines that are shuffled together; 0 for the whole text."""
+        if self.shuffle_buffer is not None:
+            return self.shuffle_buffer
+        return 500 if self.order == "published" else 0
+
+    @property
+    def window(self) -> int:
+        """The number of global batches whose lines are sorted by length together."""
+        if self.length_window is not None:
+            return self.length_window
+        return 1 if self.order == "published" else 64
 
     @property
     def tokenizer(self) -> WordPieceSettings:

@@ -138,9 +138,10 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the size of the vocabulary."""
+    """The result of a run: also the size of the vocabulary, and the text's lines, read and dropped, for a person."""
 
     vocabulary: int
+    lines: str
 
 
 def train_mlm(
@@ -175,7 +176,7 @@ def train_mlm(
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
-    return MlmResult(**vars(result), vocabulary=len(task.tokenizer))
+    return MlmResult(**vars(result), vocabulary=len(task.tokenizer), lines=str(text))
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:

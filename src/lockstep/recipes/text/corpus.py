@@ -13,7 +13,8 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -21,18 +22,35 @@ from lockstep.collectives.communicator import Communicator
 from lockstep.errors import DataError
 
 _SPLITS = ("train", "valid", "test")
-MINIMUM_CHARACTERS = 100
-"""Lines must be longer than this: a language model learns little from headings and stray lines."""
+_SUFFIXES = ("tokens", "raw")
+"""Of the files of WikiText: with rare words as <unk>, and with the text as it was written."""
+MINIMUM_LENGTH = 100
+"""Lines of a file must have more bytes than this, and paragraphs of Python's documentation more characters.
+
+A language model learns little from headings and stray lines.
+"""
 
 
 @dataclass(frozen=True)
 class TextSplits:
-    """The lines of a text in three splits, and where the text comes from, for a person to read."""
+    """The lines of a text in three splits, and where the text comes from, for a person to read.
+
+    ``dropped`` are the numbers of lines of train, valid and test that were read and left out because they are short.
+    """
 
     train: tuple[str, ...]
     valid: tuple[str, ...]
     test: tuple[str, ...]
     source: str
+    dropped: tuple[int, int, int] = (0, 0, 0)
+
+    def __str__(self) -> str:
+        """``my_text: train 1,224 of 2,347 lines, valid ...; the others have at most 100 bytes``."""
+        splits = zip(_SPLITS, (self.train, self.valid, self.test), self.dropped, strict=True)
+        if not any(self.dropped):
+            return f"{self.source}: " + ", ".join(f"{name} {len(lines):,} lines" for name, lines, _ in splits)
+        counts = (f"{name} {len(lines):,} of {len(lines) + dropped:,} lines" for name, lines, dropped in splits)
+        return f"{self.source}: {', '.join(counts)}; the others have at most {MINIMUM_LENGTH} bytes"
 
 
 def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
@@ -46,13 +64,17 @@ def split_by_position(lines: Sequence[str], *, source: str) -> TextSplits:
 
 
 def read_wikitext(folder: Path) -> TextSplits:
-    """Reads the three splits of a folder in the layout of WikiText: a file for each, such as ``wiki.train.tokens``.
+    """Reads the three splits of a folder in the layout of WikiText, whose lines are those of tf.data.
+
+    Each split has a file, such as ``wiki.train.tokens`` or ``wiki.train.raw``. Lines of at most ``MINIMUM_LENGTH``
+    bytes are left out; spaces around a line count and stay.
 
     Raises:
         DataError: the folder or a file is missing, duplicated, unreadable, not UTF-8, or has no line left.
     """
-    train, valid, test = (_read_split(_split_file(folder, split)) for split in _SPLITS)
-    return TextSplits(train=train, valid=valid, test=test, source=str(folder))
+    splits = (_read_split(_split_file(folder, split)) for split in _SPLITS)
+    (train, short_train), (valid, short_valid), (test, short_test) = splits
+    return TextSplits(train, valid, test, source=str(folder), dropped=(short_train, short_valid, short_test))
 
 
 def check_data(folder: Path) -> None:
@@ -62,34 +84,52 @@ def check_data(folder: Path) -> None:
 
 
 def _split_file(folder: Path, split: str) -> Path:
-    found = sorted(folder.glob(f"*.{split}.tokens"))
-    if len(found) != 1:
+    files = sorted(file for suffix in _SUFFIXES for file in folder.glob(f"*.{split}.{suffix}"))
+    if len(files) != 1:
+        names = " or ".join(f"*.{split}.{suffix}" for suffix in _SUFFIXES)
         raise DataError(
-            f"the text folder {str(folder)!r} does not exist or has {len(found)} files *.{split}.tokens, expected one"
+            f"the text folder {str(folder)!r} does not exist or has {len(files)} files {names}, expected one"
             " each of train, valid and test; correct --data, or leave it out for the embedded text"
         )
-    return found[0]
+    return files[0]
 
 
-def _read_split(file: Path) -> tuple[str, ...]:
+def _read_split(file: Path) -> tuple[tuple[str, ...], int]:
+    """The long lines, and the number of the others."""
+    lines: list[str] = []
+    number = 0
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as content:
+            for number, line in enumerate(lines_as_tf_data(content), start=1):
+                text = line.removeprefix(BOM_UTF8 if number == 1 else b"").decode()
+                if len(line) > MINIMUM_LENGTH:
+                    lines.append(text)
     except (OSError, UnicodeError) as error:
-        raise DataError(f"the text file {str(file)!r} cannot be read as UTF-8: {error}") from error
-    lines = tuple(line for line in map(str.strip, text.splitlines()) if len(line) > MINIMUM_CHARACTERS)
+        line_number = f" in line {number}" if isinstance(error, UnicodeError) else ""
+        raise DataError(f"the text file {str(file)!r} cannot be read as UTF-8{line_number}: {error}") from error
     if not lines:
         raise DataError(
-            f"the text file {str(file)!r} has no line longer than {MINIMUM_CHARACTERS} characters; join the lines"
-            " of each paragraph"
+            f"the text file {str(file)!r} has {number:,} lines, none of more than {MINIMUM_LENGTH} bytes; join the"
+            " lines of each paragraph"
         )
-    return lines
+    return tuple(lines), number - len(lines)
+
+
+def lines_as_tf_data(file: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Yields the lines of a binary file as ``tf.data.TextLineDataset`` does: ``\n`` ends a line, ``\r`` is dropped.
+
+    ``str.splitlines`` would also end lines at form feeds, U+2028 and six other characters.
+    """
+    for line in file:
+        if text := line.replace(b"\r", b""):  # only the last line, without a line feed, can be empty
+            yield text.removesuffix(b"\n")
 
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """Returns what ``read`` returns on the chief. Every worker must call it."""
     sent = json.dumps(astuple(read())) if workers.leads else ""
-    train, valid, test, source = json.loads(workers.broadcast_bytes("the text", sent.encode()))
-    return TextSplits(tuple(train), tuple(valid), tuple(test), source)
+    train, valid, test, source, dropped = json.loads(workers.broadcast_bytes("the text", sent.encode()))
+    return TextSplits(tuple(train), tuple(valid), tuple(test), source, tuple(dropped))
 
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -116,7 +156,7 @@ def paragraphs_of(document: str) -> Iterator[str]:
     """Yields the long paragraphs of a document, each as one line with single spaces."""
     for block in re.split(r"\n\s*\n", document):
         paragraph = " ".join(block.split())
-        if len(paragraph) > MINIMUM_CHARACTERS:
+        if len(paragraph) > MINIMUM_LENGTH:
             yield paragraph
 
 
