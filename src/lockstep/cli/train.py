@@ -50,6 +50,7 @@ from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.examples import FilledWords
 from lockstep.recipes.reviews import dataset as reviews_data
 from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
@@ -114,10 +115,14 @@ class RunFolders:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines."""
+    """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines.
+
+    ``baseline`` says what the test's numbers compare with.
+    """
 
     result: Result
     size: str
+    baseline: str | None = None
     notes: Sequence[str] = ()
     last: Sequence[str] = ()
 
@@ -262,6 +267,7 @@ class TrainingCommand(ABC):
             *([] if result.stopping is None else [f"best    {result.stopping}"]),
             *([] if result.few_updates is None else [f"updates {result.few_updates}"]),
             f"test    {metrics_line(result.test_metrics)}",
+            *([] if trained.baseline is None else [f"beside  {trained.baseline}"]),
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
             f"logs    tensorboard --logdir {folders.output / 'logs'}",
             f"curves  {curves}",
@@ -321,7 +327,27 @@ class TrainMlm(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
-        return Trained(result=result, size=f", {result.vocabulary:,} tokens")
+        return Trained(
+            result=result,
+            size=f", {result.vocabulary:,} tokens",
+            baseline=f"accuracy {result.constant}",
+            last=_filled_words(result.filled),
+        )
+
+
+def _filled_words(filled: FilledWords) -> list[str]:
+    """How many hidden words of the test text the model filled in, and those of which it was surest."""
+    if not filled.hidden:
+        return []
+    rows = [
+        [word.word, "  ".join(f"{answer} {probability:.2f}" for answer, probability in word.answers), str(word)]
+        for word in filled.surest
+    ]
+    return [
+        f"filled  {filled.right} of {filled.hidden} hidden words of the test text; the model was surest of these:",
+        "",
+        console.text_table(["word", "likeliest answers", "in the test text"], rows),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.examples import ConstantAnswer, FilledWords, constant_answer, fill_words
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
@@ -138,9 +139,11 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the size of the vocabulary."""
+    """The result of a run: also the size of the vocabulary, what the accuracy compares with, and filled-in words."""
 
     vocabulary: int
+    constant: ConstantAnswer
+    filled: FilledWords
 
 
 def train_mlm(
@@ -175,7 +178,12 @@ def train_mlm(
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
-    return MlmResult(**vars(result), vocabulary=len(task.tokenizer))
+    return MlmResult(
+        **vars(result),
+        vocabulary=len(task.tokenizer),
+        constant=constant_answer(task.train, task.test, task.tokenizer),
+        filled=fill_words(model, task.text.test, task.tokenizer),
+    )
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
