@@ -50,7 +50,7 @@ from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.examples import FilledWords
+from lockstep.recipes.mlm.examples import FilledTokens
 from lockstep.recipes.reviews import dataset as reviews_data
 from lockstep.recipes.reviews import train as reviews_recipe
 from lockstep.recipes.reviews.config import ReviewsConfig
@@ -331,23 +331,23 @@ class TrainMlm(TrainingCommand):
             result=result,
             size=f", {result.vocabulary:,} tokens",
             baseline=f"accuracy {result.constant}",
-            last=_filled_words(result.filled),
+            last=_filled_tokens(result.filled, result.constant.token),
         )
 
 
-def _filled_words(filled: FilledWords) -> list[str]:
-    """How many hidden words of the test text the model filled in, and those of which it was surest."""
+def _filled_tokens(filled: FilledTokens, token: str) -> list[str]:
+    """How many hidden tokens of the test text the model filled in, and those of which it was surest."""
     if not filled.hidden:
         return []
     rows = [
-        [word.word, "  ".join(f"{answer} {probability:.2f}" for answer, probability in word.answers), str(word)]
-        for word in filled.surest
+        [token.text, "  ".join(f"{answer} {probability:.2f}" for answer, probability in token.answers), str(token)]
+        for token in filled.surest
     ]
-    return [
-        f"filled  {filled.right} of {filled.hidden} hidden words of the test text; the model was surest of these:",
-        "",
-        console.text_table(["word", "likeliest answers", "in the test text"], rows),
-    ]
+    counts = (
+        f"{filled.right} of {filled.hidden} hidden tokens of the test text, of which {filled.constant} are {token!r}"
+    )
+    table = console.text_table(["hidden", "likeliest answers", "in the test text"], rows)
+    return [f"filled  {counts}; the surest answers:", "", table]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,11 @@ from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.model import IGNORED_LABEL
 from lockstep.train.model import Model
 
-_MOST_LINES = 128
+_MOST_LINES = 256
 _ROWS = 32  # rows at a time: 512 tokens of 32 rows are what a training batch of 128 shorter lines takes
 _ANSWERS = 3
 _SHOWN = 5
-_BEFORE, _AFTER = 40, 20  # characters of the line that are shown around the hidden word
-_SHORTEST_WORD = 2  # letters
+_BEFORE, _AFTER = 40, 20  # characters of the line that are shown around the hidden token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +55,19 @@ def constant_answer(train: MaskedBatches, test: Sequence[tuple[Any, Tensor]], to
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilledWord:
-    """A word that was hidden in a line, and what the model puts in its place.
+class FilledToken:
+    """A token that was hidden in a line, and what the model puts in its place.
 
     Args:
-        before: the end of the text before the word.
-        word: the word.
+        before: the end of the text before the token.
+        text: the text of the token.
         after: the beginning of the text after it.
         answers: tokens and their probabilities, the likeliest first.
-        right: whether the likeliest one is the word.
+        right: whether the likeliest one is the hidden token.
     """
 
     before: str
-    word: str
+    text: str
     after: str
     answers: tuple[tuple[str, float], ...]
     right: bool
@@ -78,63 +77,41 @@ class FilledWord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilledWords:
-    """Words of the test text that a model filled in.
+class FilledTokens:
+    """Tokens of the test text that a model filled in.
 
     Args:
-        hidden: number of words that were hidden, one at a time.
+        hidden: number of tokens that were hidden, one at a time.
         right: number of them that were the likeliest answer.
-        surest: those whose likeliest answer is a word and has the highest probability, each answer once.
+        constant: number of them that are the most frequent token of the training text.
+        surest: those whose likeliest answers have the highest probabilities, each answer once.
     """
 
     hidden: int
     right: int
-    surest: tuple[FilledWord, ...]
+    constant: int
+    surest: tuple[FilledToken, ...]
 
 
-def fill_words(model: Model, lines: Sequence[str], tokenizer: Any) -> FilledWords:
-    """Hides two words in each of at most 128 lines, one at a time, and fills them in. Every worker must call it.
-
-    A word is one token of at least two letters.
-    """
+def fill_tokens(model: Model, lines: Sequence[str], tokenizer: Any, *, most_frequent: int) -> FilledTokens:
+    """Hides two tokens in each of at most 256 lines, one at a time, and fills them in. Every worker must call it."""
     spaced = lines[:: max(1, math.ceil(len(lines) / _MOST_LINES))]
-    hidden = [word for line in spaced for word in _hide_words(line, tokenizer)]
-    filled = [
-        word
-        for start in range(0, len(hidden), _ROWS)
-        for word in _fill(model, hidden[start : start + _ROWS], tokenizer)
-    ]
-    surest: dict[str, FilledWord] = {}
-    for word in sorted(filled, key=lambda word: -word.answers[0][1]):
-        if word.answers[0][0].isalpha():
-            surest.setdefault(word.answers[0][0], word)
-    return FilledWords(
+    hidden = [token for line in spaced for token in _hide_tokens(line, tokenizer)]
+    batches = [hidden[start : start + _ROWS] for start in range(0, len(hidden), _ROWS)]
+    filled = [token for batch in batches for token in _fill(model, batch, tokenizer)]
+    surest: dict[str, FilledToken] = {}
+    for token in sorted(filled, key=lambda token: -token.answers[0][1]):
+        surest.setdefault(token.answers[0][0], token)
+    return FilledTokens(
         hidden=len(filled),
-        right=sum(word.right for word in filled),
+        right=sum(token.right for token in filled),
+        constant=sum(token.token == most_frequent for token in hidden),
         surest=tuple(surest.values())[:_SHOWN],
     )
 
 
-def _fill(model: Model, hidden: Sequence[_HiddenWord], tokenizer: Any) -> list[FilledWord]:
-    padded = tokenizer.pad({"input_ids": [word.input_ids for word in hidden]}, return_tensors="pt")
-    inputs = {**padded, "masked_positions": torch.tensor([[word.position] for word in hidden])}
-    logits: Tensor = model.predict([inputs], verbose=0).reshape(len(hidden), -1)
-    likeliest = logits.float().softmax(dim=1)[:, : len(tokenizer)].topk(_ANSWERS, dim=1)
-    rows = zip(hidden, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
-    return [
-        FilledWord(
-            before=word.line[: word.start][-_BEFORE:],
-            word=word.line[word.start : word.end],
-            after=word.line[word.end :][:_AFTER],
-            answers=tuple(zip(tokenizer.convert_ids_to_tokens(tokens), probabilities, strict=True)),
-            right=tokens[0] == word.token,
-        )
-        for word, probabilities, tokens in rows
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
-class _HiddenWord:
+class _HiddenToken:
     """A line as token ids with [MASK] at ``position``, where ``token`` was, the characters ``start`` to ``end``."""
 
     line: str
@@ -145,29 +122,37 @@ class _HiddenWord:
     end: int
 
 
-def _hide_words(line: str, tokenizer: Any) -> list[_HiddenWord]:
-    """Hides the words of one token that are nearest to a third and to two thirds of the line."""
+def _hide_tokens(line: str, tokenizer: Any) -> list[_HiddenToken]:
+    """Hides the tokens at a third and at two thirds of the line."""
     encoded = tokenizer(line, truncation=True, return_offsets_mapping=True)
-    spans: list[tuple[int, int]] = encoded["offset_mapping"]
-    words = [
-        position
-        for position, (start, end) in enumerate(spans)
-        if _is_long(line[start:end])
-        and not line[start - 1 : start].isalnum()  # a piece of a longer word otherwise
-        and not line[end : end + 1].isalnum()
+    tokens: list[int] = encoded["input_ids"]
+    positions = sorted({len(tokens) // 3, 2 * len(tokens) // 3} - {0, len(tokens) - 1})  # not [CLS] and [SEP]
+    return [
+        _HiddenToken(
+            line=line,
+            input_ids=[*tokens[:position], tokenizer.mask_token_id, *tokens[position + 1 :]],
+            token=tokens[position],
+            position=position,
+            start=encoded["offset_mapping"][position][0],
+            end=encoded["offset_mapping"][position][1],
+        )
+        for position in positions
     ]
-    places = (len(spans) / 3, 2 * len(spans) / 3)
-    positions = {min(words, key=lambda word: abs(word - place)) for place in places} if words else ()
-    return [_hide(line, encoded["input_ids"], spans, position, tokenizer) for position in sorted(positions)]
 
 
-def _hide(
-    line: str, tokens: Sequence[int], spans: Sequence[tuple[int, int]], position: int, tokenizer: Any
-) -> _HiddenWord:
-    input_ids = [*tokens[:position], tokenizer.mask_token_id, *tokens[position + 1 :]]
-    start, end = spans[position]
-    return _HiddenWord(line=line, input_ids=input_ids, token=tokens[position], position=position, start=start, end=end)
-
-
-def _is_long(word: str) -> bool:
-    return word.isalpha() and len(word) >= _SHORTEST_WORD
+def _fill(model: Model, hidden: Sequence[_HiddenToken], tokenizer: Any) -> list[FilledToken]:
+    padded = tokenizer.pad({"input_ids": [token.input_ids for token in hidden]}, return_tensors="pt")
+    inputs = {**padded, "masked_positions": torch.tensor([[token.position] for token in hidden])}
+    logits: Tensor = model.predict([inputs], verbose=0).reshape(len(hidden), -1)
+    likeliest = logits.float().softmax(dim=1)[:, : len(tokenizer)].topk(_ANSWERS, dim=1)
+    rows = zip(hidden, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
+    return [
+        FilledToken(
+            before=token.line[: token.start][-_BEFORE:],
+            text=token.line[token.start : token.end],
+            after=token.line[token.end :][:_AFTER],
+            answers=tuple(zip(tokenizer.convert_ids_to_tokens(answers), probabilities, strict=True)),
+            right=answers[0] == token.token,
+        )
+        for token, probabilities, answers in rows
+    ]

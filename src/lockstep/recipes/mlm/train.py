@@ -28,7 +28,7 @@ from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.examples import ConstantAnswer, FilledWords, constant_answer, fill_words
+from lockstep.recipes.mlm.examples import ConstantAnswer, FilledTokens, constant_answer, fill_tokens
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
@@ -139,11 +139,11 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the size of the vocabulary, what the accuracy compares with, and filled-in words."""
+    """The result of a run: also the size of the vocabulary, what the accuracy compares with, and filled-in tokens."""
 
     vocabulary: int
     constant: ConstantAnswer
-    filled: FilledWords
+    filled: FilledTokens
 
 
 def train_mlm(
@@ -182,7 +182,7 @@ def train_mlm(
         **vars(result),
         vocabulary=len(task.tokenizer),
         constant=constant_answer(task.train, task.test, task.tokenizer),
-        filled=fill_words(model, task.text.test, task.tokenizer),
+        filled=fill_tokens(model, task.text.test, task.tokenizer, most_frequent=task.train.most_frequent_token()),
     )
 
 
