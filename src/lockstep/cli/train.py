@@ -54,6 +54,7 @@ from lockstep.recipes.images import train as images_recipe
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.mlm import train as mlm_recipe
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.examples import FilledTokens
 from lockstep.recipes.model_card import ModelCard, images_card, mlm_card, reviews_card
 from lockstep.recipes.reviews import dataset as reviews_data
 from lockstep.recipes.reviews import train as reviews_recipe
@@ -145,12 +146,14 @@ class Trained:
     """What is reported of a run: the result, more of the model's size, lines below the epochs, and the last lines.
 
     ``card`` is the model's, and ``tested_epoch`` the epoch, from 1, whose weights it has.
+    ``baseline`` says what the test's numbers compare with.
     """
 
     result: Result
     card: ModelCard
     tested_epoch: int
     size: str
+    baseline: str | None = None
     notes: Sequence[str] = ()
     last: Sequence[str] = ()
 
@@ -336,6 +339,7 @@ class TrainingCommand(ABC):
             *([] if result.stopping is None else [f"best    {result.stopping}"]),
             *([] if result.few_updates is None else [f"updates {result.few_updates}"]),
             f"test    {metrics_line(result.test_metrics)}",
+            *([] if trained.baseline is None else [f"beside  {trained.baseline}"]),
             f"model   {folders.model} ({result.parameters:,} parameters{trained.size})",
             f"logs    tensorboard --logdir {output / 'logs'}",
             f"curves  {output / 'curves.png'}",
@@ -403,8 +407,25 @@ class TrainMlm(TrainingCommand):
             card=mlm_card(self.config, folders.model),
             tested_epoch=result.last_or_best_epoch,
             size=f", {result.vocabulary:,} tokens",
+            baseline=f"accuracy {result.constant}",
             notes=[f"data    {result.lines}"],
+            last=_filled_tokens(result.filled, result.constant.token),
         )
+
+
+def _filled_tokens(filled: FilledTokens, token: str) -> list[str]:
+    """How many hidden tokens of the test text the model filled in, and those of which it was surest."""
+    if not filled.hidden:
+        return []
+    rows = [
+        [token.text, "  ".join(f"{answer} {probability:.2f}" for answer, probability in token.answers), str(token)]
+        for token in filled.surest
+    ]
+    counts = (
+        f"{filled.right} of {filled.hidden} hidden tokens of the test text, of which {filled.constant} are {token!r}"
+    )
+    table = console.text_table(["hidden", "likeliest answers", "in the test text"], rows)
+    return [f"filled  {counts}; the surest answers:", "", table]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,15 @@ _DEFINITIONS = {
     "step ms, p10, p90": "Median, 10th and 90th percentile of all timed steps.",
     "speed-up": "Examples/s over those of 1 device in the same round; the median over the rounds.",
     "efficiency": "Speed-up over the hardware in column “on”, in units of 1 device's; 100% is all that it can give.",
-    "final loss": "Of the last timed step. Rows of the same batch have seen the same examples as often.",
+    "final loss": "Loss of the last timed step. Rows with the same batch have trained on the same examples, so their"
+    " losses differ by dropout masks and batch statistics alone; rows with different batches cannot be compared.",
     "where the time goes": "Means over the replicas and the steps, which add up to the mean step.",
     "exchange": "Summing gradients over the replicas.",
     "update": "Dividing gradients, updating the weights, clearing the gradients.",
     "waiting": "For other replicas: at the update, and for cores that replicas share.",
     "other": "Starting the replicas, synchronizing them, and collecting what they return.",
 }
+_EXPLAINED_IN_TERMINAL = ("speed-up", "efficiency", "final loss")
 _ON_GPUS = (
     f"The parts come from {GPU_PROFILED_STEPS} further steps in which every replica waits for its GPU after each part; "
     "these are slower than the timed ones. Exchange is the time to issue it, and the rest of it is in update."
@@ -60,11 +62,12 @@ def write_scaling_report(files: tuple[Path, Path], result: ScalingResult) -> Non
 
 
 def terminal_tables(result: ScalingResult) -> str:
-    """Both tables as plain text, and warnings."""
+    """Both tables as plain text, what their columns mean, and warnings."""
     rows = text_table(ROW_HEADINGS, [row_cells(row) for row in result.rows])
     parts = text_table(PART_HEADINGS, [part_cells(row) for row in result.rows])
     where = "where the time of a step goes (ms, mean over the replicas)"
-    return "\n\n".join([rows, where, parts, *map(console.fill, result.machine.warnings)])
+    meanings = "\n".join(console.fill(f"{name}: {_DEFINITIONS[name]}") for name in _EXPLAINED_IN_TERMINAL)
+    return "\n\n".join([rows, meanings, where, parts, *map(console.fill, result.machine.warnings)])
 
 
 def render_page(result: ScalingResult) -> str:

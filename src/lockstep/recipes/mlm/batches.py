@@ -108,6 +108,11 @@ class MaskedBatches:
         """Sets the epoch, counted from 0, whose order and masks the next iteration draws."""
         self._epoch = epoch
 
+    def most_frequent_token(self) -> int:
+        """Returns the ordinary token that is most frequent in the rows."""
+        counts = torch.bincount(self._rows.tokens, minlength=len(self._is_special))
+        return int(counts.masked_fill(self._is_special, 0).argmax())
+
     def __len__(self) -> int:
         return math.ceil(len(self._rows) / self._config.batch_size)
 

@@ -28,6 +28,7 @@ from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.memory import checkpoint_layers
 from lockstep.recipes.mlm.batches import MaskedBatches
 from lockstep.recipes.mlm.config import MlmConfig
+from lockstep.recipes.mlm.examples import ConstantAnswer, FilledTokens, constant_answer, fill_tokens
 from lockstep.recipes.mlm.model import (
     IGNORED_LABEL,
     MaskedLanguageModel,
@@ -138,10 +139,16 @@ def run_settings(config: MlmConfig, text: TextSplits, tokenizer: Any) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class MlmResult(training.Result):
-    """The result of a run: also the size of the vocabulary, and the text's lines, read and dropped, for a person."""
+    """The result of a run.
+
+    Besides those of ``training.Result``: the size of the vocabulary, the text's lines (read and dropped, for a person
+    to read), what the accuracy compares with, and filled-in tokens.
+    """
 
     vocabulary: int
     lines: str
+    constant: ConstantAnswer
+    filled: FilledTokens
 
 
 def train_mlm(
@@ -176,7 +183,13 @@ def train_mlm(
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
         save_mlm(model, task, output_dir)
-    return MlmResult(**vars(result), vocabulary=len(task.tokenizer), lines=str(text))
+    return MlmResult(
+        **vars(result),
+        vocabulary=len(task.tokenizer),
+        lines=str(text),
+        constant=constant_answer(task.train, task.test, task.tokenizer),
+        filled=fill_tokens(model, task.text.test, task.tokenizer, most_frequent=task.train.most_frequent_token()),
+    )
 
 
 def save_mlm(model: Model, task: MlmTask, folder: Path) -> None:
