@@ -447,9 +447,12 @@ class TrainImages(TrainingCommand):
         return f"{self.source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
-        result = images_recipe.train_images(self.config, strategy, **self._places(folders, verbose))
+        skipped_file = folders.output / "skipped.txt"
+        places = self._places(folders, verbose)
+        result = images_recipe.train_images(self.config, strategy, skipped_file=skipped_file, **places)
         counts = ", ".join(f"{split} {number:,}" for split, number in result.num_images.items())
-        skipped = f"; {counted(len(result.broken), 'broken image')} skipped" if result.broken else ""
+        broken = f"; {counted(len(result.broken), 'broken image')} skipped, listed in {skipped_file}"
+        skipped = broken if result.broken else ""
         notes = [f"data    {result.source}: {counts} images{skipped}{_left_out(result)}"]
         return Trained(
             result=result,

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import runpy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+import lockstep as ls
 from lockstep.errors import DataError
 from lockstep.recipes.images import dataset
 from lockstep.recipes.images.dataset import load_images
@@ -65,6 +69,47 @@ def test_a_few_broken_pictures_are_skipped_and_leave_the_others_where_they_are(m
         rows = {tuple(row.flatten().tolist()) for row in before[part].pixels}
         assert all(tuple(row.flatten().tolist()) in rows for row in images.pixels)
     assert sum(len(images.labels) for images in pictures.splits.values()) == 115
+
+
+def load_on_worker(damaged: tuple[Path, Path], different: tuple[Path, Path]) -> tuple[Any, ...]:
+    """In each worker: the images of its host, as all workers have agreed on them; then those that are not the same."""
+    from contextlib import closing
+
+    import lockstep as ls
+    from lockstep.recipes.images.config import ImagesConfig
+
+    with closing(ls.MultiWorkerMirroredStrategy(["cpu:0"])) as strategy:
+        workers = strategy.workers
+        config = ImagesConfig(data=damaged[workers.index], size=8, output_stride=8, workers=0)
+        images = load_images(config, workers=workers)
+        pixels = b"".join(part.pixels.numpy().tobytes() for part in images.splits.values())
+        everyone = workers.all_gather_bytes("the pixels", pixels)
+        with pytest.raises(DataError) as refused:
+            load_images(replace(config, data=different[workers.index]), workers=workers)
+    return [path.name for path in images.broken], list(images.broken.values()), everyone, str(refused.value)
+
+
+def _called(path: str, *args: Any) -> Any:
+    """Runs ``load_on_worker`` of this file, which no worker could import by name."""
+    return runpy.run_path(path, run_name="source")["load_on_worker"](*args)
+
+
+@pytest.mark.workers
+def test_workers_agree_on_the_broken_images_and_refuse_different_ones(make_tree: MakeTree):
+    here, there = (make_tree(name, {"a": 30, "b": 30}) for name in ("here", "there"))
+    other = make_tree("other", {"a": 30, "b": 29})
+    break_pictures(here / "a", 1)
+    (there / "b" / "005.png").write_bytes(b"")
+
+    job = partial(_called, str(Path(__file__)))
+    names, reasons, pixels, refused = ls.launch(job, workers=2, args=((here, there), (here, other)), timeout_s=100)
+
+    assert names == ["000.png", "005.png"]
+    assert ["; on worker 1" in reason for reason in reasons] == [False, True]
+    assert len(set(pixels)) == 1
+    assert len(pixels[0]) == 58 * 8 * 8 * 3
+    assert refused.startswith("worker 1")
+    assert "(59 and 60); expected the same files" in refused
 
 
 def test_more_broken_pictures_than_the_share_are_an_error(make_tree: MakeTree, tiny: MakeConfig):

@@ -1,6 +1,7 @@
 """Global batches of images: shuffled anew in every epoch, or fixed.
 
-The order depends on (seed, epoch) alone, so an epoch can be repeated on any number of replicas.
+The order depends on (seed, epoch) and the random changes of the images on (seed, epoch, batch) alone, so an epoch can
+be repeated on any number of replicas.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lockstep.recipes.images.augmentation import augment
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.dataset import LabelledPixels
 from lockstep.recipes.shuffling import seeded_generator, shuffled_order
@@ -20,7 +22,7 @@ class ImageBatches:
     """The global batches of an epoch, as items (x, y) of a ``Model``'s data.
 
     x holds images [rows, 3, size, size] float32 (channels last in memory, as CPU convolutions prefer), y labels [rows]
-    int64; both are on the CPU. In ``training`` the images are shuffled.
+    int64; both are on the CPU. In ``training`` the images are shuffled, and changed at random if the config says so.
     """
 
     def __init__(self, images: LabelledPixels, config: ImagesConfig, *, training: bool) -> None:
@@ -36,12 +38,16 @@ class ImageBatches:
         return math.ceil(len(self._labels) / self._config.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.arange(len(self._labels))
+        order, epoch = torch.arange(len(self._labels)), self._epoch
         if self._training:
-            generator = seeded_generator(self._config.seed, self._epoch)
+            generator = seeded_generator(self._config.seed, epoch)
             order = shuffled_order(len(order), buffer=self._config.shuffle_buffer, generator=generator)
-        for chosen in torch.split(order, self._config.batch_size):
-            yield to_float(self._pixels[chosen]), self._labels[chosen]
+        for batch, chosen in enumerate(torch.split(order, self._config.batch_size)):
+            images = to_float(self._pixels[chosen])
+            if self._training and self._config.augment != "none":
+                generator = seeded_generator(self._config.seed, epoch, batch)
+                images = augment(images, mirror=self._config.augment == "crop-mirror", generator=generator)
+            yield images, self._labels[chosen]
 
 
 def to_float(pixels: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.errors import DataError
 from lockstep.extras import find_package, require
 from lockstep.recipes.images.config import ImagesConfig
@@ -70,6 +71,7 @@ class LabelledPixels:
 class ImageDataset:
     """Decoded images: the three splits ("valid" may be empty), and path -> reason of the broken ones.
 
+    An image that one worker cannot read is broken for all of them.
     ``only_trained`` are the classes without an image in the test, as one image cannot be held out; ``loose`` images are
     beside the class folders, and are left out.
     """
@@ -82,8 +84,16 @@ class ImageDataset:
     loose: int = 0
 
 
-def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDataset:
-    """Finds, splits and decodes the images of the config, or the embedded digits. Unusable images raise a DataError."""
+def load_images(
+    config: ImagesConfig, *, workers: Communicator | None = None, show_progress: bool = False
+) -> ImageDataset:
+    """Finds, splits and decodes the images of the config, or the embedded digits. Every worker must call it.
+
+    Each worker reads the images itself, so that each host may have a copy of them.
+
+    Raises:
+        DataError: the images cannot be used, or are not the same on all workers.
+    """
     if config.data is None:
         source, (classes, found) = "scikit-learn's digits", read_digits()
     else:
@@ -92,9 +102,13 @@ def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDa
         if split in found and fraction != getattr(ImagesConfig, f"{split}_fraction"):
             warnings.warn(f"{split}_fraction={fraction:g} has no effect: the images have a {split} split", stacklevel=3)
     splits = complete_splits(found, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
-    decoded, broken = _decode(splits, config, show_progress=show_progress)
+    images = [(split, image) for split, files in splits.items() for image in files]
+    pixels, broken = _decode([image for _, image in images], config, show_progress=show_progress)
+    if workers is not None:
+        broken = _agree_on_broken(images, broken, workers)
     if broken:
-        _report_broken(broken, sum(map(len, splits.values())))
+        _report_broken(broken, images, warned=workers is None or workers.leads)
+    decoded = _divide(splits, pixels, broken)
     for label, name in enumerate(classes):
         if label not in decoded["train"].labels:
             raise DataError(f"no readable training image is left of the class {name!r}, expected at least one")
@@ -103,19 +117,45 @@ def load_images(config: ImagesConfig, *, show_progress: bool = False) -> ImageDa
     return ImageDataset(
         splits=decoded,
         classes=classes,
-        broken=broken,
+        broken={images[index][1].path: reason for index, reason in broken.items()},
         source=source,
         only_trained=tuple(name for label, name in enumerate(classes) if label not in decoded["test"].labels),
         loose=0 if config.data is None else num_loose(config.data.expanduser()),
     )
 
 
-def _report_broken(broken: Mapping[Path, str], images: int) -> None:
-    path, reason = next(iter(broken.items()))
-    message = f"{len(broken):,} of {images:,} images cannot be read, such as {str(path)!r} ({reason})"
-    if len(broken) > MAX_BROKEN * images:
+def _agree_on_broken(
+    images: Sequence[tuple[Split, ImageFile]], broken: Mapping[int, str], workers: Communicator
+) -> dict[int, str]:
+    """Returns index -> reason of the images that any worker cannot read. Every worker must call it.
+
+    The copy of one host may be damaged: without this its worker would train on other batches than the others do.
+    """
+    names = "\0".join(f"{split}/{image.name}" for split, image in images)
+    sent = {"images": len(images), "names": hashlib.sha256(names.encode()).hexdigest(), "broken": dict(broken)}
+    received = all_gather_object(workers, "the images", sent)
+    for worker, report in zip(workers.names, received, strict=True):
+        if report["names"] != received[0]["names"]:
+            raise DataError(
+                f"{worker} has other images than {workers.names[0]} ({report['images']:,} and"
+                f" {received[0]['images']:,}); expected the same files below --data on every host: copy them again"
+            )
+    reasons: dict[int, str] = {}
+    for worker, report in zip(workers.names, received, strict=True):
+        for index, reason in report["broken"].items():
+            reasons.setdefault(index, reason if index in broken else f"{reason}; on {worker}")
+    return dict(sorted(reasons.items()))
+
+
+def _report_broken(broken: Mapping[int, str], images: Sequence[tuple[Split, ImageFile]], *, warned: bool) -> None:
+    index, reason = next(iter(broken.items()))
+    message = (
+        f"{len(broken):,} of {len(images):,} images cannot be read, such as {str(images[index][1].path)!r} ({reason})"
+    )
+    if len(broken) > MAX_BROKEN * len(images):
         raise DataError(f"{message}; expected at most {MAX_BROKEN:.0%} of them; repair or remove them")
-    warnings.warn(f"{message}; they are skipped", stacklevel=3)
+    if warned:
+        warnings.warn(f"{message}; they are skipped", stacklevel=3)
 
 
 def check_data(folder: Path) -> None:
@@ -210,11 +250,8 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
     )
 
 
-def _decode(
-    splits: Splits, config: ImagesConfig, *, show_progress: bool
-) -> tuple[dict[Split, LabelledPixels], dict[Path, str]]:
-    """The readable images of each split, and path -> reason of the broken ones."""
-    images = [(split, image) for split, files in splits.items() for image in files]
+def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
+    """Returns pixels [images, size, size, 3] uint8, arbitrary for the broken ones, and index -> reason of these."""
     needed_mb, free_mb = len(images) * config.size**2 * 3 / 2**20, available_mb()
     if needed_mb > _MEMORY_FRACTION * free_mb:
         raise DataError(
@@ -222,7 +259,7 @@ def _decode(
             f" {_MEMORY_FRACTION:.0%} of the {free_mb:,.0f} MB of free memory; set a smaller size"
         )
     loader = DataLoader(
-        _Decoded([image for _, image in images], config.size),
+        _Decoded(images, config.size),
         batch_size=_CHUNK,
         num_workers=0 if config.data is None else min(config.num_workers, math.ceil(len(images) / _CHUNK)),
         collate_fn=list,
@@ -231,19 +268,33 @@ def _decode(
     tqdm = require("tqdm", "images").tqdm
     chunks = tqdm(loader, desc="decoding", unit_scale=_CHUNK, leave=False, disable=None if show_progress else True)
     pixels = torch.empty(len(images), config.size, config.size, 3, dtype=torch.uint8)
-    labels: dict[Split, list[int]] = {split: [] for split in splits}
-    broken: dict[Path, str] = {}
-    readable = 0
-    for (split, image), result in zip(images, (result for chunk in chunks for result in chunk), strict=True):
+    broken: dict[int, str] = {}
+    for index, result in enumerate(result for chunk in chunks for result in chunk):
         if isinstance(result, str):
-            broken[image.path] = result
+            broken[index] = result
         else:
-            pixels[readable] = torch.frombuffer(result, dtype=torch.uint8).view(pixels.shape[1:])
-            labels[split].append(image.label)
-            readable += 1
-    parts = torch.split(pixels[:readable], [len(own) for own in labels.values()])
-    decoded = zip(labels.items(), parts, strict=True)
-    return {split: LabelledPixels(pixels=part, labels=tuple(own)) for (split, own), part in decoded}, broken
+            pixels[index] = torch.frombuffer(result, dtype=torch.uint8).view(pixels.shape[1:])
+    return pixels, broken
+
+
+def _divide(splits: Splits, pixels: Tensor, broken: Mapping[int, str]) -> dict[Split, LabelledPixels]:
+    """Divides the pixels of all images, in the order of the splits, without the broken ones.
+
+    The pixels move to the front in place: a second copy may not fit into memory.
+    """
+    labels: dict[Split, tuple[int, ...]] = {}
+    index = readable = 0
+    for split, files in splits.items():
+        rows = range(index, index + len(files))
+        labels[split] = tuple(image.label for row, image in zip(rows, files, strict=True) if row not in broken)
+        for row in rows:
+            if row not in broken:
+                if readable < row:
+                    pixels[readable] = pixels[row]
+                readable += 1
+        index += len(files)
+    parts = torch.split(pixels[:readable], [len(split_labels) for split_labels in labels.values()])
+    return {split: LabelledPixels(pixels=part, labels=labels[split]) for split, part in zip(labels, parts, strict=True)}
 
 
 class _Decoded(Dataset[bytearray | str]):

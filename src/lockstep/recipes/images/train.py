@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.atomic_files import atomic_write
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.recipes import training
 from lockstep.recipes.exactness import ExactnessReport, compare
 from lockstep.recipes.images.batches import ImageBatches
@@ -44,9 +46,14 @@ class ImagesTask(training.Task):
     dataset: ImageDataset
 
 
-def build_images(config: ImagesConfig, *, show_progress: bool = False) -> ImagesTask:
-    """Finds and decodes the images, and makes the model; raises DataError if the images cannot be used."""
-    dataset = load_images(config, show_progress=show_progress)
+def build_images(
+    config: ImagesConfig, *, workers: Communicator | None = None, show_progress: bool = False
+) -> ImagesTask:
+    """Finds and decodes the images, and makes the model; raises DataError if the images cannot be used.
+
+    Every worker must call it.
+    """
+    dataset = load_images(config, workers=workers, show_progress=show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = new_mobilenet(config, dataset.classes)
@@ -74,7 +81,8 @@ def build_images(config: ImagesConfig, *, show_progress: bool = False) -> Images
 
 def _callbacks(config: ImagesConfig, module: nn.Module, dataset: ImageDataset) -> tuple[Callback, ...]:
     # All images are shuffled together, whatever the buffer: a batch of one class would have statistics of its own.
-    settings = replace(config, shuffle_buffer=0, batch_size=max(2, config.batch_size))
+    # They are not changed at random either, as the images of the validation are not.
+    settings = replace(config, shuffle_buffer=0, batch_size=max(2, config.batch_size), augment="none")
     batches = ImageBatches(dataset.splits["train"], settings, training=True)
     return (FreshStatistics(module, batches),) if statistics_lag(len(batches), config.batch_norm_momentum) else ()
 
@@ -130,6 +138,7 @@ def train_images(
     callbacks: Sequence[Callback] = (),
     log_dir: Path | None = None,
     output_dir: Path | None = None,
+    skipped_file: Path | None = None,
     verbose: Verbose = 1,
 ) -> ImagesResult:
     """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
@@ -142,12 +151,17 @@ def train_images(
         callbacks: callbacks that run before those of the recipe, early stopping and TensorBoard.
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and class names at the end, as transformers reads them; None writes none.
+        skipped_file: file that lists the images that cannot be read, a line each: the path, a tab and the reason. None,
+            or no such image, writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
     """
-    task = build_images(config, show_progress=verbose == 1)
+    task = build_images(config, workers=strategy.workers, show_progress=verbose == 1)
+    if skipped_file is not None:
+        write = partial(write_skipped, skipped_file, task.dataset.broken)
+        run_on_chief(strategy.workers, "write the list of broken images", write)
     dataset, model = task.dataset, training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
@@ -162,6 +176,15 @@ def train_images(
     )
 
 
+def write_skipped(file: Path, broken: Mapping[Path, str]) -> None:
+    """Writes path and reason of the broken images; without any, removes the list of an earlier run."""
+    if broken:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, "".join(f"{path}\t{reason}\n" for path, reason in broken.items()))
+    else:
+        file.unlink(missing_ok=True)
+
+
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
     """Trains the first steps with the strategy and again without it, from the same weights on the same batches.
 
@@ -170,7 +193,7 @@ def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) ->
     float32 the losses of the third step differ by 0.1, in double by 1e-11 (two replicas, digits, SGD with 0.1). Every
     worker must call it. ``steps`` are global batches, one update each.
     """
-    task = build_images(replace(config, sync_batchnorm=True))
+    task = build_images(replace(config, sync_batchnorm=True), workers=strategy.workers)
     task.module.double()
     first = islice(task.train, steps)
     batches = tuple((images[:_EXACT_ROWS].double(), labels[:_EXACT_ROWS]) for images, labels in first)
