@@ -76,7 +76,7 @@ def add_to(app: typer.Typer) -> None:
     backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
     text = {"data": "Data", "pretrained": "Model"}
     mlm = {**text, "sequence_length": "Data", "batch_size": "Training"}
-    images = {"data": "Data", "hidden": "Model", "batch_size": "Training"}
+    images = {"data": "Data", "pretrained": "Model", "batch_size": "Training"}
     reviews = {**text, "hide": "Data", "per_device_train_batch_size": "Training"}
     train.command(
         "mlm", cls=GroupedHelp, epilog="Example: lockstep train mlm --devices cpu:4 --epochs 2 --output runs/mlm"
@@ -444,7 +444,8 @@ class TrainImages(TrainingCommand):
     @property
     def work(self) -> str:
         config = self.config
-        return f"{self.source} at {config.size}x{config.size}, global batches of {counted(config.batch_size, 'image')}"
+        size = "the model's size" if config.pretrained and config.size is None else f"{config.side}x{config.side}"
+        return f"{self.source} at {size}, global batches of {counted(config.batch_size, 'image')}"
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         skipped_file = folders.output / "skipped.txt"
@@ -456,7 +457,7 @@ class TrainImages(TrainingCommand):
         notes = [f"data    {result.source}: {counts} images{skipped}{_left_out(result)}"]
         return Trained(
             result=result,
-            card=images_card(self.config, result.classes, folders.model),
+            card=images_card(result.config, result.classes, folders.model),
             tested_epoch=result.last_or_best_epoch,
             size=f", {len(result.classes)} classes",
             notes=notes,

@@ -113,10 +113,10 @@ print(classify({quoted(text)}, truncation=True, max_length={config.max_tokens})[
 
 def images_card(config: ImagesConfig, classes: Sequence[str], folder: Path) -> ModelCard:
     """The card of an image classifier in ``folder``."""
-    size = f"({config.size}, {config.size})"
+    size = f"({config.side}, {config.side})"
     if config.hidden:
         notes = "transformers has no such head: the code below makes the model with Lockstep."
-        sizes = f"hidden={config.hidden}, size={config.size}, width_multiplier={config.width_multiplier}"
+        sizes = f"hidden={config.hidden}, size={config.side}, width_multiplier={config.width_multiplier}"
         code = f"""
 import torch
 from safetensors.torch import load_file

@@ -30,7 +30,7 @@ class Recipe:
 
 def _images_title(config: ImagesConfig) -> str:
     width = "" if config.width_multiplier == 1 else f", width {config.width_multiplier:g}"
-    return f"MobileNetV2{width}, images of {config.size}x{config.size}, Adam, fp32"
+    return f"MobileNetV2{width}, images of {config.side}x{config.side}, Adam, fp32"
 
 
 def _mlm_title(config: MlmConfig) -> str:

@@ -31,10 +31,13 @@ class ImagesConfig:
         test_fraction: fraction of each class that is held out for the test if the data has no test/.
         valid_fraction: fraction of each class that is held out for validation if the data has no valid/; 0 holds out
             none.
-        size: side in pixels of the square to which images are resized; published runs have 224.
+        size: side in pixels of the square to which images are resized; published runs have 224. Default: 32, or the
+            pretrained model's own.
         workers: processes that decode images; default: one per core; 0 decodes in the main process.
         augment: random changes of the training images: crop (with contrast and brightness), the same and mirror images,
             or none. Small sets need them; mirror images of digits and letters are wrong.
+        pretrained: folder or Hugging Face name of an image classifier to start from, also of timm
+            (timm/mobilenetv2_100.ra_in1k); it has its own layers, size and normalization, and gets a new head.
         hidden: width of a hidden layer between the pooled features and the classes; 0 for none.
         width_multiplier: factor for the width of all layers.
         output_stride: ratio of image size to the size of the last feature map; 8, 16 or 32.
@@ -56,9 +59,10 @@ class ImagesConfig:
     data: Path | None = None
     test_fraction: float = 0.1
     valid_fraction: float = 0.1
-    size: int = 32
+    size: int | None = None
     workers: int | None = None
     augment: Literal["none", "crop", "crop-mirror"] = "none"
+    pretrained: str | None = None
     hidden: int = 0
     width_multiplier: float = 1.0
     output_stride: int = 32
@@ -93,6 +97,11 @@ class ImagesConfig:
             patience_updates=(0, UNBOUNDED),
             clip_norm=(ABOVE_ZERO, UNBOUNDED),
         )
+
+    @property
+    def side(self) -> int:
+        """The side in pixels of the images."""
+        return 32 if self.size is None else self.size
 
     @property
     def num_workers(self) -> int:

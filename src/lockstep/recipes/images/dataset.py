@@ -252,14 +252,14 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
 
 def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
     """Returns pixels [images, size, size, 3] uint8, arbitrary for the broken ones, and index -> reason of these."""
-    needed_mb, free_mb = len(images) * config.size**2 * 3 / 2**20, available_mb()
+    needed_mb, free_mb = len(images) * config.side**2 * 3 / 2**20, available_mb()
     if needed_mb > _MEMORY_FRACTION * free_mb:
         raise DataError(
-            f"{len(images):,} images of {config.size}x{config.size} take {needed_mb:,.0f} MB decoded, expected at most"
+            f"{len(images):,} images of {config.side}x{config.side} take {needed_mb:,.0f} MB decoded, expected at most"
             f" {_MEMORY_FRACTION:.0%} of the {free_mb:,.0f} MB of free memory; set a smaller size"
         )
     loader = DataLoader(
-        _Decoded(images, config.size),
+        _Decoded(images, config.side),
         batch_size=_CHUNK,
         num_workers=0 if config.data is None else min(config.num_workers, math.ceil(len(images) / _CHUNK)),
         collate_fn=list,
@@ -267,7 +267,7 @@ def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress:
     )
     tqdm = require("tqdm", "images").tqdm
     chunks = tqdm(loader, desc="decoding", unit_scale=_CHUNK, leave=False, disable=None if show_progress else True)
-    pixels = torch.empty(len(images), config.size, config.size, 3, dtype=torch.uint8)
+    pixels = torch.empty(len(images), config.side, config.side, 3, dtype=torch.uint8)
     broken: dict[int, str] = {}
     for index, result in enumerate(result for chunk in chunks for result in chunk):
         if isinstance(result, str):

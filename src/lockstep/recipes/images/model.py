@@ -12,17 +12,18 @@ weight of the old statistics, by the recipe's.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.atomic_files import atomic_write
+from lockstep.atomic_files import atomic_file, atomic_write
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes.from_hub import label_names
 from lockstep.recipes.images.config import ImagesConfig
+from lockstep.recipes.images.pretrained import PretrainedClassifier
 from lockstep.train.model import Model
 
 
@@ -51,7 +52,7 @@ def new_mobilenet(config: ImagesConfig, classes: Sequence[str]) -> ImageClassifi
     transformers = require("transformers", "images")
     settings = transformers.MobileNetV2Config(
         depth_multiplier=config.width_multiplier,
-        image_size=config.size,
+        image_size=config.side,
         output_stride=config.output_stride,
         classifier_dropout_prob=0.0,
         **label_names(classes),
@@ -59,25 +60,49 @@ def new_mobilenet(config: ImagesConfig, classes: Sequence[str]) -> ImageClassifi
     return ImageClassifier(transformers.MobileNetV2Model(settings), config, len(classes))
 
 
-def save_mobilenet(model: Model, module: ImageClassifier, folder: Path) -> None:
+def save_classifier(model: Model, module: ImageClassifier | PretrainedClassifier, folder: Path) -> None:
     """Writes a folder that transformers reads. The chief writes; every worker must call it."""
-    model.save_weights(folder / "model.safetensors")
-    run_on_chief(model.strategy.workers, "write the config", lambda: _save_config(module, folder))
+    weights = model.state_dict()
+    run_on_chief(model.strategy.workers, "write the model", lambda: _save(weights, module, folder))
 
 
-def _save_config(module: ImageClassifier, folder: Path) -> None:
+def _save(weights: Mapping[str, Tensor], module: ImageClassifier | PretrainedClassifier, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(module, PretrainedClassifier):
+        config, preparation = _pretrained_config(module)
+        weights = {name.removeprefix("network."): tensor for name, tensor in weights.items()}
+    else:
+        config, preparation = _mobilenet_config(module)
+    with atomic_file(folder / "model.safetensors") as partial:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        require("safetensors.torch", "images").save_file(contiguous, partial, metadata={"format": "pt"})
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
+    atomic_write(folder / "preprocessor_config.json", json.dumps(preparation, indent=2))
+
+
+def _mobilenet_config(module: ImageClassifier) -> tuple[dict[str, Any], dict[str, Any]]:
     plain = isinstance(module.classifier, nn.Linear)
     architecture = "MobileNetV2ForImageClassification" if plain else "MobileNetV2Model"
     config = {**module.mobilenet_v2.config.to_dict(), "architectures": [architecture]}
-    preprocessor = {
+    return config, _processor(config["image_size"])
+
+
+def _pretrained_config(module: PretrainedClassifier) -> tuple[dict[str, Any], dict[str, Any]]:
+    network, preparation = module.network, module.preparation
+    config = {**network.config.to_dict(), "architectures": [type(network).__name__], "image_size": preparation.size}
+    normalized = {"do_normalize": True, "image_mean": list(preparation.mean), "image_std": list(preparation.std)}
+    return config, {**_processor(preparation.size), **normalized}
+
+
+def _processor(size: int) -> dict[str, Any]:
+    """The settings of an image processor that prepares images as this recipe does."""
+    return {
         "image_processor_type": "MobileNetV2ImageProcessor",
         "do_resize": True,
-        "size": {"height": config["image_size"], "width": config["image_size"]},
+        "size": {"height": size, "width": size},
         "resample": 2,  # bilinear
         "do_center_crop": False,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": False,
     }
-    atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
-    atomic_write(folder / "preprocessor_config.json", json.dumps(preprocessor, indent=2))

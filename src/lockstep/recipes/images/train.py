@@ -22,10 +22,12 @@ from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.recipes import training
 from lockstep.recipes.exactness import ExactnessReport, compare
+from lockstep.recipes.from_hub import warn_of_ignored
 from lockstep.recipes.images.batches import ImageBatches
 from lockstep.recipes.images.config import ImagesConfig
 from lockstep.recipes.images.dataset import ImageDataset, load_images
-from lockstep.recipes.images.model import new_mobilenet, save_mobilenet
+from lockstep.recipes.images.model import ImageClassifier, new_mobilenet, save_classifier
+from lockstep.recipes.images.pretrained import PretrainedClassifier, load_classifier, preparation_of
 from lockstep.recipes.images.split_folders import Split
 from lockstep.recipes.images.statistics import FreshStatistics, statistics_lag
 from lockstep.strategies.base import Strategy
@@ -33,7 +35,7 @@ from lockstep.train.callbacks import Callback
 from lockstep.train.classification import Accuracy
 from lockstep.train.fit import Verbose
 
-_MAY_CHANGE = ("data", "workers", "patience", "patience_updates")
+_MAY_CHANGE = ("data", "pretrained", "workers", "patience", "patience_updates")
 """Settings that may differ in a resumed run: paths, and how the same numbers are computed."""
 _EXACT_ROWS = 17
 """Images per batch of the exactness check: double convolutions take ten times as long; odd, for uneven shards."""
@@ -53,10 +55,13 @@ def build_images(
 
     Every worker must call it.
     """
+    if config.pretrained is not None:
+        warn_of_ignored(config, ("hidden", "width_multiplier", "output_stride"))
+        config = replace(config, size=config.size or preparation_of(config.pretrained).size)
     dataset = load_images(config, workers=workers, show_progress=show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        module = new_mobilenet(config, dataset.classes)
+        module = _new_module(config, dataset.classes)
 
     def batches(split: Split) -> ImageBatches:
         return ImageBatches(dataset.splits[split], config, training=split == "train")
@@ -77,6 +82,13 @@ def build_images(
         settings=partial(run_settings, config, dataset),
         dataset=dataset,
     )
+
+
+def _new_module(config: ImagesConfig, classes: Sequence[str]) -> ImageClassifier | PretrainedClassifier:
+    if config.pretrained is None:
+        return new_mobilenet(config, classes)
+    momentum = config.batch_norm_momentum
+    return load_classifier(config.pretrained, classes, batch_norm_momentum=momentum, size=config.size)
 
 
 def _callbacks(config: ImagesConfig, module: nn.Module, dataset: ImageDataset) -> tuple[Callback, ...]:
@@ -121,9 +133,10 @@ def run_settings(config: ImagesConfig, dataset: ImageDataset) -> dict[str, Any]:
 class ImagesResult(training.Result):
     """The result of a run; how many images each split has, and path -> reason of the broken ones.
 
-    ``only_trained`` and ``loose`` are as in ``ImageDataset``.
+    ``config`` has the size of the images filled in. ``only_trained`` and ``loose`` are as in ``ImageDataset``.
     """
 
+    config: ImagesConfig
     num_images: dict[str, int]
     classes: tuple[str, ...]
     broken: Mapping[Path, str]
@@ -165,9 +178,10 @@ def train_images(
     dataset, model = task.dataset, training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
-        save_mobilenet(model, task.module, output_dir)
+        save_classifier(model, task.module, output_dir)
     return ImagesResult(
         **vars(result),
+        config=task.config,
         num_images={split: len(images.labels) for split, images in dataset.splits.items()},
         classes=dataset.classes,
         broken=dataset.broken,
