@@ -38,6 +38,9 @@ class Preparation:
 class PretrainedClassifier(nn.Module):
     """A network of transformers that takes images from 0 to 1 and returns logits."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, network: Any, preparation: Preparation) -> None:
         super().__init__()
         self.network = network
@@ -148,5 +151,5 @@ def _load(name: str, kind: Any, **settings: Any) -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"pretrained={name!r} needs a package that is not installed ({reason}); for models of timm: pip install timm"
+            f"pretrained={name!r} needs a package that is not there ({reason}); for models of timm: pip install timm"
         ) from error
