@@ -22,6 +22,7 @@ Job = Callable[[], int | InWorkers]
 
 COMMANDS = {
     "train": "Train one of the recipes.",
+    "predict": "Classify images with a trained model, and write a table and a contact sheet.",
     "devices": "Show the physical devices, and the logical devices that --devices makes of them.",
     "doctor": "Show versions, devices, network and limits of this machine, and its known troubles.",
     "data": "Write the data that is embedded in a package as files.",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_AREA = (0.35, 1.0)  # of the image; the usual least of 0.08 leaves hardly an object in a picture of 32x32
+_AREA = (0.5, 1.0)  # of the image; the usual least of 0.08 leaves hardly an object in a small picture
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))  # width over height
 _CONTRAST, _BRIGHTNESS = (0.8, 1.2), (-0.1, 0.1)
 

@@ -15,8 +15,8 @@ import shutil
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,17 @@ def num_loose(folder: Path) -> int:
     return sum(_is_image(path) for place in folders for path in place.iterdir() if not is_hidden(path.name))
 
 
+def images_in(folder: Path) -> list[Path]:
+    """The images of a folder and those below it, without hidden ones, sorted by path."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if _is_image(path) and not any(map(is_hidden, path.relative_to(folder).parts))
+    )
+
+
 def _images_by_class(split: Path) -> dict[str, list[Path]]:
-    return {
-        folder.name: sorted(
-            path
-            for path in folder.rglob("*")
-            if _is_image(path) and not any(map(is_hidden, path.relative_to(folder).parts))
-        )
-        for folder in folders_in(split)
-    }
+    return {folder.name: images_in(folder) for folder in folders_in(split)}
 
 
 def _is_image(path: Path) -> bool:
@@ -313,14 +315,27 @@ def decode(image: ImageFile, size: int) -> bytearray | str:
     if image.embedded is not None:
         return to_square(image.embedded, size)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
-            with require("PIL.Image", "images").open(image.path, formats=_DECODERS) as opened:
-                # A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, at least twice the needed size.
-                opened.draft("RGB", (2 * size, 2 * size))
-                return to_square(opened, size)
+        with _opened(image.path) as opened:
+            # A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, at least twice the needed size.
+            opened.draft("RGB", (2 * size, 2 * size))
+            return to_square(opened, size)
     except Exception as error:  # noqa: BLE001 - Pillow's plugins raise almost anything for damaged files
         return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file as a Pillow image, which decodes when its pixels are asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of damaged metadata, which does not affect the pixels
+        with require("PIL.Image", "images").open(path, formats=_DECODERS) as image:
+            yield image
+
+
+def open_upright(path: Path) -> Any:
+    """Returns a readable file as a Pillow image, upright and in RGB."""
+    with _opened(path) as image:
+        return _to_upright_rgb(image)
 
 
 def to_square(image: Any, size: int) -> bytearray:
@@ -328,12 +343,16 @@ def to_square(image: Any, size: int) -> bytearray:
 
     Resizing is bilinear and antialiased; 16 bits per channel are reduced to 8.
     """
-    pillow = require("PIL.Image", "images")
+    bilinear = require("PIL.Image", "images").Resampling.BILINEAR
+    return bytearray(_to_upright_rgb(image).resize((size, size), bilinear).tobytes())
+
+
+def _to_upright_rgb(image: Any) -> Any:
     with suppress(Exception):  # of damaged EXIF data, where the orientation is not known
         image = require("PIL.ImageOps", "images").exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit grey, which Pillow's own conversion would clip at 255
         image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
-    return bytearray(image.convert("RGB").resize((size, size), pillow.Resampling.BILINEAR).tobytes())
+    return image.convert("RGB")
 
 
 _WHITE = 16  # grey values of the digits go from 0 to 16
