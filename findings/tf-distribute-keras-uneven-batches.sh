@@ -11,7 +11,7 @@
 #
 # Seen: tensorflow-cpu 2.21.0, keras 3.15.1, numpy 2.4.6, Python 3.11, on a CPU of 4 logical devices. The script fails
 # if another version behaves in another way.
-# In Lockstep: 3, 2, 2, 2 rows, and one device's step in each case (tests/integrations/test_uneven_like_one_device.py).
+# In Lockstep: 3, 2, 2, 2 rows, and one device's step in each case (tests/docs/test_measured_there_and_here.py).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

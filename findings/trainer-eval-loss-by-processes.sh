@@ -6,7 +6,7 @@
 # Seen: transformers 5.23.0, accelerate 1.15.0, torch 2.13.0, Python 3.11: for 5 rows with losses 1, 1, 4, 4 and 100, two
 # rows of each process in a batch, eval_loss is 22.0 on one process (the mean) and 12.1 on two. The script fails if
 # another version behaves in another way.
-# In Lockstep: 22.0 on any number of replicas (tests/integrations/test_transformers_evaluation.py).
+# In Lockstep: 22.0 on any number of replicas (tests/docs/test_measured_there_and_here.py).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
