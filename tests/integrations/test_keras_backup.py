@@ -15,6 +15,7 @@ keras = pytest.importorskip("keras")
 
 import torch  # noqa: E402
 
+import lockstep as ls  # noqa: E402
 from lockstep.errors import CheckpointError, ConfigError  # noqa: E402
 from lockstep.integrations.keras import BackupAndRestore, distribute  # noqa: E402
 
@@ -98,6 +99,7 @@ def test_a_resumed_fit_has_the_bits_of_one_that_was_not_interrupted(
     for value, other in zip(resumed.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(value, other)
     assert not (tmp_path / "backup").exists()
+    assert len(fit(resumed, epochs=2)["loss"]) == 2
 
 
 def test_on_another_number_of_replicas_it_continues_with_the_numbers_of_one_device(
@@ -148,6 +150,8 @@ def test_what_cannot_be_continued_is_refused(make_strategy: MakeStrategy, tmp_pa
         BackupAndRestore(tmp_path, 0)
     with pytest.raises(ConfigError, match=r"fit\(steps_per_epoch=2\)"):
         fit(model(make_strategy(2)), BackupAndRestore(tmp_path), steps_per_epoch=2)
+    with pytest.raises(ConfigError, match=r"such as lockstep\.integrations\.keras\.BackupAndRestore"):
+        fit(model(make_strategy(2)), ls.BackupAndRestore(tmp_path))
     with pytest.raises(ConfigError, match="give the model to distribute"):
         fit(model(None), BackupAndRestore(tmp_path))
     with pytest.raises(Interruption):

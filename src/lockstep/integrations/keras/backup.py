@@ -79,6 +79,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]  # Keras
         with model._distribution.strategy.scope():
             checkpoint = Checkpoint(training=self._training)
         self._manager = CheckpointManager(checkpoint, self.backup_dir, keep=2 if self.double_checkpoint else 1)
+        model._initial_epoch = None
         if self._manager.restore_or_initialize() is not None:
             model._distribution.default_generators.continue_as_restored()
             model._initial_epoch = self._training.epoch
@@ -107,6 +108,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]  # Keras
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the backups. Every worker must call it."""
+        self.model._initial_epoch = None  # Keras keeps it, and the model's next fit would begin there too
         if self.delete_checkpoint:
             self._active[1].remove_own(with_folder=True)
 

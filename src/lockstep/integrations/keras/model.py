@@ -469,9 +469,11 @@ def _check_given(x: Any, batch_size: int | None, callbacks: Any) -> None:
     for each in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
         if isinstance(each, Callback):
             name = type(each).__name__
+            place = "lockstep.integrations.keras" if name == "BackupAndRestore" else "keras.callbacks"
+            counterpart = name if hasattr(keras.callbacks, name) else "Callback"
             raise ConfigError(
-                f"callbacks holds lockstep's {name}, which is for ls.Model; a Keras model takes Keras's, such as "
-                f"keras.callbacks.{name if hasattr(keras.callbacks, name) else 'Callback'}"
+                f"callbacks holds {name} of ls.Model; for a Keras model give a callback of Keras, such as "
+                f"{place}.{counterpart}"
             )
 
 
