@@ -44,9 +44,14 @@ class ImagesTask(training.Task):
     dataset: ImageDataset
 
 
-def build_images(config: ImagesConfig, *, show_progress: bool = False) -> ImagesTask:
-    """Finds and decodes the images, and makes the model; raises DataError if the images cannot be used."""
-    dataset = load_images(config, show_progress=show_progress)
+def build_images(
+    config: ImagesConfig, dataset: ImageDataset | None = None, *, show_progress: bool = False
+) -> ImagesTask:
+    """Finds and decodes the images (unless they are given), and makes the model.
+
+    Raises a DataError if the images cannot be used.
+    """
+    dataset = load_images(config, show_progress=show_progress) if dataset is None else dataset
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = new_mobilenet(config, dataset.classes)
@@ -131,6 +136,7 @@ def train_images(
     log_dir: Path | None = None,
     output_dir: Path | None = None,
     verbose: Verbose = 1,
+    choose_batch_size: training.ChooseBatchSize | None = None,
 ) -> ImagesResult:
     """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
 
@@ -143,11 +149,15 @@ def train_images(
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and class names at the end, as transformers reads them; None writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+        choose_batch_size: chooses another batch size than the config's, before the training.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
     """
     task = build_images(config, show_progress=verbose == 1)
+    if choose_batch_size is not None:
+        config = training.with_batch_size(config, task, strategy, choose_batch_size)
+        task = build_images(config, task.dataset)
     dataset, model = task.dataset, training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:
