@@ -169,8 +169,7 @@ class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
     ``recipe`` is the module that trains, ``name`` its name, ``data`` the module that reads the data, ``embedded`` what
-    it reads without --data, ``title`` says what is trained, and ``size`` names the
-    field that "auto" may set.
+    it reads without --data, ``title`` says what is trained, and ``size`` names the setting that may be "auto".
 
     Args:
         devices: how to divide the devices.
