@@ -46,6 +46,10 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_a_wrong_device_ends_in_one_line",
         "test_a_loop_of_its_own_prints_the_numbers_of_one_device_and_learns",
     ),
+    "integrations/test_keras_backup.py": (
+        "test_rows_of_a_loader_that_draws_are_those_that_were_left",
+        "test_what_cannot_be_continued_is_refused",
+    ),
     "integrations/test_keras_examples.py": ("test_few_lines_differ_from_the_program_for_one_device",),
     "integrations/test_keras_workers.py": (),
     "integrations/test_transformers_checkpoints.py": ("test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout",),
@@ -56,6 +60,16 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_without_rows_no_forward_pass_runs_and_the_numbers_are_those_of_one_device",
     ),
     "integrations/test_transformers_workers.py": (),
+    "launch/test_batch_size.py": (
+        "test_the_largest_that_fits_is_found_to_a_sixteenth_and_below_the_bound",
+        "test_for_speed_the_search_ends_where_larger_batches_bring_nothing",
+        "test_a_bound_below_the_number_of_replicas_is_tried_as_it_is",
+        "test_what_counts_as_no_more_memory",
+        "test_a_killed_trial_does_not_fit_and_other_failures_are_raised_as_they_are",
+        "test_where_nothing_fits_the_error_is_one_of_memory",
+        "test_a_model_is_as_before_and_the_trials_are_used_again",
+        "test_what_cannot_be_tried_is_refused",
+    ),
     "launch/test_launch.py": (
         "test_the_chief_s_result_comes_back",
         "test_the_error_of_a_worker_is_the_cause_and_the_worker_is_named",
@@ -142,6 +156,7 @@ SLOW_TESTS: dict[str, tuple[str, ...]] = {
         "test_a_browser_refuses_what_the_page_would_ask_for",
     ),
     "strategies/test_logical_gpu_programs.py": ("test_masked_language_modelling_on_four_shares",),
+    "train/test_learning_rate.py": ("test_two_workers_agree_when_to_stop_and_have_one_device_s_numbers",),
     "train/test_resume.py": ("test_a_record_with_values_of_another_type_is_passed_over_by_name",),
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.collectives.reduce import ReduceOp
     from lockstep.data.dataset import InputContext
     from lockstep.data.sharding import has_rows
+    from lockstep.launch.batch_size import find_batch_size
     from lockstep.replicas.context import ReplicaContext, get_replica_context
     from lockstep.strategies.base import Strategy, get_strategy, has_strategy, in_cross_replica_context
     from lockstep.strategies.losses import compute_average_loss, scale_regularization_loss
@@ -48,19 +49,20 @@ if TYPE_CHECKING:
         WeightsAndBiases,
     )
     from lockstep.train.fingerprint import fingerprint
+    from lockstep.train.learning_rate import LearningRateRange, find_learning_rate
     from lockstep.train.own_step import TrainStep
 
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022  # which would put EMA first
     "BackupAndRestore", "CSVLogger", "Callback", "Checkpoint", "CheckpointManager", "ClusterSpec",
-    "CommunicationOptions", "EMA", "EarlyStopping", "History", "InputContext", "LambdaCallback",
+    "CommunicationOptions", "EMA", "EarlyStopping", "History", "InputContext", "LambdaCallback", "LearningRateRange",
     "LearningRateScheduler", "MLflow", "MaxTime", "MirroredStrategy", "Model", "ModelCheckpoint",
     "MultiWorkerMirroredStrategy", "ParallelStrategy", "PerReplica", "ProgressBar", "ReduceLROnPlateau", "ReduceOp",
     "ReplicaContext", "SWA", "Strategy", "TensorBoard", "TerminateOnNaN", "Trackio", "TrainStep", "WeightsAndBiases",
-    "callbacks", "compute_average_loss", "config", "errors", "export_weights", "fingerprint", "get_replica_context",
-    "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context", "latest_checkpoint", "launch",
-    "scale_regularization_loss",
+    "callbacks", "compute_average_loss", "config", "errors", "export_weights", "find_batch_size", "find_learning_rate",
+    "fingerprint", "get_replica_context", "get_strategy", "has_rows", "has_strategy", "in_cross_replica_context",
+    "latest_checkpoint", "launch", "scale_regularization_loss",
 ]  # fmt: skip
 
 _WHERE = {
@@ -71,6 +73,7 @@ _WHERE = {
     "lockstep.collectives.reduce": ("ReduceOp",),
     "lockstep.data.dataset": ("InputContext",),
     "lockstep.data.sharding": ("has_rows",),
+    "lockstep.launch.batch_size": ("find_batch_size",),
     "lockstep.replicas.context": ("ReplicaContext", "get_replica_context"),
     "lockstep.strategies.base": ("Strategy", "get_strategy", "has_strategy", "in_cross_replica_context"),
     "lockstep.strategies.losses": ("compute_average_loss", "scale_regularization_loss"),
@@ -84,6 +87,7 @@ _WHERE = {
         "TerminateOnNaN", "Trackio", "WeightsAndBiases",
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
+    "lockstep.train.learning_rate": ("LearningRateRange", "find_learning_rate"),
     "lockstep.train.own_step": ("TrainStep",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}

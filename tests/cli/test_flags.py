@@ -102,6 +102,15 @@ def test_every_field_is_a_flag_of_its_type():
     assert call(*words) == Job(config=expected, quiet=True)
 
 
+def test_a_number_may_be_auto():
+    assert call("--batch-size", "auto", auto="batch_size") == Job(config=Settings(), auto=True)
+    assert call("--batch-size", "8", auto="batch_size") == Job(config=Settings(batch_size=8))
+    assert call(auto="batch_size") == Job(config=Settings())
+    with pytest.raises(ConfigError, match="--batch-size many was given, expected an integer or auto"):
+        call("--batch-size", "many", auto="batch_size")
+    assert "NUMBER|auto" in CliRunner().invoke(build(auto="batch_size"), ["--help"]).output
+
+
 def test_the_help_of_a_flag_is_the_entry_of_the_docstring():
     assert field_docs(Settings) == {
         "batch_size": "examples in a global batch, of all replicas.",

@@ -62,12 +62,25 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
         "logs",
         "curves",
     ]
-    assert (
-        "train 35, valid 4, test 4 images; 1 broken image skipped; 1 image beside the class folders left out"
-        in done.stdout
-    )
+    (data,) = (line for line in done.stdout.splitlines() if line.startswith("data"))
+    assert "train 35, valid 4, test 4 images; 1 broken image skipped, listed in out/skipped.txt;" in data
+    assert data.endswith("; 1 image beside the class folders left out")
     assert done.stdout.count("fingerprint ") == 1
     assert "3 replicas against one device in plain PyTorch" in done.stdout
+    (listed,) = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
+    assert listed.startswith("pictures/train/cat/7.png\t")
+
+    predict = ("predict", "out", "pictures/test", "pictures/train/cat/7.png", "--devices", "cpu:2", "--output", "new")
+    predicted, again = run_lockstep(*predict), run_lockstep(*predict)
+
+    assert (predicted.returncode, predicted.stderr) == (0, "")
+    assert "not read: pictures/train/cat/7.png (" in predicted.stdout
+    header, *rows = (tmp_path / "new" / "predictions.csv").read_text().splitlines()
+    assert header.startswith("file,class,probability,error,cat,")
+    assert len(rows) == 5
+    assert (tmp_path / "new" / "contact-sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "or --overwrite to replace them" in again.stderr
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (tmp_path / "out" / "model").iterdir()} == {
         "model.safetensors",

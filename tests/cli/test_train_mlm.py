@@ -86,6 +86,21 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     assert re.fullmatch("fingerprint [0-9a-f]{16}", done.stdout.splitlines()[-1])
 
 
+def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep):
+    words = [*SMALL, "--batch-size", "auto", "--memory-limit", "4000", "--devices", "cpu:2", "--epochs", "1"]
+
+    first, second = (run_lockstep("train", "mlm", *words, *more) for more in ([], ["--overwrite"]))
+
+    assert (first.returncode, first.stderr, second.stderr) == (0, "", "")
+    assert "batches of as many lines as trial steps find" in first.stdout
+    sizes = [re.search(r"batch size (\d+) \((\d+) per replica\)", done.stdout) for done in (first, second)]
+    assert sizes[0].groups() == sizes[1].groups()
+    assert int(sizes[0][1]) == 2 * int(sizes[0][2]) <= 50
+    assert ", from the cache" in second.stdout
+    fingerprints = [re.search("fingerprint (.*)", done.stdout)[1] for done in (first, second)]
+    assert fingerprints[0] == fingerprints[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -99,6 +114,8 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
         (["--tensor", "3"], "tensor=3 does not divide heads=2; choose 1 or 2"),
         (["--pipeline", "2"], "is 2 stages, and the model has 1 layers; choose"),
         (["--tensor", "2", "--devices", "cpu:2"], "--tensor 2 gives each worker one device; leave one of them out"),
+        (["--tensor", "2", "--batch-size", "auto"], "--tensor 2 divides the model among workers; give a number"),
+        (["--memory-limit", "100"], "add --batch-size auto"),
         (["--microbatches", "4"], "--microbatches says how workers divide a model"),
         (["--tensor", "2", "--output", "text/small.train.tokens"], "is a file, expected a folder"),
         (["--backup", "0"], "--backup 0 was given, expected epoch, none, or a number of global batches"),

@@ -33,6 +33,7 @@ def job(program: str, folder: str) -> dict[str, Any]:
     import lockstep as ls
     from lockstep.collectives.communicator import all_gather_object
     from lockstep.errors import DataError, UsageError
+    from lockstep.integrations.keras import BackupAndRestore
 
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
@@ -50,6 +51,14 @@ def job(program: str, folder: str) -> dict[str, Any]:
         model.train_on_batch(programs.TOKENS[strategy.workers.index :][:8], programs.TOKENS[:8] % 4)
     except DataError as error:
         found["error"] = str(error)
+    # The chief alone reads and writes: every worker has a folder of its own.
+    backup = f"{folder}-backup-of-{strategy.workers.index}"
+    try:
+        programs.train_with_dropout(strategy, BackupAndRestore(backup, 2), programs.Interruption(3))
+    except InterruptedError:
+        found["backups"] = [path.name for path in Path(backup).glob("*")]
+    resumed = programs.train_with_dropout(strategy, BackupAndRestore(backup, 2), seed=2)
+    found["resumed"] = [torch.from_numpy(each) for each in resumed]
     programs.keras.utils.set_random_seed(strategy.workers.index)
     other = programs.distribute(programs.sequential(), strategy)
     other.compile("sgd", programs.entropy())
@@ -108,6 +117,20 @@ def test_the_bits_are_those_of_four_replicas_in_one_process(
             model, _ = programs.train((programs.PROGRAMS | programs.PUBLISHED)[name], strategy)
             weights, _ = results["chief"][name]
             assert programs.largest_difference([each.numpy() for each in weights], model.get_weights()) == 0.0
+
+
+def test_an_interrupted_training_continues_at_the_batch_with_the_bits_of_one_that_was_not(
+    results: dict[str, Any], split_cpu: Callable[[int], tuple[Any, ...]]
+):
+    programs = load()
+    with closing(ls.MirroredStrategy(split_cpu(1), replicas=4, seed=0)) as strategy:
+        expected = programs.train_with_dropout(strategy)
+
+    assert len(results["chief"]["backups"]) == 1
+    assert results["other"]["backups"] == []
+    for worker in ("chief", "other"):
+        weights = [each.numpy() for each in results[worker]["resumed"]]
+        assert programs.largest_difference(weights, expected) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["error", "weights"])

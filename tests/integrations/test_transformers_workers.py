@@ -46,6 +46,22 @@ def dropping(tiny: Any) -> Any:
     )
 
 
+def hungry(tiny: Any, most: int) -> Any:
+    """Finds its batch size: memory ends at more than ``most`` rows on a replica."""
+
+    def trainer(base: type) -> type:
+        class Hungry(base):
+            def compute_loss(self, model, inputs, **named):
+                if len(inputs["labels"]) > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return super().compute_loss(model, inputs, **named)
+
+        return Hungry
+
+    args = {"auto_find_batch_size": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    return tiny.Task(trainer=trainer, args=args, batch=12)
+
+
 def settle(program: str, replicas: int) -> Any:
     torch.set_num_threads(1)
     (cpu,) = ls.config.list_physical_devices("CPU")
@@ -91,6 +107,11 @@ def job(program: str, folder: str) -> dict[str, Any]:
         task.more = {"callbacks": [] if chief else [StopsAt(event, step)]}
         found["steps"].append(tiny.train(task, Trainer, replicas=4).trainer.state.global_step)
 
+    # Of 12 rows each replica gets 3, of 10 rows those of worker 1 get 2.
+    fitting = tiny.train(hungry(tiny, 21 if chief else 2), Trainer, replicas=4)
+    found["fitting"] = (fitting.history, fitting.weights)
+    found["batch size"] = fitting.trainer.state.train_batch_size
+
     try:
         tiny.train(causal(tiny, learning_rate=0.1 if chief else 0.2), Trainer, replicas=4)
     except ClusterError as error:
@@ -133,6 +154,15 @@ def test_the_chief_alone_writes_and_logs(results: dict[str, Any]):
 
 def test_one_worker_that_stops_ends_all_alike(results: dict[str, Any]):
     assert results["chief"]["steps"] == results["other"]["steps"] == [1, 2]
+
+
+def test_a_batch_that_does_not_fit_one_worker_is_reduced_on_all(results: dict[str, Any], tiny: Any):
+    theirs = tiny.train(hungry(tiny, 10), transformers.Trainer)
+
+    assert theirs.trainer.state.train_batch_size == 10
+    for worker in ("chief", "other"):
+        assert results[worker]["batch size"] == 10
+        tiny.assert_same(tiny.Outcome(*results[worker]["fitting"], None), theirs, far=1e-5)
 
 
 def test_different_arguments_are_named(results: dict[str, Any]):

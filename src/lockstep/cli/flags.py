@@ -29,6 +29,7 @@ _ENTRY = re.compile(r"^(\w+): *(.*)$")
 _MAX_CHOICES_WIDTH = 24  # characters; longer lists of choices would leave no space for the help beside them
 _GROUPS = ("Arguments", "Data", "Model", "Training", "Devices", "Layout", "Output")
 _NAMES_WIDTH = 24  # characters; the help of a longer name begins on the next line
+AUTO = "auto"
 _PADDING = "\u2060"  # has no width; typer counts characters, and a Chinese one takes two columns
 NO_FLAG = "no flag"
 BEFORE_A_PROGRAM: dict[str, Any] = {"allow_interspersed_args": False}
@@ -52,6 +53,7 @@ class Nested:
         given: values of fields that get no flag.
         defaults: other defaults of some flags.
         groups: first field of a group of flags -> title of the group in the help.
+        auto: a number that may also be "auto": then its default is used, and the command's ``auto`` is True.
     """
 
     kind: type[Any]
@@ -59,16 +61,26 @@ class Nested:
     given: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
+    auto: str | None = None
 
     def parameters(self) -> list[inspect.Parameter]:
-        return [
+        chosen = [
             p.replace(default=self.defaults.get(p.name, p.default))
             for p in flags_of(self.kind, groups=self.groups)
             if p.name not in (*self.given, *self.without)
         ]
+        return [_number_or_auto(p) if p.name == self.auto else p for p in chosen]
+
+    def is_auto(self, flags: Mapping[str, Any]) -> bool:
+        """Whether the number that may be "auto" is."""
+        return self.auto is not None and flags[self.auto] == AUTO
 
     def make(self, flags: Mapping[str, Any]) -> Any:
-        return self.kind(**{p.name: flags[p.name] for p in self.parameters()}, **self.given)
+        values = {p.name: flags[p.name] for p in self.parameters()}
+        if self.auto is not None:
+            text = values.pop(self.auto)
+            values |= {} if text == AUTO else {self.auto: _number(self.auto, text)}
+        return self.kind(**values, **self.given)
 
 
 def command(
@@ -92,6 +104,7 @@ def command(
         values = {parameter.name: flags[parameter.name] for parameter in own}
         for name, each in nested.items():
             values[name] = each.make(flags)
+            values |= {"auto": True} if each.is_auto(flags) else {}
         return job(**values, **(given or {}))
 
     parameters = [*own, *(parameter for each in nested.values() for parameter in each.parameters())]
@@ -162,6 +175,19 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
             )
         )
     return parameters
+
+
+def _number_or_auto(number: inspect.Parameter) -> inspect.Parameter:
+    option = copy.copy(number.annotation.__metadata__[0])
+    option.help, option.metavar = f"{option.help.rstrip('.')}; {AUTO} finds it by trial steps.", f"NUMBER|{AUTO}"
+    return number.replace(annotation=Annotated[str, option], default=str(number.default))
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{flag_name(name)} {text} was given, expected an integer or {AUTO}") from None
 
 
 def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: str | None) -> None:

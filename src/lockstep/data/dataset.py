@@ -317,6 +317,10 @@ class DistributedIterable:
         state = random_state(self._reader.dataset)
         return {**state, STARTED: torch.ones(())} if self._reader.started else state
 
+    def load_random_state(self, state: Mapping[str, Tensor]) -> None:
+        """Brings the generators to what ``random_state`` returned."""
+        set_random_state(self._reader.dataset, state)
+
     def __len__(self) -> int:
         length = self._sync.length(self._reader.length)
         if length is None:

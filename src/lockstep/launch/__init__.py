@@ -10,5 +10,6 @@ elastic     the agent of an elastic job: tells lost workers from failures, and t
 output      what the workers print: log files, and the terminal
 worker      the life of a worker process, and the files that it shares with the launcher; imports no torch
 failures    which worker failed first and how; where workers stood when their time was up
+batch_size  ``ls.find_batch_size``: the search; trial has one step in a fresh process, model_steps that of a Model
 guards      undoes what torch's launcher does to the process around it
 """

@@ -114,7 +114,7 @@ print(classify({quoted(text)}, truncation=True, max_length={config.max_tokens})[
 def images_card(config: ImagesConfig, classes: Sequence[str], folder: Path) -> ModelCard:
     """The card of an image classifier in ``folder``."""
     size = f"({config.side}, {config.side})"
-    if config.hidden:
+    if config.hidden and not config.pretrained:
         notes = "transformers has no such head: the code below makes the model with Lockstep."
         sizes = f"hidden={config.hidden}, size={config.side}, width_multiplier={config.width_multiplier}"
         code = f"""
@@ -138,7 +138,7 @@ from transformers import pipeline
 
 classify = pipeline("image-classification", {quoted(folder)})
 print(classify(Image.new("RGB", {size}))[0])"""
-    title = "MobileNetV2 that classifies images"
+    title = "Image classifier" if config.pretrained else "MobileNetV2 that classifies images"
     return ModelCard(title=title, task="image-classification", code=code.strip(), notes=notes)
 
 

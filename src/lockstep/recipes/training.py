@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ LOGGED_EVERY = 10
 """Updates, or global batches, from one point of the batch curves to the next."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+ChooseBatchSize = Callable[[Model, tuple[Any, Any], int], int]
+"""Returns the rows of a global batch for a compiled model, its longest rows (x, y), and the number of all rows."""
+SAMPLE_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class Task:
         config: the recipe's configuration: epochs, patience, precision, accumulate, clip_norm, batch_size.
         module: the model, on the CPU.
         parameters: its number of parameters, tied ones counted once.
-        train: training batches, with another order in every epoch.
+        train: training batches, with another order in every epoch, ``num_rows``, and ``longest(rows)`` to try a step.
         valid: validation batches, the same in every epoch; empty if nothing is held out.
         test: test batches.
         loss: the loss of ``Model.compile``.
@@ -74,15 +77,16 @@ class Result:
     """The result of a run.
 
     ``parameters`` is the number of parameters of the whole model, tied ones counted once, and ``fingerprint`` that of
-    the end of the training, with the weights that were tested. ``updates`` counts the updates of all epochs.
-    ``stopping`` says which epoch they are of; None if it
-    is the last one, because ``patience`` is 0.
+    the end of the training, with the weights that were tested. ``batch_size`` is that of the config. ``updates`` counts
+    the updates of all epochs. ``stopping`` says which epoch they are of; None if it is the last one, because
+    ``patience`` is 0.
     """
 
     source: str
     history: History
     fingerprint: str
     test_metrics: Mapping[str, float]
+    batch_size: int
     parameters: int
     updates: int
     stopping: Stopping | None = None
@@ -142,6 +146,15 @@ def compile_task(task: Task, strategy: Strategy) -> Model:
     return model
 
 
+def with_batch_size(config: Any, task: Task, strategy: Strategy, choose: ChooseBatchSize) -> Any:
+    """Returns the config with the batch size that ``choose`` returns. Every worker must call it.
+
+    The task's module is mirrored meanwhile: make another task for the training.
+    """
+    rows = choose(compile_task(task, strategy), task.train.longest(SAMPLE_ROWS), task.train.num_rows)
+    return replace(config, batch_size=rows)
+
+
 def fit_and_test(
     task: Task, model: Model, *, callbacks: Sequence[Callback], log_dir: Path | None, verbose: Verbose
 ) -> Result:
@@ -167,6 +180,7 @@ def fit_and_test(
         history=history,
         fingerprint=fingerprint,
         test_metrics=model.evaluate(task.test, verbose=0),
+        batch_size=config.batch_size,
         parameters=task.parameters,
         updates=len(history.epoch) * updates_per_epoch(config, len(task.train)),
         stopping=None if early_stopping is None else _stopping_of(early_stopping, history),

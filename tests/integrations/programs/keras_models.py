@@ -434,6 +434,31 @@ class Loop:
         return loss.detach()
 
 
+class Interruption(keras.callbacks.Callback):
+    """Raises an InterruptedError after so many batches of the second epoch."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.batches, self.epoch = batches, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.epoch == 1 and batch + 1 == self.batches:
+            raise InterruptedError
+
+
+def train_with_dropout(strategy: ls.Strategy, *callbacks: Any, seed: int = 1) -> list[Any]:
+    """Trains with dropout and rows in random order. Returns the weights."""
+    keras.utils.set_random_seed(seed)
+    model = distribute(keras.Sequential([keras.Input((8,)), layers.Dropout(0.4), layers.Dense(3)]), strategy)
+    model.compile("adam", entropy())
+    model.fit(X, LABELS, batch_size=5, epochs=2, verbose=0, callbacks=list(callbacks))
+    weights: list[Any] = model.get_weights()
+    return weights
+
+
 def train_in_loop(optimizer: str, strategy: ls.Strategy | None) -> dict[str, list[Any]]:
     """Trains in a loop of its own. Returns losses and accuracies, the weights, and the optimizer's state."""
     keras.utils.set_random_seed(1)

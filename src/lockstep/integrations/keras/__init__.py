@@ -1,6 +1,7 @@
 """Keras models on the replicas of a strategy: the same program and the same numbers, N devices.
 
     model          ``distribute``: begin here; the steps that Keras's loops call, outside the replicas
+    backup         ``BackupAndRestore``, which continues an interrupted ``fit`` at the batch
     step           what runs in each replica
     compiled       ``jit_compile=True``: the model as compiled code
     seeded_draws   what layers with a seed draw in it
@@ -33,6 +34,7 @@ except ModuleNotFoundError as error:
 if keras.backend.backend() != "torch":
     raise ConfigError(f"Keras runs on the backend {keras.backend.backend()!r}, expected 'torch'; {_ADVICE}")
 
-from lockstep.integrations.keras.model import distribute  # noqa: E402  after the checks above
+from lockstep.integrations.keras.backup import BackupAndRestore  # noqa: E402  after the checks above
+from lockstep.integrations.keras.model import distribute  # noqa: E402
 
-__all__ = ["distribute"]
+__all__ = ["BackupAndRestore", "distribute"]

@@ -10,6 +10,7 @@ one that computes the step by itself runs in each replica.
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -109,13 +110,14 @@ class Distribution:
 
     def __init__(self, strategy: Strategy, default_generators: DefaultGenerators, *, sync_batchnorm: bool) -> None:
         self.strategy, self.sync_batchnorm = strategy, sync_batchnorm
-        self._default_generators = default_generators
+        self.default_generators = default_generators
         self._checkable_batches = 0  # since the model was compiled, that Keras's steps or the model's own have taken
         self.weights_are_compared = False
         self.has_stepped = False  # Keras's loop has come to a step of all replicas
         self._needs_modes: bool | None = None  # None until it is looked at
         self._compiled: CompiledForward | None = None  # None until a step needs it
         self._first_rows: int | None = None  # of the present loop's first batch
+        self.epoch_iterator: Callable[[], Any] = lambda: None  # Keras's, of the loop that has begun last
 
     def model_was_compiled(self) -> None:
         """Notes that the model's ``compile`` was called: what was seen of it before may hold no more."""
@@ -141,7 +143,7 @@ class Distribution:
         if self._needs_modes is None:
             self._needs_modes = needs_modes(model)
         variables = ModelVariables(model)
-        run = RunVariables("keras", self._default_generators.generators(), lambda: [variables], variables.metrics)
+        run = RunVariables("keras", self.default_generators.generators(), lambda: [variables], variables.metrics)
         step = Step(model=model, variables=variables, run=run, rows=rows, scale=scale, needs_modes=self._needs_modes)
         self._first_rows = self._first_rows or rows
         if not model.jit_compile or rows != self._first_rows:
@@ -284,6 +286,12 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
             outputs = strategy.run(step.predict, shards)
             step.run.merge(strategy)
             return strategy.gather(outputs, axis=0)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Keras's own. It is called with the batches of a loop before its callbacks, which cannot see them."""
+        if iterator is not None:
+            self._distribution.epoch_iterator = weakref.ref(iterator)  # it holds the data
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def make_train_function(self, force: bool = False) -> None:
         """Keras's own, which must come to ``train_step`` of this class."""
@@ -461,9 +469,11 @@ def _check_given(x: Any, batch_size: int | None, callbacks: Any) -> None:
     for each in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
         if isinstance(each, Callback):
             name = type(each).__name__
+            place = "lockstep.integrations.keras" if name == "BackupAndRestore" else "keras.callbacks"
+            counterpart = name if hasattr(keras.callbacks, name) else "Callback"
             raise ConfigError(
-                f"callbacks holds lockstep's {name}, which is for ls.Model; a Keras model takes Keras's, such as "
-                f"keras.callbacks.{name if hasattr(keras.callbacks, name) else 'Callback'}"
+                f"callbacks holds {name} of ls.Model; for a Keras model give a callback of Keras, such as "
+                f"{place}.{counterpart}"
             )
 
 

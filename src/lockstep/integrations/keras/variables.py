@@ -70,6 +70,10 @@ class DefaultGenerators:
         self._seed = torch.initial_seed()
         self._begin(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
+    def continue_as_restored(self) -> None:
+        """Keeps the present numbers although a checkpoint has set torch's generator, and with it torch's seed."""
+        self._seed = torch.initial_seed()
+
     def generators(self) -> Sequence[Any]:
         """The generators; new ones after ``keras.utils.set_random_seed``, which sets torch's seed too."""
         if torch.initial_seed() != self._seed:

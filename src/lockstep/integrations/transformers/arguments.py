@@ -31,7 +31,6 @@ _REFUSED = {
     "torch_compile": "draws its random numbers past the replicas' own",
 }
 _REFUSED_OF_WORKERS = {
-    "auto_find_batch_size": "lets each worker find its own",
     "save_on_each_node": "has all workers write, and here the chief alone does",
     "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
 }

@@ -9,8 +9,9 @@ Everything that is not overridden here is transformers' own code, which sees one
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from lockstep.mirroring.module.batch_norm import guard_single_row
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
 from lockstep.replicas.context import get_replica_context
+from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import preserving_rng, replica_of_step
 from lockstep.train.callbacks.progress import write_fingerprint
@@ -215,16 +217,37 @@ class Trainer(transformers.Trainer):
                 self._settle_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
             watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
-            losses = self.strategy.run(self._train_shard, (shards, num_items_in_batch, watches))
+            losses = self._run(self._train_shard, (shards, num_items_in_batch, watches))
+            if self._agrees_on_memory and self.accelerator.sync_gradients:
+                self.strategy.run(self._mirrored_optimizer.sum_gradients)
             self._loss_check.warn_of_mixed_rows(self.strategy.local_results(watches))
         loss: Tensor = self.strategy.reduce("sum", losses)
         return loss
+
+    @property
+    def _agrees_on_memory(self) -> bool:
+        return bool(self.args.auto_find_batch_size) and self._workers.size > 1
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """``strategy.run``. With ``auto_find_batch_size`` all workers raise if one has no memory. All must call it.
+
+        ``fn`` must not wait for other workers then: the error would reach them as that of a lost worker.
+        """
+        if not self._agrees_on_memory:
+            return self.strategy.run(fn, args)
+        results = self.strategy.run(partial(_tried, fn), args)
+        failures = [each.args[0] for each in self.strategy.local_results(results) if isinstance(each, MemoryError)]
+        met = all_gather_object(self._workers, "whether the batch fits", failures)
+        for worker, texts in zip(self._workers.names, met, strict=True):
+            if texts:  # the first words are those that accelerate knows
+                raise torch.OutOfMemoryError(f"CUDA out of memory. {worker}: {texts[0]}")
+        return results
 
     def _settle_items(self, inputs: dict[str, Any], number: Any) -> None:
         """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
         differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
         for items in self._loss_check.candidates(self.model):
-            found = self.strategy.run(self._check_loss, (self._divided(inputs, items), number, items))
+            found = self._run(self._check_loss, (self._divided(inputs, items), number, items))
             local = self.strategy.local_results(found)
             met = all_gather_object(self._workers, "the check of the loss", local)
             differences[items] = [apart for worker in met for apart in worker]
@@ -250,7 +273,7 @@ class Trainer(transformers.Trainer):
         copy = self._copy
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if shard.count:
-            sends = nullcontext() if self.accelerator.sync_gradients else self._mirrored_module.no_sync()
+            sends = nullcontext() if self._sums_in_step else self._mirrored_module.no_sync()
             with (
                 sends,
                 nullcontext() if watch is None else watch.watching(tree_leaves(shard.inputs)),
@@ -258,9 +281,14 @@ class Trainer(transformers.Trainer):
                 guard_single_row(copy, (), dict(shard.inputs)),
             ):
                 loss += super().training_step(copy, shard.inputs, share.watch(items, self._device)) * share.factor
-        if self.accelerator.sync_gradients:
+        if self._sums_in_step:
             self._mirrored_optimizer.sum_gradients()
         return loss
+
+    @property
+    def _sums_in_step(self) -> bool:
+        """Whether a step sums gradients; else the sum waits for the next steps, or for the workers to agree."""
+        return bool(self.accelerator.sync_gradients) and not self._agrees_on_memory
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As in transformers; the replicas clip if the optimizer holds all gradients."""
@@ -323,3 +351,13 @@ class Trainer(transformers.Trainer):
     @property
     def _device(self) -> torch.device:
         return replica_of_step().device.torch_device
+
+
+def _tried(fn: Callable[..., Any], *args: Any) -> Any:
+    """The result of ``fn``; a MemoryError in its place where there was no more memory, on any device."""
+    try:
+        return fn(*args)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return MemoryError(str(error) or type(error).__name__)

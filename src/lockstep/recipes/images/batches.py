@@ -34,6 +34,14 @@ class ImageBatches:
         """Sets the epoch, counted from 0, whose order the next iteration draws."""
         self._epoch = epoch
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._labels)
+
+    def longest(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Returns a batch of the first images, as many as there are up to ``rows``; all are equally large."""
+        return to_float(self._pixels[:rows]), self._labels[:rows]
+
     def __len__(self) -> int:
         return math.ceil(len(self._labels) / self._config.batch_size)
 

@@ -43,7 +43,7 @@ class Classifier:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Probabilities [files, classes] float32 on the CPU of the readable files, and path -> reason of the broken ones."""
+    """Probabilities [files, classes] float32 on the CPU of the readable files; path -> reason of the broken ones."""
 
     classes: tuple[str, ...]
     files: tuple[Path, ...]

@@ -49,16 +49,21 @@ class ImagesTask(training.Task):
 
 
 def build_images(
-    config: ImagesConfig, *, workers: Communicator | None = None, show_progress: bool = False
+    config: ImagesConfig,
+    dataset: ImageDataset | None = None,
+    *,
+    workers: Communicator | None = None,
+    show_progress: bool = False,
 ) -> ImagesTask:
-    """Finds and decodes the images, and makes the model; raises DataError if the images cannot be used.
+    """Finds and decodes the images (unless they are given), and makes the model. Every worker must call it.
 
-    Every worker must call it.
+    Raises a DataError if the images cannot be used.
     """
     if config.pretrained is not None:
         warn_of_ignored(config, ("hidden", "width_multiplier", "output_stride"))
         config = replace(config, size=config.size or preparation_of(config.pretrained).size)
-    dataset = load_images(config, workers=workers, show_progress=show_progress)
+    if dataset is None:
+        dataset = load_images(config, workers=workers, show_progress=show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = _new_module(config, dataset.classes)
@@ -153,6 +158,7 @@ def train_images(
     output_dir: Path | None = None,
     skipped_file: Path | None = None,
     verbose: Verbose = 1,
+    choose_batch_size: training.ChooseBatchSize | None = None,
 ) -> ImagesResult:
     """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
 
@@ -167,6 +173,7 @@ def train_images(
         skipped_file: file that lists the images that cannot be read, a line each: the path, a tab and the reason. None,
             or no such image, writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+        choose_batch_size: chooses another batch size than the config's, before the training.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
@@ -175,6 +182,9 @@ def train_images(
     if skipped_file is not None:
         write = partial(write_skipped, skipped_file, task.dataset.broken)
         run_on_chief(strategy.workers, "write the list of broken images", write)
+    if choose_batch_size is not None:
+        config = training.with_batch_size(config, task, strategy, choose_batch_size)
+        task = build_images(config, task.dataset)
     dataset, model = task.dataset, training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:

@@ -136,6 +136,16 @@ class MaskedBatches:
             generator=seeded_generator(self._seed, epoch),
         )
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def longest(self, rows: int) -> tuple[Inputs, Tensor]:
+        """Returns a batch of the longest rows, as many as there are up to ``rows``."""
+        longest = self._rows.lengths.argsort(descending=True, stable=True)[:rows]
+        tokens, real = self._rows.padded(longest, width=self._width(longest), pad_id=self._pad_id)
+        return self._mask(tokens, real, seeded_generator(self._seed))
+
     def _mask(self, tokens: Tensor, real: Tensor, generator: torch.Generator) -> tuple[Inputs, Tensor]:
         input_ids, positions, labels = mask_tokens(
             tokens,

@@ -159,6 +159,7 @@ def train_mlm(
     log_dir: Path | None = None,
     output_dir: Path | None = None,
     verbose: Verbose = 1,
+    choose_batch_size: training.ChooseBatchSize | None = None,
 ) -> MlmResult:
     """Trains and validates epoch by epoch, then tests. Every worker must call it. It prints nothing but the progress.
 
@@ -171,6 +172,7 @@ def train_mlm(
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and tokenizer at the end, as transformers reads them; None writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
+        choose_batch_size: chooses another batch size than the config's, before the training.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
@@ -179,6 +181,9 @@ def train_mlm(
     # A divided model has vocabulary-parallel logits, and its steps are not captured as CUDA graphs.
     static_shapes = strategy.devices[0].kind == "GPU" and strategy.layout is None
     task = build_mlm(config, text, static_shapes=static_shapes)
+    if choose_batch_size is not None:
+        config = training.with_batch_size(config, task, strategy, choose_batch_size)
+        task = build_mlm(config, text, static_shapes=static_shapes)
     model = training.compile_task(task, strategy)
     result = training.fit_and_test(task, model, callbacks=callbacks, log_dir=log_dir, verbose=verbose)
     if output_dir is not None:

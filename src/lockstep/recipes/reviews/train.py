@@ -5,6 +5,7 @@ It prints nothing but the progress. Checkpoints are those of the Trainer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -12,19 +13,42 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import quiet_transformers
 from lockstep.recipes.memory import trained_parameters
 from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.task import ReviewsTask, max_row_length
-from lockstep.recipes.training import Result, num_parameters
+from lockstep.recipes.reviews.task import ReviewsTask, build_collator, max_row_length
+from lockstep.recipes.training import SAMPLE_ROWS, ChooseBatchSize, Result, num_parameters
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback, TensorBoard
+from lockstep.train.model import Model
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+
+def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: Strategy, choose: ChooseBatchSize) -> int:
+    """Returns the rows per replica of the global batch that ``choose`` returns. Every worker must call it.
+
+    It gets a Model of a copy of the task's model, whose steps compute and keep what the Trainer's do.
+    """
+    clip_norm = config.clip_norm or None
+    with strategy.scope():
+        model = Model(copy.deepcopy(task.model))
+        model.compile(
+            lambda parameters: torch.optim.AdamW((each for each in parameters if each.requires_grad), config.rate),
+            "cross_entropy",
+            precision=config.precision,
+            clip_norm=clip_norm,
+        )
+    longest = task.train.lengths.argsort(descending=True, stable=True)[:SAMPLE_ROWS].tolist()
+    x = dict(build_collator(task)([task.train[index] for index in longest]))
+    y = x.pop("labels")
+    return max(1, choose(model, (x, y), len(task.train)) // strategy.num_replicas_in_sync)
 
 
 def check_resume(folder: Path | None) -> None:
@@ -133,6 +157,7 @@ def train_reviews(
             fingerprint=fingerprint,
             best_epoch=history.epoch[f1.index(max(f1))] + 1,
             test_metrics={name: float(tested[f"test_{name}"]) for name in ("loss", "accuracy", "f1")},
+            batch_size=config.per_device_train_batch_size,
             parameters=num_parameters(model),
             updates=trainer.state.global_step,
             trained_parameters=trained,

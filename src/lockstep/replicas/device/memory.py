@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from lockstep.errors import DeviceMemoryError
 
 MB = 2**20
+_ALLOCATION_FAILED = ("can't allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "create a memory object")
+"""What torch, its kernels and C++ say in a plain RuntimeError when there is no more memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no more memory, of the host or of a GPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATION_FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
