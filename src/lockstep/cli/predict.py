@@ -72,7 +72,6 @@ class Predict:
         devices = take_own_devices(self.devices)
         with closing(MirroredStrategy(devices, seed=0)) as strategy:
             predictions = predict_files(classifier, files, strategy, batch_size=self.batch_size)
-        output.mkdir(parents=True, exist_ok=True)
         with atomic_file(output / SHEET) as partial:
             draw_contact_sheet(predictions).save(partial, format="PNG")
         atomic_write(output / TABLE, render_table(predictions))

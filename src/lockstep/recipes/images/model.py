@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.atomic_files import atomic_file, atomic_write
+from lockstep.atomic_files import atomic_write
+from lockstep.checkpoint.weights import write_weights
 from lockstep.collectives.communicator import run_on_chief
 from lockstep.extras import require
 from lockstep.recipes.from_hub import label_names
@@ -67,15 +68,12 @@ def save_classifier(model: Model, module: ImageClassifier | PretrainedClassifier
 
 
 def _save(weights: Mapping[str, Tensor], module: ImageClassifier | PretrainedClassifier, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(module, PretrainedClassifier):
         config, preparation = _pretrained_config(module)
         weights = {name.removeprefix("network."): tensor for name, tensor in weights.items()}
     else:
         config, preparation = _mobilenet_config(module)
-    with atomic_file(folder / "model.safetensors") as partial:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        require("safetensors.torch", "images").save_file(contiguous, partial, metadata={"format": "pt"})
+    write_weights(weights, folder / "model.safetensors")
     atomic_write(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False, default=str) + "\n")
     atomic_write(folder / "preprocessor_config.json", json.dumps(preparation, indent=2))
 

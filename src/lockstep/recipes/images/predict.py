@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import DataError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import load_named
@@ -76,7 +77,7 @@ def _classes_of(name: str) -> tuple[str, ...]:
 
 def _load_with_hidden_layer(folder: Path, settings: dict[str, Any]) -> Classifier:
     """Loads a model with a hidden layer before the classes, which transformers has not."""
-    weights: dict[str, Tensor] = require("safetensors.torch", "images").load_file(folder / "model.safetensors")
+    weights = read_weights(folder / "model.safetensors")
     classes = tuple(settings["id2label"].values())
     config = ImagesConfig(
         size=settings["image_size"],

@@ -201,12 +201,9 @@ def train_images(
 
 
 def write_skipped(file: Path, broken: Mapping[Path, str]) -> None:
-    """Writes path and reason of the broken images; without any, removes the list of an earlier run."""
-    if broken:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    """Writes path and reason of the broken images. Without any, only the list of an earlier run is replaced."""
+    if broken or file.exists():
         atomic_write(file, "".join(f"{path}\t{reason}\n" for path, reason in broken.items()))
-    else:
-        file.unlink(missing_ok=True)
 
 
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
