@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -29,6 +30,7 @@ from inventories import write_inventory  # noqa: E402  from _extensions
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before the reference imports the integration
 
 extensions = [
+    "chinese_search",
     "command_help",
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -92,7 +94,14 @@ html_theme = "furo"
 html_title = "Lockstep"
 html_static_path = ["_static"]
 html_css_files = ["lockstep.css"]
+html_search_language = "en-zh"  # of chinese_search
+html_search_scorer = str(HERE / "_static" / "scorer.js")
 
+# A name in a table, and where a long one may break: behind punctuation; before a capital.
+_TABLE = re.compile(r"<table.*?</table>", re.DOTALL)
+_NAME = re.compile(r'(<span class="pre">)([^<]+)(</span>)')
+_PUNCTUATION = re.compile(r"(?<=\w[_./(=,:-])(?=[\w&])")
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # An image of a page: "](" and its path.
 _FIGURE = re.compile(r"(!\[[^\]]*\]\()(figures/)")
 _LITERAL = re.compile(r"(``.+?``)")
@@ -152,6 +161,23 @@ def _describe(app: Sphinx, document: nodes.document) -> None:
         document.insert(0, nodes.meta(name="description", content=sentence))
 
 
+def _break_names(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object
+) -> None:
+    """Lets long names in tables break between their parts, so that a table fits a phone and no word is cut."""
+    if "body" in context:
+        context["body"] = _TABLE.sub(lambda table: _NAME.sub(_parts, table[0]), context["body"])
+
+
+def _parts(name: re.Match[str]) -> str:
+    opened, text, closed = name.groups()
+    parts = _PUNCTUATION.split(text) if len(text) > 16 else [text]
+    parts = [
+        word for part in parts for word in (_CAPITAL.split(part) if len(part) > 20 else [part])
+    ]
+    return "<wbr>".join(f"{opened}{part}{closed}" for part in parts)
+
+
 def _plain_nodes(app: Sphinx, document: nodes.document, docname: str) -> None:
     """Markdown has no descriptions, and no explanation for the ``*`` of a signature."""
     if app.builder.format != "html":
@@ -167,4 +193,5 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _dashes)
     app.connect("doctree-read", _describe)
     app.connect("doctree-resolved", _plain_nodes)
+    app.connect("html-page-context", _break_names)
     app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm

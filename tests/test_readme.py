@@ -83,7 +83,7 @@ def commands(page: Path) -> list[str]:
 
 
 # Chinese pages have the blocks of the English ones, as tests/docs/test_chinese.py checks.
-RUN_PAGES = [page for page in PAGES if page.parent.name != "zh"]
+RUN_PAGES = [page for page in PAGES if "zh" not in page.relative_to(ROOT).parts]
 WITH_PYTHON = [page for page in RUN_PAGES if program_and_output(page)[0] != WARNINGS_ARE_ERRORS]
 WITH_BASH = [page for page in RUN_PAGES if runnable_bash(page)]
 

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 import lockstep as ls
 
 EPOCHS, BATCH, REPLICAS = 3, 100, (2, 4, 8)
-GREY, COLOURS = "#c9ced6", ("#d9822b", "#2f5d8a", "#5c8a3c")
+INK, BAND = "#78818c", "#98a1ab66"  # legible on white and on black; half transparent
+COLOURS = "#d9822b", "#3d8bd4", "#5f9e3f"
 
 
 def network() -> nn.Module:
@@ -72,10 +73,11 @@ def replicated_losses(replicas: int) -> list[float]:
 
 
 def draw(plain: list[float], replicated: dict[int, list[float]], path: Path) -> None:
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9}):
+    ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9, **ink}):
         figure = Figure(figsize=(7.2, 3.4), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        above.plot(plain, color=GREY, linewidth=6, solid_capstyle="round", label="one device, plain PyTorch")
+        above.plot(plain, color=BAND, linewidth=6, solid_capstyle="round", label="one device, plain PyTorch")
         for (count, losses), colour, dash in zip(replicated.items(), COLOURS, (0, 3, 6), strict=True):
             above.plot(losses, color=colour, linewidth=1.4, linestyle=(dash, (3, 6)), label=f"{count} replicas")
             difference = [max(abs(a - b), 1e-9) for a, b in zip(losses, plain, strict=True)]
@@ -85,7 +87,7 @@ def draw(plain: list[float], replicated: dict[int, list[float]], path: Path) -> 
         below.set(ylabel="|difference|", xlabel="step", yscale="log", ylim=(1e-9, 1e-3))
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 
 if __name__ == "__main__":
