@@ -95,7 +95,7 @@ html_title = "Lockstep"
 html_static_path = ["_static"]
 html_css_files = ["lockstep.css"]
 html_search_language = "en-zh"  # of chinese_search
-html_search_scorer = str(HERE / "_static" / "scorer.js")
+html_search_scorer = str(HERE / "_extensions" / "search_order.js")
 
 # A name in a table, and where a long one may break: behind punctuation; before a capital.
 _TABLE = re.compile(r"<table.*?</table>", re.DOTALL)

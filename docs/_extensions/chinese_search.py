@@ -27,7 +27,7 @@ class EnglishAndChinese(SearchEnglish):
     """English words, and pairs of Chinese characters."""
 
     lang = "en-zh"
-    language_name = "English and Chinese"
+    language_name = "English"  # of the stemmer in JavaScript, EnglishStemmer
     js_splitter_code = r"""
 function splitQuery(query) {
   const words = query.match(/[\p{Letter}\p{Number}_\p{Emoji_Presentation}]+/gu) || [];
