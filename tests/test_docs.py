@@ -13,10 +13,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from tests.test_readme import PAGES, commands
@@ -112,6 +113,59 @@ def test_every_public_name_is_in_the_reference(site: Path):
 
     undocumented = [name for name in lockstep.__all__ if not re.search(rf'id="lockstep[.\w]*\.{name}"', reference)]
     assert undocumented == ["callbacks", "config", "errors"]
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_long_names_in_tables_can_break_between_their_parts(site: Path):
+    tables = [
+        table for page in site.rglob("*.html") for table in re.findall(r"(?s)<table.*?</table>", page.read_text())
+    ]
+    names = {unescape(name) for table in tables for name in re.findall(r'<span class="pre">([^<]+)<', table)}
+
+    assert {"OMPI_", "COMM_", "ValueError", "CommunicationOptions"} <= names
+    assert [name for name in names if len(name) > 20] == []
+
+
+def results(site: Path, words: str, profile: Path) -> list[str]:
+    """The pages that a search finds, the best first, each once."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("Chromium is not installed (Debian: apt install chromium)")
+    done = subprocess.run(
+        [
+            *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dump-dom"),
+            *("--virtual-time-budget=10000", f"--user-data-dir={profile}"),
+            f"{(site / 'search.html').as_uri()}?q={quote(words)}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    found = done.stdout.partition('class="search"')[2]
+    pages = re.findall(r'<a href="([^"?#]+)\.html', found.partition("</ul>")[0])
+    assert pages, done.stderr
+    return list(dict.fromkeys(pages))
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize(
+    ("words", "page"), [("学习率", "zh/how-to/trainer"), ("习率", "zh/how-to/trainer"), ("分布", "zh/tf-distribute")]
+)
+def test_a_search_finds_parts_of_chinese_words(site: Path, tmp_path: Path, words: str, page: str):
+    pages = results(site, words, tmp_path)
+
+    assert page in pages
+    assert all(name.startswith("zh/") for name in pages)
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_search_shows_how_to_pages_before_internals_and_the_reference_of_a_name_first(site: Path, tmp_path: Path):
+    gradient = results(site, "gradient", tmp_path)
+
+    assert gradient[0].startswith("how-to/")
+    assert gradient.index("how-to/model") < gradient.index("concepts/architecture")
+    assert results(site, "BackupAndRestore", tmp_path)[0] == "reference/api/callbacks"
 
 
 @pytest.fixture(scope="module")
