@@ -169,6 +169,14 @@ def _break_names(
         context["body"] = _TABLE.sub(lambda table: _NAME.sub(_parts, table[0]), context["body"])
 
 
+def _say_language(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object
+) -> None:
+    """Browsers choose the shapes of characters, and offer translations, by the language of a page."""
+    if page.startswith("zh/"):
+        context["language"] = "zh-CN"
+
+
 def _parts(name: re.Match[str]) -> str:
     opened, text, closed = name.groups()
     parts = _PUNCTUATION.split(text) if len(text) > 16 else [text]
@@ -194,4 +202,5 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", _describe)
     app.connect("doctree-resolved", _plain_nodes)
     app.connect("html-page-context", _break_names)
+    app.connect("html-page-context", _say_language)
     app.connect("build-finished", _copy_figures, priority=900)  # after sphinx-llm

@@ -126,6 +126,14 @@ def test_long_names_in_tables_can_break_between_their_parts(site: Path):
     assert [name for name in names if len(name) > 20] == []
 
 
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_page_says_its_language(site: Path):
+    languages = {page: re.findall(r'<html[^>]* lang="([^"]+)', page.read_text()) for page in site.rglob("*/*.html")}
+
+    assert languages[site / "zh/how-to/mlm.html"] == ["zh-CN"]
+    assert languages[site / "how-to/mlm.html"] == ["en"]
+
+
 def results(site: Path, words: str, profile: Path) -> list[str]:
     """The pages that a search finds, the best first, each once."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
