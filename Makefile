@@ -64,6 +64,12 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; then touch $@; \
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
+# For the program of examples/published that needs it. Its package asks for TensorFlow, hence no dependencies.
+$(PEERS_VENV)/keras_hub/.installed: tests/examples/keras_hub.txt $(STAMP)
+	@echo "installing into $(@D) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<
+	@touch $@
+
 # Any machine with a CUDA GPU, whatever else it has: nothing is installed, nothing fetched. docs/how-to/gpu.md says more.
 gpu: ## run the tests that need a GPU and measure on it, in eight minutes: make gpu GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \

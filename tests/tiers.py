@@ -50,6 +50,7 @@ SLOW_FILES: dict[str, tuple[str, ...]] = {
         "test_rows_of_a_loader_that_draws_are_those_that_were_left",
         "test_what_cannot_be_continued_is_refused",
     ),
+    "examples/test_published.py": (),
     "integrations/test_keras_examples.py": ("test_few_lines_differ_from_the_program_for_one_device",),
     "integrations/test_keras_workers.py": (),
     "integrations/test_transformers_checkpoints.py": ("test_a_rerun_and_a_resumed_run_are_bit_equal_with_dropout",),

