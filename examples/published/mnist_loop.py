@@ -39,8 +39,8 @@ def main() -> None:
 
     images = load_images(ImagesConfig(data=args.data, size=args.pixels, valid_fraction=0.0)).splits
     train, test = (TensorDataset(images[name].pixels, torch.tensor(images[name].labels)) for name in ("train", "test"))
-    # The published program does not distribute its data: every replica has the whole batch, and the loss is as many
-    # times too large as there are replicas.
+    # The published program leaves this out: every replica has the whole batch, and the loss is as many times too large
+    # as there are replicas. Lockstep warns of it.
     train_dist = strategy.distribute_dataset(DataLoader(train, global_batch_size, shuffle=True))
     test_dist = strategy.distribute_dataset(DataLoader(test, global_batch_size))
 

@@ -1,7 +1,8 @@
 """KerasHub's masked words with one device and with four, from the same weights and the same masks.
 
-keras_hub_masks.py PROGRAM: prints, as JSON, the largest differences of the histories and of the weights, and how far
-the weights of one device have moved. The model is that of PROGRAM, without dropout; the masks are drawn once.
+keras_hub_masks.py PROGRAM: prints, as JSON, the largest differences of the histories and of the weights, how far the
+weights of one device have moved, and the numbers of rows with which the model of four devices was called. The model is
+that of PROGRAM, without dropout; the masks are drawn once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,19 @@ def largest_difference(some: Any, others: Any) -> float:
     return max(float(np.abs(np.subtract(one, other)).max()) for one, other in zip(some, others, strict=True))
 
 
+def record_rows(backbone: Any) -> set[int]:
+    """Has a backbone add the rows of each call to the set that is returned."""
+    rows: set[int] = set()
+    call = backbone.call
+
+    def recorded(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.add(len(inputs["token_ids"]))
+        return call(inputs, *args, **kwargs)
+
+    backbone.call = recorded
+    return rows
+
+
 def main(path: str) -> None:
     new_model = runpy.run_path(path, run_name="masked_lm")["new_model"]
     cpu = ls.config.list_physical_devices("CPU")[0]
@@ -37,6 +51,7 @@ def main(path: str) -> None:
     models[1].set_weights(initial)
     with ls.MirroredStrategy().scope():
         distribute(models[1])
+    rows = record_rows(models[1].backbone)
     histories = []
     for model in models:
         model.preprocessor = None
@@ -53,6 +68,7 @@ def main(path: str) -> None:
         "history": largest_difference(*histories),
         "weights": largest_difference(one, four),
         "moved": largest_difference(one, initial),
+        "rows": sorted(rows),
     }
     sys.stdout.write(json.dumps(found))
 
