@@ -2,9 +2,9 @@
 
     python examples/published/masked_lm.py --lines 256 --epochs 2
 
-The published program has WikiText-2, pretrained weights, and four logical GPUs of 2048 MB each:
+The published program has WikiText-2 and pretrained weights:
 
-    --data wikitext-2 --preset bert_tiny_en_uncased --sequence-length 512 --memory-limit 2048
+    --data wikitext-2 --preset bert_tiny_en_uncased --sequence-length 512
 
 Without --data it learns the documentation of the installed Python; without --preset it begins with random weights in
 the sizes of BERT-tiny, and a vocabulary of the text.
@@ -34,9 +34,9 @@ def main() -> None:
     keras.utils.set_random_seed(0)
 
     # One device becomes four.
-    device = (ls.config.list_physical_devices("GPU") or ls.config.list_physical_devices("CPU"))[0]
-    share = ls.config.LogicalDeviceConfiguration(memory_limit=args.memory_limit)
-    ls.config.set_logical_device_configuration(device, [share] * 4)
+    gpus, cpus = ls.config.list_physical_devices("GPU"), ls.config.list_physical_devices("CPU")
+    share = ls.config.LogicalDeviceConfiguration(memory_limit=args.memory_limit if gpus else None)
+    ls.config.set_logical_device_configuration((gpus or cpus)[0], [share] * 4)
     strategy = ls.MirroredStrategy()
     print(f"Number of devices: {strategy.num_replicas_in_sync}")
 
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", help="folder or name of a preset of KerasHub; default: random weights")
     parser.add_argument("--vocabulary", type=int, default=8000, help="number of tokens, without --preset")
     parser.add_argument("--sequence-length", type=int, default=128, help="tokens of a line; published: 512")
-    parser.add_argument("--memory-limit", type=int, help="of each logical GPU, in MB; published: 2048")
+    parser.add_argument("--memory-limit", type=int, default=2048, help="of each logical GPU, in MB")
     parser.add_argument("--batch-size", type=int, default=128, help="lines of all devices in a batch")
     parser.add_argument("--lines", type=int, help="how many lines of each split; default: all")
     parser.add_argument("--epochs", type=int, default=5)
