@@ -15,7 +15,7 @@ from tests.docs.reader_files import write_files
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 DOCS = [*sorted((ROOT / "docs").glob("[!_]*/**/*.md")), ROOT / "docs" / "index.md"]
-PAGES = [README, ROOT / "examples" / "README.md", *DOCS]
+PAGES = [README, ROOT / "examples" / "README.md", ROOT / "examples" / "published" / "README.md", *DOCS]
 # Pages that are read on their own; tests/test_docs.py follows the links of the others.
 ALONE = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("examples/**/*.md")), *sorted(ROOT.glob("benchmarks/**/*.md"))]
 
