@@ -99,6 +99,8 @@ class FirstRun:
         self._passes = [Passes() for _ in rows]
         self._called_with_weights: dict[int, tuple[Any, int]] = {}  # by the id of a module: it, and the first replica
         self._seeded = [SeededDraws() for _ in rows]
+        self._global_generators = _global_generators()
+        self._drawn_from: set[int] = set()  # the ids of those that a replica has called
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
     @contextmanager
@@ -152,6 +154,8 @@ class FirstRun:
         """Notes draws of random numbers."""
         code = frame.f_code
         if event == "c_call":  # of which there are thousands
+            if type(given) is BuiltinFunctionType and id(given.__self__) in self._global_generators:
+                self._drawn_from.add(id(given.__self__))
             is_generators = type(given) is BuiltinFunctionType and type(given.__self__) in _GENERATORS
             context = get_replica_context() if is_generators else None
             if context is not None:
@@ -254,7 +258,9 @@ class FirstRun:
     def _warn_of_draws(self, before: dict[str, Any]) -> None:
         now = _generator_states()
         for name in before:
-            lines = _draws(self._ran.values(), name) if before[name] != now[name] else []
+            # Threads that prepare data draw meanwhile: KerasHub's preprocessors mask words in those of Grain.
+            by_replicas = any(self._global_generators[number] == name for number in self._drawn_from)
+            lines = _draws(self._ran.values(), name) if by_replicas and before[name] != now[name] else []
             if lines:
                 self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
@@ -393,6 +399,12 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
     added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
     counts_rows = rows > 1 and bool((added == rows).any())
     return not counts_rows and (now[0].is_floating_point() or bool(((added == 0) | (added == 1)).all()))
+
+
+def _global_generators() -> dict[int, str]:
+    """The global random generators that there are: the id of each, and whose it is."""
+    modules = {"Python": sys.modules["random"], "NumPy": sys.modules.get("numpy.random")}
+    return {id(module.random.__self__): name for name, module in modules.items() if module is not None}
 
 
 def _generator_states() -> dict[str, Any]:
