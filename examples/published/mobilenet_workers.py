@@ -41,7 +41,7 @@ def main() -> None:
     strategy = ls.MultiWorkerMirroredStrategy()  # waits for all workers
     batch_size = BATCH_SIZE_PER_REPLICA * strategy.num_replicas_in_sync
 
-    dataset, classes = load(args.data, args.pixels)
+    dataset, classes = load(args.data, args.pixels, strategy)
     loader = DataLoader(dataset, batch_size, shuffle=True, collate_fn=rescale)  # each worker takes its rows of a batch
 
     with strategy.scope():
@@ -67,9 +67,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(data: Path | None, pixels: int) -> tuple[ConcatDataset[tuple[torch.Tensor, ...]], int]:
+def load(
+    data: Path | None, pixels: int, strategy: ls.MultiWorkerMirroredStrategy
+) -> tuple[ConcatDataset[tuple[torch.Tensor, ...]], int]:
     """All pictures, [pixels, pixels, 3] of 0 to 255, with their labels; and the number of classes."""
-    images = load_images(ImagesConfig(data=data, size=pixels))
+    images = load_images(ImagesConfig(data=data, size=pixels), workers=strategy.workers)
     splits = [TensorDataset(split.pixels, torch.tensor(split.labels)) for split in images.splits.values()]
     return ConcatDataset(splits), len(images.classes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from types import FunctionType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     MakeStrategy = Callable[..., MirroredStrategy]
 
+LIMIT_S = 30
 BATCHES = [torch.ones(6, 2)] * 3
 STEPS = {"count": 0}
 
@@ -199,6 +201,27 @@ def test_what_is_right_is_not_warned_of(make_strategy: MakeStrategy):
             strategy.run(step, (x, own, torch.ones(2)))
 
     assert int(mirrored.state_dict()["seen"]) == 3
+
+
+def test_draws_of_a_thread_that_prepares_data_meanwhile_are_not_those_of_the_step(make_strategy: MakeStrategy):
+    strategy, runs, drawn = make_strategy(2), threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        runs.wait(LIMIT_S)
+        random.random()
+        drawn.set()
+
+    def step(x: torch.Tensor) -> None:
+        runs.set()
+        assert drawn.wait(LIMIT_S)
+        torch.random.initial_seed()  # `random` is a name of Python's global generator too
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy.run(step, (next(iter(strategy.distribute_dataset(BATCHES))),))
+    thread.join()
 
 
 def test_a_batch_that_was_not_divided_is_said(make_strategy: MakeStrategy):

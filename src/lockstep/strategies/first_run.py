@@ -61,6 +61,7 @@ _FORWARD_MODE = torch.autograd.forward_ad.enter_dual_level.__code__
 _BACKWARD = torch.autograd.backward.__code__
 _GRADIENTS = torch.autograd.grad.__code__
 _GENERATORS = (torch.Generator, random.Random)
+_PYTHON_GENERATOR: Any = attribute_of(random.random, "__self__")
 _TORCH = ReplicaRng.__torch_function__.__code__
 _SUMMING = ReplicaContext.all_reduce.__code__
 _GATHERING = ReplicaContext.all_gather.__code__
@@ -99,8 +100,7 @@ class FirstRun:
         self._passes = [Passes() for _ in rows]
         self._called_with_weights: dict[int, tuple[Any, int]] = {}  # by the id of a module: it, and the first replica
         self._seeded = [SeededDraws() for _ in rows]
-        self._global_generators = _global_generators()
-        self._drawn_from: set[int] = set()  # the ids of those that a replica has called
+        self._draws_from_python = False  # a replica has called Python's global generator
         self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
 
     @contextmanager
@@ -154,9 +154,8 @@ class FirstRun:
         """Notes draws of random numbers."""
         code = frame.f_code
         if event == "c_call":  # of which there are thousands
-            if type(given) is BuiltinFunctionType and id(given.__self__) in self._global_generators:
-                self._drawn_from.add(id(given.__self__))
             is_generators = type(given) is BuiltinFunctionType and type(given.__self__) in _GENERATORS
+            self._draws_from_python |= is_generators and given.__self__ is _PYTHON_GENERATOR
             context = get_replica_context() if is_generators else None
             if context is not None:
                 self._seeded[context.local_replica].called_in_c(given, partial(_line_of, frame))
@@ -258,8 +257,9 @@ class FirstRun:
     def _warn_of_draws(self, before: dict[str, Any]) -> None:
         now = _generator_states()
         for name in before:
-            # Threads that prepare data draw meanwhile: KerasHub's preprocessors mask words in those of Grain.
-            by_replicas = any(self._global_generators[number] == name for number in self._drawn_from)
+            # Threads that prepare data draw meanwhile: KerasHub's preprocessors mask words in those of Grain. Calls of
+            # NumPy's generator are not seen, because its functions are Cython's.
+            by_replicas = self._draws_from_python or name != "Python"
             lines = _draws(self._ran.values(), name) if by_replicas and before[name] != now[name] else []
             if lines:
                 self._warn(
@@ -399,12 +399,6 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
     added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
     counts_rows = rows > 1 and bool((added == rows).any())
     return not counts_rows and (now[0].is_floating_point() or bool(((added == 0) | (added == 1)).all()))
-
-
-def _global_generators() -> dict[int, str]:
-    """The global random generators that there are: the id of each, and whose it is."""
-    modules = {"Python": sys.modules["random"], "NumPy": sys.modules.get("numpy.random")}
-    return {id(module.random.__self__): name for name, module in modules.items() if module is not None}
 
 
 def _generator_states() -> dict[str, Any]:
