@@ -308,9 +308,9 @@ def test_the_chief_alone_writes_and_prints(found: dict[str, Any]):
 def test_what_the_chief_logs_is_that_of_all_workers(found: dict[str, Any], folder: Path):
     head, *rows = (folder / "0" / "log.csv").read_text().splitlines()
 
-    assert head == "epoch,loss,val_loss"
+    assert head == "epoch,learning_rate,loss,val_loss"
     assert [row.split(",")[0] for row in rows] == ["0", "1"]
-    assert float(rows[0].split(",")[1]) == found["at the end of an epoch, worker 1"][1]["history"]["loss"][0]
+    assert float(rows[0].split(",")[2]) == found["at the end of an epoch, worker 1"][1]["history"]["loss"][0]
 
 
 def test_weights_that_the_chief_saves_are_loaded_by_all(found: dict[str, Any]):

@@ -20,6 +20,8 @@ from typing import Literal
 from lockstep.checks import ABOVE_ZERO, UNBOUNDED, check_settings
 from lockstep.errors import ConfigError
 
+_USUAL_SIZE = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
@@ -80,6 +82,8 @@ class ImagesConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.size is None and self.pretrained is None:
+            object.__setattr__(self, "size", _USUAL_SIZE)  # so that records of the run have it
         if self.output_stride not in (8, 16, 32):
             raise ConfigError(f"output_stride={self.output_stride} was given; choose one of 8, 16 or 32")
         check_settings(
@@ -100,8 +104,8 @@ class ImagesConfig:
 
     @property
     def side(self) -> int:
-        """The side in pixels of the images."""
-        return 32 if self.size is None else self.size
+        """The side in pixels of the images; ``_USUAL_SIZE`` as long as that of a pretrained model is not known."""
+        return self.size or _USUAL_SIZE
 
     @property
     def num_workers(self) -> int:
