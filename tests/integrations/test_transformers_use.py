@@ -40,6 +40,43 @@ def test_the_loss_gets_a_batch_of_the_collator_s_type(tiny: Any, make_strategy: 
     trainer.train()
 
 
+def test_the_renamed_argument_of_programs_of_2024_is_named(tiny: Any, tmp_path: Any):
+    with pytest.raises(ConfigError, match="write processing_class=tokenizer"):
+        Trainer(tiny.model(), tiny.arguments(str(tmp_path), 2), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "advice"),
+    [
+        ("compute_loss", lambda self, model, inputs, return_outputs=False: None, "add num_items_in_batch=None"),
+        ("training_step", lambda self, model, inputs: None, "add num_items_in_batch=None"),
+        ("training_step", lambda self, model, inputs, **settings: None, "add num_items_in_batch=None"),
+        ("log", lambda self, logs: None, "add start_time=None"),
+    ],
+)
+def test_an_override_of_2024_is_refused_before_the_training(
+    tiny: Any, tmp_path: Any, method: str, override: Any, advice: str
+):
+    program = type("Mine", (Trainer,), {method: override})
+
+    with pytest.raises(ConfigError, match=rf"^Mine\.{method}\(.*\) cannot be called .*; {advice}"):
+        program(tiny.model(), tiny.arguments(str(tmp_path), 2))
+
+
+def test_an_override_of_today_with_other_names_is_taken(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
+    class Renamed(Trainer):
+        def training_step(self, network: Any, batch: Any, items: Any = None) -> Any:
+            return super().training_step(network, batch, items)
+
+        def log(self, *positional: Any) -> None:
+            super().log(*positional)
+
+    args = tiny.arguments(str(tmp_path), 2)
+    trainer = Renamed(tiny.model(), args, tiny.collate, tiny.rows(4), strategy=make_strategy(2))
+
+    assert trainer.train().global_step > 0
+
+
 def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
     tiny: Any, make_strategy: MakeStrategy, split_cpu: Any, tmp_path: Any
 ):

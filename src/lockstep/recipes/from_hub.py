@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -27,7 +28,7 @@ def load_named(name: str, kind: Any, **settings: Any) -> Any:
                 raise
         return kind.from_pretrained(name, **settings)
     except failures as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = shorten(str(error), 200, placeholder=" ...")
         raise ConfigError(
             f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
             " save_pretrained, or a Hugging Face name; check the path, or the name and the network"

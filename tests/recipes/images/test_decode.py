@@ -70,7 +70,7 @@ def test_large_jpegs_are_reduced_from_what_they_show(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "cannot identify image file"),
+        (b"", "the file is empty"),
         (b"<html>not found</html>", "cannot identify image file"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, ""),
         # Pillow would give it to Ghostscript to run.

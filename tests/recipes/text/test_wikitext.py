@@ -62,20 +62,20 @@ def test_a_missing_folder_is_named(tmp_path: Path):
 
 
 def test_a_file_instead_of_a_folder_is_named(text_folder: Path):
-    assert "does not exist or has 0 files" in complaint(text_folder / "wiki.train.tokens")
+    assert "is a file, expected its folder" in complaint(text_folder / "wiki.train.tokens")
 
 
 def test_a_missing_part_is_named(text_folder: Path, tmp_path: Path):
     (tmp_path / "wiki.train.tokens").write_bytes((text_folder / "wiki.train.tokens").read_bytes())
 
-    assert "has 0 files *.valid.tokens or *.valid.raw, expected one" in complaint(tmp_path)
+    assert "has no file for *.valid.tokens or *.valid.raw, expected one" in complaint(tmp_path)
 
 
 def test_two_files_for_one_part_are_named(tmp_path: Path):
     for name in ("a.train.tokens", "a.train.raw"):
         (tmp_path / name).touch()
 
-    assert "has 2 files *.train.tokens or *.train.raw" in complaint(tmp_path)
+    assert "has a.train.raw and a.train.tokens for *.train.tokens or *.train.raw, expected one" in complaint(tmp_path)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):

@@ -7,11 +7,13 @@ accelerate sees no distribution; otherwise it would shard, gather and wrap by it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
+import transformers
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import TrainingArguments
@@ -35,6 +37,14 @@ _REFUSED_OF_WORKERS = {
     "enable_jit_checkpoint": "saves when a signal reaches one of several workers",
 }
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
+_CALLS = (
+    ("compute_loss", ("model", "inputs"), ("num_items_in_batch",)),
+    ("training_step", ("model", "inputs", "num_items_in_batch"), ()),
+    ("log", ("logs", "start_time"), ()),
+)
+"""Methods that programs override, and the positional and keyword arguments that transformers calls them with. The last
+argument of each came with 4.46 or 4.47, so overrides of 2024 lack it.
+"""
 
 
 def check_arguments(args: TrainingArguments, *, workers: int) -> None:
@@ -55,6 +65,29 @@ def check_arguments(args: TrainingArguments, *, workers: int) -> None:
             "the Trainer of lockstep got debug='underflow_overflow', whose hooks know one copy of the model; debug on "
             "one device"
         )
+
+
+def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None:
+    """Raises a ConfigError about what transformers 5 no longer calls as a program written for transformers 4 expects.
+
+    Args:
+        trainer: its class may override methods of transformers' Trainer.
+        names: of the keyword arguments that it got.
+    """
+    if "tokenizer" in names:
+        raise ConfigError(
+            "the Trainer of lockstep got tokenizer=, which transformers 5 calls processing_class; write "
+            "processing_class=tokenizer"
+        )
+    for method, positional, keywords in _CALLS:
+        signature = inspect.signature(getattr(trainer, method), follow_wrapped=False)
+        try:
+            signature.bind(*positional, **dict.fromkeys(keywords))
+        except TypeError:
+            raise ConfigError(
+                f"{type(trainer).__name__}.{method}{signature} cannot be called as transformers 5 does, with "
+                f"{', '.join(positional + keywords)}; add {(positional + keywords)[-1]}=None as its last parameter"
+            ) from None
 
 
 def check_model(model: Any) -> None:

@@ -64,6 +64,7 @@ class Trainer(transformers.Trainer):
         strategy: Strategy | None = None,
         **named: Any,
     ) -> None:
+        arguments.check_program(self, named)
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
         self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)

@@ -320,6 +320,8 @@ def decode(image: ImageFile, size: int) -> bytearray | str:
             opened.draft("RGB", (2 * size, 2 * size))
             return to_square(opened, size)
     except Exception as error:  # noqa: BLE001 - Pillow's plugins raise almost anything for damaged files
+        if image.path.is_file() and image.path.stat().st_size == 0:
+            return "the file is empty"
         return " ".join(str(error).split())[:120] or type(error).__name__
 
 

@@ -84,12 +84,17 @@ def check_data(folder: Path) -> None:
 
 
 def _split_file(folder: Path, split: str) -> Path:
+    advice = "correct --data, or leave it out for the embedded text"
+    if not folder.is_dir():
+        problem = "is a file, expected its folder" if folder.exists() else "does not exist"
+        raise DataError(f"the text folder {str(folder)!r} {problem}; {advice}")
     files = sorted(file for suffix in _SUFFIXES for file in folder.glob(f"*.{split}.{suffix}"))
     if len(files) != 1:
         names = " or ".join(f"*.{split}.{suffix}" for suffix in _SUFFIXES)
+        present = " and ".join(file.name for file in files) or "no file"
         raise DataError(
-            f"the text folder {str(folder)!r} does not exist or has {len(files)} files {names}, expected one"
-            " each of train, valid and test; correct --data, or leave it out for the embedded text"
+            f"the text folder {str(folder)!r} has {present} for {names}, expected one each of train, valid and test;"
+            f" {advice}"
         )
     return files[0]
 
