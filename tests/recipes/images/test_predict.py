@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import shutil
+import warnings
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +17,7 @@ import torch
 from PIL import Image
 
 from lockstep.config import LogicalDevice
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.images.predict import (
     Predictions,
     draw_contact_sheet,
@@ -112,3 +116,42 @@ def test_paths_that_are_not_there_or_hold_no_image_are_refused(tmp_path: Path):
         find_files([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="no image is in"):
         find_files([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("interrupted", "has no model: .* goes on with --resume"),
+        ("photo.jpg", "is a file; expected the folder of a finished run"),
+        ("nowhere", "does not exist; expected the folder of a finished run"),
+        ("texts", "has a BertForMaskedLM, expected an image classifier"),
+    ],
+)
+def test_a_path_without_an_image_classifier_is_refused(tmp_path: Path, name: str, reason: str):
+    (tmp_path / "interrupted" / "backup").mkdir(parents=True)
+    (tmp_path / "photo.jpg").touch()
+    (tmp_path / "texts" / "model").mkdir(parents=True)
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
+    (tmp_path / "texts" / "model" / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match=reason):
+        load_trained(str(tmp_path / name))
+
+
+def test_letters_that_pillow_s_font_lacks_are_drawn_with_one_of_the_system(
+    predictions: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    matplotlib = pytest.importorskip("matplotlib")
+    russian = replace(predictions, classes=("кот", "пёс"))
+    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    with pytest.warns(UserWarning, match="no font of this machine has all letters of 'кот'.* says class 0"):
+        numbers = draw_contact_sheet(russian)
+    (tmp_path / "fonts").mkdir()
+    font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    shutil.copy(font, tmp_path / "fonts" / "DejaVuSans.ttf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = draw_contact_sheet(russian)
+
+    assert names.tobytes() != numbers.tobytes()

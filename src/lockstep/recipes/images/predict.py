@@ -9,7 +9,9 @@ import csv
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.weights import read_weights
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.extras import require
 from lockstep.recipes.from_hub import load_named
 from lockstep.recipes.images.batches import to_float
@@ -31,6 +33,17 @@ from lockstep.train.model import Model
 
 _TILE, _CAPTION, _COLUMNS = 160, 36, 6  # pixels, pixels, tiles in a row
 _MOST_TILES = 120
+_FONT_SIZE = 13
+# Pillow's own font has Latin letters alone. Pillow looks for these in the system's font folders, by file name.
+_FONT_FILES = (
+    "NotoSansCJK-Regular.ttc",
+    "NotoSansCJKsc-Regular.otf",
+    "SourceHanSansCN-Regular.otf",
+    "wqy-microhei.ttc",
+    "wqy-zenhei.ttc",
+    "DroidSansFallbackFull.ttf",
+    "DejaVuSans.ttf",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +71,45 @@ def load_trained(name: str) -> Classifier:
     Raises:
         ConfigError: it was not found, cannot be read, or is no image classifier.
     """
-    inner = Path(name).expanduser() / "model"
-    folder = inner if (inner / "config.json").is_file() else Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if settings.get("architectures") == ["MobileNetV2Model"]:
-            return _load_with_hidden_layer(folder, settings)
-        name = str(folder)
+    path = Path(name).expanduser()
+    folder = next((place for place in (path / "model", path) if (place / "config.json").is_file()), None)
+    if folder is None:
+        _check_is_name(name, path)
+        return _load_named_classifier(name)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architectures = settings.get("architectures") or []
+    if architectures == ["MobileNetV2Model"]:
+        return _load_with_hidden_layer(folder, settings)
+    if architectures and not any("ForImageClassification" in kind for kind in architectures):
+        raise ConfigError(
+            f"{str(folder)!r} has a {', '.join(architectures)}, expected an image classifier; give the folder of"
+            " a run of lockstep train images"
+        )
+    return _load_classifier(str(folder))
+
+
+def _check_is_name(name: str, path: Path) -> None:
+    """Raises a ConfigError if ``name`` can only be a path; the hub would be asked for it many times, and in vain."""
+    expected = "expected the folder of a finished run of lockstep train images, or its model folder"
+    if path.is_dir():
+        raise ConfigError(
+            f"{name!r} has no model: it has neither model/config.json nor config.json; {expected}. An interrupted run"
+            " goes on with --resume"
+        )
+    if path.exists():
+        raise ConfigError(f"{name!r} is a file; {expected}")
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+        raise ConfigError(f"the folder {name!r} does not exist; {expected}")
+
+
+def _load_named_classifier(name: str) -> Classifier:
+    try:
+        return _load_classifier(name)
+    except ConfigError as error:
+        raise ConfigError(f"there is no folder {name!r}, and no such model from Hugging Face: {error}") from error
+
+
+def _load_classifier(name: str) -> Classifier:
     classes = _classes_of(name)
     preparation = preparation_of(name)
     module = load_classifier(name, classes, batch_norm_momentum=0.1)
@@ -164,21 +209,55 @@ def render_table(predictions: Predictions) -> str:
 
 
 def draw_contact_sheet(predictions: Predictions) -> Any:
-    """Returns a Pillow image of at most 120 pictures, each with its class and probability, the least certain first."""
-    pillow, fonts = require("PIL.Image", "images"), require("PIL.ImageFont", "images")
+    """Returns a Pillow image of at most 120 pictures, each with its class and probability, the least certain first.
+
+    Warns if no font has the letters of a class; the number of the class, counted from 0, then stands for its name.
+    """
+    pillow = require("PIL.Image", "images")
     certainty, classes = predictions.probabilities.max(dim=1)
     order = certainty.argsort(stable=True)[:_MOST_TILES].tolist()
     rows = math.ceil(len(order) / _COLUMNS)
     sheet = pillow.new("RGB", (_COLUMNS * _TILE, rows * (_TILE + _CAPTION)), "white")
-    draw, font = require("PIL.ImageDraw", "images").Draw(sheet), fonts.load_default(size=13)
+    draw = require("PIL.ImageDraw", "images").Draw(sheet)
+    font = _font_for("".join((*predictions.classes, *(predictions.files[index].name for index in order))))
+    names = _drawable_names(predictions.classes, font)
     for place, index in enumerate(order):
         left, top = place % _COLUMNS * _TILE, place // _COLUMNS * (_TILE + _CAPTION)
         picture = _thumbnail(predictions.files[index])
         sheet.paste(picture, (left + (_TILE - picture.width) // 2, top + (_TILE - picture.height) // 2))
-        name = predictions.classes[int(classes[index])]
+        name = names[int(classes[index])]
         caption = f"{_shorten(name, font)} {certainty[index]:.2f}\n{_shorten(predictions.files[index].name, font)}"
         draw.multiline_text((left + 4, top + _TILE), caption, fill="black", font=font, spacing=2)
     return sheet
+
+
+def _font_for(text: str) -> Any:
+    """Pillow's own font, or the font of the system that has more of the letters in ``text``."""
+    fonts = require("PIL.ImageFont", "images")
+    candidates = [fonts.load_default(size=_FONT_SIZE)]
+    if _missing(text, candidates[0]):
+        for file in _FONT_FILES:
+            with suppress(OSError):  # it is not installed
+                candidates.append(fonts.truetype(file, _FONT_SIZE))
+    return min(candidates, key=lambda font: len(_missing(text, font)))
+
+
+def _missing(text: str, font: Any) -> set[str]:
+    """The letters that a font draws as it draws U+FFFF, which is no letter."""
+    box = bytes(font.getmask("\uffff"))
+    return {letter for letter in set(text) if not letter.isspace() and bytes(font.getmask(letter)) == box}
+
+
+def _drawable_names(classes: Sequence[str], font: Any) -> tuple[str, ...]:
+    names = tuple(f"class {index}" if _missing(name, font) else name for index, name in enumerate(classes))
+    if names != tuple(classes):
+        name = next(name for name in classes if name not in names)
+        warnings.warn(
+            f"no font of this machine has all letters of {name!r}; the contact sheet says class {classes.index(name)},"
+            " counted from 0 as the table's columns are; for Chinese, Japanese and Korean install fonts-noto-cjk",
+            stacklevel=3,
+        )
+    return names
 
 
 def _thumbnail(path: Path) -> Any:
