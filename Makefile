@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## train the masked language model on four logical devices, then show that it is exact
-	@$(BIN)/lockstep train mlm --devices cpu:4 --epochs 10 --batch-size 32 --vocabulary 4000 --dropout 0 \
+	@$(BIN)/lockstep train mlm --devices cpu:4 --epochs 8 --batch-size 32 --vocabulary 4000 --dropout 0 \
 	    --output runs/demo --overwrite --check-exact
 
 # Three processes on any number of cores: many tests wait for workers that were killed or hosts that do not come.
