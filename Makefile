@@ -34,10 +34,10 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 test: $(STAMP) ## run the tests that guard the promises (six minutes on two cores)
 	@$(PYTEST) -m "not slow"
 
-test-slow: $(STAMP) ## run the tests that `make test` leaves out
+test-slow: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run the tests that `make test` leaves out
 	@$(PYTEST) -m slow
 
-test-all: $(STAMP) ## run every test (fifteen minutes on two cores)
+test-all: $(STAMP) $(PEERS_VENV)/keras_hub/.installed ## run every test (fifteen minutes on two cores)
 	@$(PYTEST)
 
 check: $(STAMP) ## lint, formatting, types for every supported Python, and the order of imports
@@ -64,7 +64,8 @@ $(PEERS_VENV)/%/.installed: benchmarks/peers/%.txt
 	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<; then touch $@; \
 	    else echo "$(PEERS_VENV)/$* could not be made; the benchmark goes on without it"; fi
 
-# For the program of examples/published that needs it. Its package asks for TensorFlow, hence no dependencies.
+# For the tests of the program of examples/published that needs it: 45 MB, seconds. Its package asks for TensorFlow,
+# hence no dependencies.
 $(PEERS_VENV)/keras_hub/.installed: tests/examples/keras_hub.txt $(STAMP)
 	@echo "installing into $(@D) (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<

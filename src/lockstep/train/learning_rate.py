@@ -103,8 +103,9 @@ def find_learning_rate(
     """Trains with learning rates that grow from update to update, and suggests one. Every worker must call it.
 
     Weights, buffers, optimizer, scheduler, random numbers and the position and generators of the data are then as
-    before, bit for bit, also after an exception, unless workers were lost. Nothing is set: use ``suggestion`` or read
-    the plot. With several parameter groups the rates are those of the first, and the others keep their ratio to it.
+    before, bit for bit, also after an exception, unless workers were lost. They are kept meanwhile in a folder for
+    temporary files (TMPDIR), which the hosts of workers that divide a model must share. Nothing is set: use
+    ``suggestion`` or read the plot. With several parameter groups the rates are those of the first, and the others keep their ratio to it.
 
     Args:
         model: a compiled ``ls.Model``; its scheduler does not run meanwhile. Or, for a loop of your own, a function
@@ -129,8 +130,8 @@ def find_learning_rate(
         >>> import torch, lockstep as ls
         >>> model = ls.Model(torch.nn.Linear(2, 1))
         >>> model.compile(optimizer=lambda p: torch.optim.SGD(p, 0.1), loss="mse")
-        >>> found = ls.find_learning_rate(model, torch.ones(8, 2), torch.ones(8, 1), batch_size=4, steps=20)
-        >>> len(found.rates) == len(found.losses) <= 20
+        >>> result = ls.find_learning_rate(model, torch.ones(8, 2), torch.ones(8, 1), batch_size=4, steps=20)
+        >>> len(result.rates) == len(result.losses) <= 20
         True
     """
     check_number("steps", steps, least=3, whole=True, optional=False)
