@@ -103,9 +103,10 @@ def find_learning_rate(
     """Trains with learning rates that grow from update to update, and suggests one. Every worker must call it.
 
     Weights, buffers, optimizer, scheduler, random numbers and the position and generators of the data are then as
-    before, bit for bit, also after an exception, unless workers were lost. They are kept meanwhile in a folder for
+    before, bit for bit, also after an exception, unless workers were lost. Meanwhile they are saved in a folder for
     temporary files (TMPDIR), which the hosts of workers that divide a model must share. Nothing is set: use
-    ``suggestion`` or read the plot. With several parameter groups the rates are those of the first, and the others keep their ratio to it.
+    ``suggestion`` or read the plot. With several parameter groups the rates are those of the first, and the others keep
+    their ratio to it.
 
     Args:
         model: a compiled ``ls.Model``; its scheduler does not run meanwhile. Or, for a loop of your own, a function
