@@ -373,6 +373,8 @@ class Model:
         refuse_to_train(self.strategy.workers, "fit")
         setup = self._trainable("fit")
         y = setup.targets(x, y)
+        if (labels := setup.targets(validation_data, None)) is not None:
+            validation_data = (validation_data, labels)
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         steps = {"steps_per_epoch": steps_per_epoch} if trial is None else {"first": trial}
         batches = self._iterator(data, "the training data", **steps)
@@ -448,19 +450,19 @@ class Model:
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         return self._predict(self._iterator(data, "the data", first=steps), verbose, callbacks)
 
-    def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
         """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
 
         ``compile(accumulate=...)`` does not apply. The next fit goes on with these weights and this optimizer state.
 
         Args:
             x: the inputs: a tensor, a NumPy array, a dict of them by the module's keyword arguments, or a tuple.
-            y: the targets.
+            y: the targets; None for a loss that the module computes from "labels" in x.
             sample_weight: one weight per row.
         """
         refuse_to_train(self.strategy.workers, "train_on_batch")
         setup = self._trainable("train_on_batch")
-        batches = self._one_batch(x, y, sample_weight)
+        batches = self._one_batch(x, setup.targets(x, y), sample_weight)
         self.stop_training = False
         # A loop that fails is not used again: gradients of its step may be left.
         loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
@@ -471,9 +473,10 @@ class Model:
         self._batch_loop = loop
         return logs
 
-    def test_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
         """The loss and the metrics of one global batch. Every worker must call it. Arguments as ``train_on_batch``."""
-        return self._evaluate(self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight))
+        setup = self._compiled("test_on_batch")
+        return self._evaluate(setup, self._one_batch(x, setup.targets(x, y), sample_weight))
 
     def predict_on_batch(self, x: Any) -> Any:
         """The module's outputs for one global batch, on the CPU. Every worker must call it."""
