@@ -232,7 +232,7 @@ def test_a_fast_run_trains_a_few_batches_and_writes_no_files(
     assert history.epoch == [0]
     assert "val_loss" in history.history
     assert list(tmp_path.iterdir()) == []
-    assert "left out: ModelCheckpoint, TensorBoard" in capsys.readouterr().out
+    assert "2 training and validation batches, without ModelCheckpoint, TensorBoard" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fast_dev_run=0"):
         model.fit(batches, fast_dev_run=0)
 
