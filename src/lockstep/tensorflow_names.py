@@ -93,24 +93,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def told(init: Callable[P, None]) -> Callable[P, None]:
-    """The constructor of a strategy, which tells who calls it with an argument of tf.distribute what it is here."""
-    return telling(ARGUMENTS)(init)
+def advise(arguments: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function, so that an argument of TensorFlow that it lacks is a ConfigError with what to give."""
 
-
-def telling(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function that tells who calls it with one of these arguments, which it lacks, what to give instead."""
-
-    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in names.keys() & kwargs.keys() - signature(function).parameters.keys():
-                raise ConfigError(f"{name} was given, which is unknown here; {names[name]}")
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in arguments.keys() & kwargs.keys() - signature(function).parameters.keys():
+                raise ConfigError(f"{name} was given, which is unknown here; {arguments[name]}")
             return function(*args, **kwargs)
 
-        return checked
+        return call
 
-    return decorated
+    return decorate
 
 
 def missing(owner: str, name: str, names: Mapping[str, str]) -> AttributeError:

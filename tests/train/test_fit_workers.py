@@ -93,6 +93,8 @@ def job(folder: str) -> dict[str, Any]:
     scenes: dict[str, Callable[[], dict[str, Any]]] = {
         **{name: lambda name=name: stopped(strategy, *STOPS[name]) for name in STOPS},  # type: ignore[misc]
         "early": lambda: early(strategy),
+        "time of the chief": lambda: limited(strategy, 0),
+        "time of worker 1": lambda: limited(strategy, 1),
         "fit again": lambda: fit_again(strategy),
         "after NaN": lambda: after_nan(strategy),
         "callbacks": lambda: callbacks(strategy, own),
@@ -127,6 +129,14 @@ def early(strategy: ls.Strategy) -> dict[str, Any]:
     history = model.fit(batches(), validation_data=batches()[:1], epochs=EPOCHS + 2, callbacks=[stop], verbose=0)
     validated = model.evaluate(batches()[:1], verbose=0)["loss"]
     return {**record(model, history), "best": stop.best, "stopped epoch": stop.stopped_epoch, "validated": validated}
+
+
+def limited(strategy: ls.Strategy, who: int) -> dict[str, Any]:
+    """The time of one worker is over at its first batch."""
+    model = compiled(strategy)
+    limit = ls.MaxTime(1e-9 if strategy.workers.index == who else 3600)
+    history = model.fit(batches(), validation_data=batches()[:1], epochs=EPOCHS, callbacks=[limit], verbose=0)
+    return {**record(model, history), "step": model.training_state.position.step}
 
 
 def fit_again(strategy: ls.Strategy) -> dict[str, Any]:
@@ -279,6 +289,16 @@ def test_early_stopping_ends_all_workers_and_gives_all_the_best_weights(found: d
     assert chief["steps"] == [STEPS, STEPS]
     assert chief["stopped epoch"] == other["stopped epoch"] == 1
     assert chief["best"] == chief["history"]["val_loss"][0] == pytest.approx(chief["validated"])
+
+
+@pytest.mark.parametrize(("who", "steps"), [("the chief", [2]), ("worker 1", [STEPS] * EPOCHS)])
+def test_the_time_of_the_chief_ends_all_workers_after_the_same_batch(found: dict[str, Any], who: str, steps: list[int]):
+    chief, other = found[f"time of {who}"]
+
+    assert_alike([chief, other])
+    assert chief["steps"] == steps
+    assert chief["step"] == other["step"] == sum(steps)
+    assert len(chief["history"]["val_loss"]) == len(steps)
 
 
 @pytest.mark.parametrize("name", ["fit again", "after NaN"])

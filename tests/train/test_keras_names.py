@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, NonFiniteLossError
-from lockstep.train.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, TensorBoard
-from lockstep.train.callbacks.max_time import MaxTime
+from lockstep.train.callbacks import (
+    BackupAndRestore,
+    Callback,
+    EarlyStopping,
+    LambdaCallback,
+    MaxTime,
+    ModelCheckpoint,
+    TensorBoard,
+)
+from lockstep.train.logs import History
 from lockstep.train.model import Model
 
 if TYPE_CHECKING:
@@ -224,31 +232,30 @@ def test_a_fast_run_trains_a_few_batches_and_writes_no_files(
     assert history.epoch == [0]
     assert "val_loss" in history.history
     assert list(tmp_path.iterdir()) == []
-    assert "left out: ModelCheckpoint, TensorBoard" in capsys.readouterr().out
+    assert "2 training and validation batches, without ModelCheckpoint, TensorBoard" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fast_dev_run=0"):
         model.fit(batches, fast_dev_run=0)
 
 
-def test_a_time_limit_ends_the_training_after_a_batch_and_says_so(
-    model: Model, batches: Batches, capsys: pytest.CaptureFixture[str]
+def test_a_time_limit_ends_the_training_after_a_batch_and_counts_over_interruptions(
+    model: Model, batches: Batches, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    limit = MaxTime(3600)
+    first, same, longer = MaxTime(3600), MaxTime(3600), MaxTime(7200)
+    use_up = LambdaCallback(on_train_batch_begin=lambda batch, logs: vars(first).update(_began=first._began - 1300))
 
-    def use_up(batch: int, logs: Any) -> None:
-        limit._began -= 1300  # an hour is over after the third batch
+    def fit(*callbacks: Callback) -> History:
+        backup = BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        return model.fit(batches[:2], epochs=3, callbacks=[*callbacks, backup], validation_data=batches)
 
-    history = model.fit(
-        batches, epochs=5, callbacks=[LambdaCallback(on_train_batch_begin=use_up), limit], validation_data=batches
-    )
-    assert history.timing[-1].steps == 3
-    assert "val_loss" in history.history
+    history = fit(use_up, first)
+    line = "MaxTime: training ends after 3900 s of 3600 s, in epoch 2, step 3"
+    assert [timing.steps for timing in history.timing] == [2, 1]
+    assert len(history.history["val_loss"]) == 2
+    assert line in capsys.readouterr().out
+
+    fit(same)
     assert model.training_state.position.step == 3
-    assert "MaxTime: training ends after 3900 s of 3600 s, in epoch 1, step 3" in capsys.readouterr().out
-
-    longer, same = MaxTime(7200), MaxTime(3600)
-    for callback, stops in ((longer, False), (same, True)):  # as a checkpoint restores it
-        callback.set_model(model)
-        callback.on_train_begin({})
-        model.stop_training = True
-        callback.load_state_dict(limit.state_dict())
-        assert model.stop_training is stops
+    assert line in capsys.readouterr().out
+    fit(longer)
+    assert model.training_state.position.step == 5
+    assert 3900 <= longer.elapsed_s < 7200

@@ -206,9 +206,37 @@ def test_arrays_with_labels_need_no_y(make_strategy: MakeStrategy):
     x = texts()[0]
     trained_by_hand(plain, [{name: each[rows] for name, each in x.items()} for rows in (slice(4), slice(4, 6))], len)
     model = compiled(make_strategy(2), module)
-    model.fit(x, batch_size=4, shuffle=False, verbose=0)
+    history = model.fit(x, batch_size=4, shuffle=False, validation_data=x, verbose=0).history
     assert_close(model, plain)
-    assert model.evaluate(x, verbose=0)["loss"] == pytest.approx(plain.eval()(**x).loss.item(), abs=1e-5)
+    expected = pytest.approx(plain.eval()(**x).loss.item(), abs=1e-5)
+    assert [history["val_loss"][0], model.evaluate(x, verbose=0)["loss"], model.test_on_batch(x)["loss"]] == [
+        expected
+    ] * 3
+    assert model.train_on_batch(x)["loss"] == expected
+    with pytest.raises(ConfigError, match="leave these out of x"):
+        model.predict(x)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.layers(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_replica_that_runs_without_rows_adds_nothing(make_strategy: MakeStrategy):
+    batch = {"x": torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), "labels": torch.tensor([0, 2])}
+    module, plain = seeded(Normalized), seeded(Normalized)
+    expected = trained_by_hand(plain, [batch], lambda batch: 2)
+    with make_strategy(3).scope():
+        model = Model(module, sync_batchnorm=True)
+        model.compile(lambda parameters: torch.optim.SGD(parameters, 0.5))
+
+    assert model.fit([batch], verbose=0).history["loss"] == pytest.approx([expected], abs=1e-5)
+    assert_close(model, plain)
 
 
 class Silent(nn.Module):
@@ -224,9 +252,9 @@ def test_what_cannot_work_says_what_to_give(make_strategy: MakeStrategy):
     x = {"x": torch.zeros(4, 2), "labels": torch.zeros(4)}
     with pytest.raises(ConfigError, match="the outputs of Silent have none"):
         compiled(make_strategy(2), Silent()).fit([x], verbose=0)
-    with pytest.raises(DataError, match="such a dict with 'labels'"):
+    with pytest.raises(DataError, match="such dicts with 'labels'"):
         compiled(make_strategy(2), Silent()).fit([{"x": x["x"]}], verbose=0)
     with pytest.raises(DataError, match="cannot be weighted any more"):
         compiled(make_strategy(2), Silent()).fit([(x, x["labels"], torch.ones(4))], verbose=0)
-    with pytest.raises(ConfigError, match="with compile_module the one that the module computes"):
+    with pytest.raises(ConfigError, match="with compile_module the calls.*cannot be traced"):
         compiled(make_strategy(2), Silent(), compile_module=True)

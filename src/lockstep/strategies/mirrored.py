@@ -41,7 +41,7 @@ class MirroredStrategy(ThreadedStrategy):
         ClusterError: the environment declares a job in a form that cannot be followed.
     """
 
-    @tensorflow_names.told
+    @tensorflow_names.advise(tensorflow_names.ARGUMENTS)
     def __init__(
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,

@@ -330,7 +330,7 @@ class MultiWorkerMirroredStrategy(ThreadedStrategy):
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
     """
 
-    @tensorflow_names.told
+    @tensorflow_names.advise(tensorflow_names.ARGUMENTS)
     def __init__(
         self,
         devices: Sequence[str | torch.device | LogicalDevice] | None = None,

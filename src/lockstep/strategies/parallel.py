@@ -135,7 +135,7 @@ class ParallelStrategy(ThreadedStrategy):
         ClusterError: a malformed cluster; workers that did not come; workers that disagree.
     """
 
-    @tensorflow_names.told
+    @tensorflow_names.advise(tensorflow_names.ARGUMENTS)
     def __init__(
         self,
         *,

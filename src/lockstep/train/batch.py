@@ -40,11 +40,10 @@ def unpack_labelled(item: Any, *, by_module: bool = False) -> LabelledBatch:
     if by_module and isinstance(item, Mapping) and "labels" in item:
         return LabelledBatch(item, item["labels"], None)
     if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
+        dicts = ", or such dicts with 'labels', from which the module computes the loss" if by_module else ""
         raise DataError(
             f"the data gave {_describe(item)}; fit and evaluate need items (x, y) or (x, y, sample_weight), "
-            "where x may be a dict of the module's keyword arguments"
-            + ", or such a dict with 'labels', from which the module computes the loss"
-            * by_module
+            f"where x may be a dict of the module's keyword arguments{dicts}"
         )
     weight = item[2] if len(item) == 3 else None
     if by_module and weight is not None:

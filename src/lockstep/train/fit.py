@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lockstep.train.model import Model
 
 Verbose = Literal[0, 1, 2]
+FitVerbose = Verbose | Literal["auto"]
+"""``verbose`` of Model's methods; "auto", Keras's default, is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ class CollectedOutputs:
                 kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise ConfigError(
                     f"the module returned {kind} for {rows} rows; predict joins rows of tensors: return tensors whose "
-                    f"first dimension is {rows}"
+                    f"first dimension is {rows}; of a module that computes a loss from labels, leave these out of x"
                 )
         if self._spec not in (None, spec):
             raise ConfigError(

@@ -59,14 +59,14 @@ def _categorical_crossentropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _binary_crossentropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    yes = _at_least_float32(outputs).clamp(_EPSILON, 1 - _EPSILON)
-    losses = -(targets * yes.log() + (1 - targets) * (1 - yes).log())
+    values = _at_least_float32(outputs).clamp(_EPSILON, 1 - _EPSILON)
+    losses = -(targets * values.log() + (1 - targets) * (1 - values).log())
     return losses.where(_are_between_0_and_1(outputs), math.nan)
 
 
 def _kl_divergence(outputs: Tensor, targets: Tensor) -> Tensor:
-    meant = targets.clamp(_EPSILON, 1)
-    return (meant * (meant.log() - _log_probabilities(outputs))).sum(-1)
+    expected = targets.clamp(_EPSILON, 1)
+    return (expected * (expected.log() - _log_probabilities(outputs))).sum(-1)
 
 
 def _log_cosh(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ from lockstep.train.compile import (
     make_setup,
 )
 from lockstep.train.epoch_iterator import EpochIterator, distribute
-from lockstep.train.fit import AgreedStop, Epochs, TrainLoop, Verbose, agree_on_fit, batches_of_trial, run_fit
+from lockstep.train.fit import AgreedStop, Epochs, FitVerbose, TrainLoop, agree_on_fit, batches_of_trial, run_fit
 from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.module_loss import check_computes_loss
@@ -208,7 +208,7 @@ class Model:
         """
         return self.training_state.grad_norm
 
-    @tensorflow_names.telling(tensorflow_names.COMPILE)
+    @tensorflow_names.advise(tensorflow_names.COMPILE)
     def compile(
         self,
         optimizer: OptimizerLike | str | None = None,
@@ -273,12 +273,15 @@ class Model:
         self._module.compile_as(compilation)
 
     def _check_module_loss(self, compilation: Compilation | None) -> None:
-        steps = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
-        if compilation is not None or steps or self._module.pipeline is not None:
-            where = "compile_module" if compilation is not None else steps[0] if steps else "a pipeline"
+        obstacles = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
+        if compilation is not None:
+            obstacles.append("compile_module")
+        if self._module.pipeline is not None:
+            obstacles.append("a pipeline")
+        if obstacles:
             raise ConfigError(
-                f"compile got no loss, and with {where} the one that the module computes cannot be followed to what it "
-                "is a mean of; give a loss(outputs, targets) of the logits, and leave the labels out of x"
+                f"compile got no loss; with {obstacles[0]} the calls that tell what the module's own loss is a mean over "
+                "cannot be traced. Give a loss(outputs, targets) of the logits, and leave the labels out of x"
             )
 
     def train_step(self, step: TrainStep) -> ShardLoss:
@@ -307,7 +310,7 @@ class Model:
         batch_size: int | None = None,
         epochs: int = 1,
         *,
-        verbose: Verbose | Literal["auto"] = 1,
+        verbose: FitVerbose = 1,
         callbacks: Sequence[Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -358,10 +361,10 @@ class Model:
             NonFiniteLossError: the loss became NaN or infinite. The weights are those of the last good update.
             CallbackError: a callback raised.
         """
-        planned = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
+        settings = Epochs(epochs=epochs, initial_epoch=initial_epoch, validation_freq=validation_freq)
         trial = batches_of_trial(fast_dev_run)
         if trial is not None:
-            planned = planned.trial()
+            settings = settings.trial()
         options = ArrayOptions(
             batch_size=batch_size,
             shuffle=shuffle,
@@ -373,6 +376,8 @@ class Model:
         refuse_to_train(self.strategy.workers, "fit")
         setup = self._trainable("fit")
         y = setup.targets(x, y)
+        if (labels := setup.targets(validation_data, None)) is not None:
+            validation_data = (validation_data, labels)
         data, held_out = training_data(self.strategy, self.module, x, y, validation_data, options)
         steps = {"steps_per_epoch": steps_per_epoch} if trial is None else {"first": trial}
         batches = self._iterator(data, "the training data", **steps)
@@ -381,17 +386,17 @@ class Model:
             validation = self._iterator(held_out, "the validation data", first=trial or validation_steps)
         elif validation_steps is not None:
             raise ConfigError("validation_steps came with no validation data; give validation_data, or leave it out")
-        agree_on_fit(self.strategy.workers, setup.config, batches, validation, planned)
+        agree_on_fit(self.strategy.workers, setup.config, batches, validation, settings)
         self.stop_training, self.history, self._batch_loop = False, History(), None
-        params = {"epochs": planned.epochs, "validated": validation is not None}
+        params = {"epochs": settings.epochs, "validated": validation is not None}
         if trial is not None:
             callbacks = self._without_files(callbacks, trial, verbose)
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, batches, **params) as called:
-            run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=planned)
+            run_fit(self, setup, batches, validation=validation, callbacks=called, epochs=settings)
         write_fingerprint(self.strategy.workers, self.fingerprint, verbose=bool(verbose))
         return self.history
 
-    @tensorflow_names.telling(tensorflow_names.EVALUATE)
+    @tensorflow_names.advise(tensorflow_names.EVALUATE)
     def evaluate(
         self,
         x: Any,
@@ -399,7 +404,7 @@ class Model:
         batch_size: int | None = None,
         *,
         sample_weight: Any = None,
-        verbose: Verbose | Literal["auto"] = 1,
+        verbose: FitVerbose = 1,
         callbacks: Sequence[Callback] | None = None,
         steps: int | None = None,
     ) -> dict[str, float]:
@@ -426,7 +431,7 @@ class Model:
         x: Any,
         batch_size: int | None = None,
         *,
-        verbose: Verbose | Literal["auto"] = 0,
+        verbose: FitVerbose = 0,
         callbacks: Sequence[Callback] | None = None,
         steps: int | None = None,
     ) -> Any:
@@ -448,19 +453,19 @@ class Model:
         data = prediction_data(self.strategy, self.module, x, ArrayOptions(batch_size=batch_size))
         return self._predict(self._iterator(data, "the data", first=steps), verbose, callbacks)
 
-    def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
         """Makes one update with one global batch, and returns its loss and metrics. Every worker must call it.
 
         ``compile(accumulate=...)`` does not apply. The next fit goes on with these weights and this optimizer state.
 
         Args:
             x: the inputs: a tensor, a NumPy array, a dict of them by the module's keyword arguments, or a tuple.
-            y: the targets.
+            y: the targets; None for a loss that the module computes from "labels" in x.
             sample_weight: one weight per row.
         """
         refuse_to_train(self.strategy.workers, "train_on_batch")
         setup = self._trainable("train_on_batch")
-        batches = self._one_batch(x, y, sample_weight)
+        batches = self._one_batch(x, setup.targets(x, y), sample_weight)
         self.stop_training = False
         # A loop that fails is not used again: gradients of its step may be left.
         loop, self._batch_loop = self._batch_loop or self._make_loop(setup), None
@@ -471,9 +476,10 @@ class Model:
         self._batch_loop = loop
         return logs
 
-    def test_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
         """The loss and the metrics of one global batch. Every worker must call it. Arguments as ``train_on_batch``."""
-        return self._evaluate(self._compiled("test_on_batch"), self._one_batch(x, y, sample_weight))
+        setup = self._compiled("test_on_batch")
+        return self._evaluate(setup, self._one_batch(x, setup.targets(x, y), sample_weight))
 
     def predict_on_batch(self, x: Any) -> Any:
         """The module's outputs for one global batch, on the CPU. Every worker must call it."""
@@ -592,7 +598,7 @@ class Model:
         self,
         setup: TrainSetup,
         data: EpochIterator,
-        verbose: Verbose | Literal["auto"] = 0,
+        verbose: FitVerbose = 0,
         callbacks: Sequence[Callback] | None = None,
     ) -> dict[str, float]:
         self.clock = StepClock()
@@ -600,7 +606,7 @@ class Model:
             return run_evaluation(setup, data, callbacks=called, clock=self.clock)
 
     def _predict(
-        self, data: EpochIterator, verbose: Verbose | Literal["auto"] = 0, callbacks: Sequence[Callback] | None = None
+        self, data: EpochIterator, verbose: FitVerbose = 0, callbacks: Sequence[Callback] | None = None
     ) -> Any:
         self.clock = StepClock()
         with OwnFramesHidden(), self._callbacks(callbacks, verbose, data) as called:
@@ -625,22 +631,22 @@ class Model:
         return EpochIterator(distribute(self.strategy, data), name=name, **steps)
 
     def _without_files(
-        self, callbacks: Sequence[Callback] | None, batches: int, verbose: Verbose | Literal["auto"]
+        self, callbacks: Sequence[Callback] | None, batches: int, verbose: FitVerbose
     ) -> Sequence[Callback] | None:
-        """The callbacks of a ``fast_dev_run``: those that write no files. Says which ones are left out."""
+        """The callbacks that write no files, for a ``fast_dev_run``. Writes a line that names the others."""
         if not isinstance(callbacks, (list, tuple)):
             return callbacks  # checked later
-        stay = [callback for callback in callbacks if not (isinstance(callback, Callback) and callback.writes_files)]
-        names = [type(callback).__name__ for callback in callbacks if callback not in stay]
+        writers = [callback for callback in callbacks if isinstance(callback, Callback) and callback.writes_files]
         if verbose and self.strategy.workers.leads:
-            left_out = f"; left out: {', '.join(names)}" if names else ""
-            console.write_line(f"fast_dev_run: one epoch, batches of training and validation: {batches}{left_out}")
-        return stay
+            names = ", ".join(type(callback).__name__ for callback in writers)
+            without = f", without {names}" if names else ""
+            console.write_line(f"fast_dev_run: 1 epoch of {batches} training and validation batches{without}")
+        return [callback for callback in callbacks if callback not in writers]
 
     def _callbacks(
         self,
         given: Sequence[Callback] | None,
-        verbose: Verbose | Literal["auto"],
+        verbose: FitVerbose,
         data: EpochIterator | None,
         **params: Any,
     ) -> CallbackList:

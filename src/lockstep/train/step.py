@@ -253,8 +253,8 @@ def _sums(
 
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
-        floating = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-        return no_examples(next(floating))
+        floating = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return no_examples(min(floating, key=Tensor.numel))  # without elements: a loss that the module computed is NaN
     context = replica_of_step()
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
     if setup.config.loss_takes_tensors:

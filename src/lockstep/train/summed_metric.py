@@ -60,11 +60,6 @@ class SummedMetric(nn.Module, ABC):
         return next(self.buffers()).device
 
 
-def is_single(metric: object) -> bool:
-    """Whether a metric is known to compute one number, whose name in the logs is its own."""
-    return isinstance(metric, SummedMetric)
-
-
 def _total(states: Tensor) -> Tensor:
     """The sum of a state's values on all replicas, [replicas, ...]."""
     return states.sum(0)

@@ -63,20 +63,22 @@ class WeightAverages:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by the names of the whole model's weights. Every worker must call it."""
+        if not self.count:
+            return {}
         if part_of(self._module) is not None:
             self.exchange()
             try:
                 return host_state(self._module)
             finally:
                 self.exchange()
-        return dict(zip(self._names(), self._averages[0] if self.count else (), strict=bool(self.count)))
+        return dict(zip(self._names(), self._averages[0], strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor], count: int) -> None:
         """Restores averages that ``state_dict`` returned, on any layout, and how many there were."""
         self.count = 0
         if not count:
             return
-        self.update()
+        self.update()  # which makes the tensors
         self.count = count
         self.exchange()
         try:

@@ -36,6 +36,7 @@ class WeightAverage(Callback, ABC):
         super().__init__()
         self._average = average
         self._averages: WeightAverages | None = None
+        self._updates = 0
         self._waits = False  # whether the last batch waits for an update, which the end of the epoch makes
         self._epoch_is_open = False
 
@@ -45,19 +46,16 @@ class WeightAverage(Callback, ABC):
         return 0 if self._averages is None else self._averages.count
 
     @abstractmethod
-    def _updated(self) -> None:
-        """Called after each update of the weights."""
-
-    @abstractmethod
-    def _trained_epoch(self) -> None:
-        """Called after the updates of an epoch, before its validation."""
+    def _is_due(self, *, epoch_ended: bool) -> bool:
+        """Whether to average the weights now: after an update, or after the updates of an epoch."""
 
     @final
     def wants_batch_logs(self) -> bool:
         return False
 
+    @final
     def on_train_begin(self, logs: Logs) -> None:
-        self._averages = WeightAverages(self.model.training_state.module, self._average)
+        self._averages, self._updates = WeightAverages(self.model.training_state.module, self._average), 0
         self._waits = self._epoch_is_open = False
         statistics = [name for name, part in self.model.module.named_modules() if isinstance(part, BatchNormBase)]
         if statistics:
@@ -77,7 +75,7 @@ class WeightAverage(Callback, ABC):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._waits = not self.model.training_state.at_update
         if not self._waits:
-            self._updated()
+            self._count_update()
 
     @final
     def on_test_begin(self, logs: Logs) -> None:
@@ -88,6 +86,7 @@ class WeightAverage(Callback, ABC):
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self._end_training_part()
 
+    @final
     def on_train_end(self, logs: Logs) -> None:
         self._set_averaged(True)
         self._averages = None
@@ -101,13 +100,18 @@ class WeightAverage(Callback, ABC):
         finally:
             self._set_averaged(before)
 
+    @final
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._averages is None else {"count": self.count, "averages": self._averages.state_dict()}
+        averages = {} if self._averages is None else self._averages.state_dict()
+        return {"count": self.count, "averages": averages, "updates": self._updates}
 
+    @final
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._updates = state["updates"]
         if self._averages is not None:
             self._averages.load_state_dict(state["averages"], state["count"])
 
+    @final
     def close(self) -> None:
         self._set_averaged(False)  # after an error, or Ctrl-C
         self._averages = None
@@ -117,9 +121,17 @@ class WeightAverage(Callback, ABC):
             self._epoch_is_open = False
             if self._waits:
                 self._waits = False
-                self._updated()
-            self._trained_epoch()
+                self._count_update()
+            self._average_if_due(epoch_ended=True)
         self._set_averaged(True)
+
+    def _count_update(self) -> None:
+        self._updates += 1
+        self._average_if_due(epoch_ended=False)
+
+    def _average_if_due(self, *, epoch_ended: bool) -> None:
+        if self._averages is not None and self._is_due(epoch_ended=epoch_ended):
+            self._averages.update()
 
     def _set_averaged(self, averaged: bool) -> None:
         if self._averages is not None and self._averages.are_exchanged is not averaged:
@@ -148,25 +160,9 @@ class EMA(WeightAverage):
         check_number("EMA(update_every)", update_every, least=1, whole=True, optional=False)
         super().__init__(get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self.decay, self.update_every = decay, update_every
-        self._updates = 0
 
-    def on_train_begin(self, logs: Logs) -> None:
-        super().on_train_begin(logs)
-        self._updates = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "updates": self._updates}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._updates = state["updates"]
-
-    def _updated(self) -> None:
-        self._updates += 1
-        if self._averages is not None and self._updates % self.update_every == 0:
-            self._averages.update()
-
-    def _trained_epoch(self) -> None: ...
+    def _is_due(self, *, epoch_ended: bool) -> bool:
+        return not epoch_ended and self._updates % self.update_every == 0
 
 
 @final
@@ -189,11 +185,7 @@ class SWA(WeightAverage):
         super().__init__(get_swa_multi_avg_fn())  # type: ignore[no-untyped-call]
         self.start_from_epoch = start_from_epoch
 
-    def _updated(self) -> None: ...
-
-    def _trained_epoch(self) -> None:
+    def _is_due(self, *, epoch_ended: bool) -> bool:
         epochs, start = self.params.get("epochs", 1), self.start_from_epoch
         first = epochs * 3 // 4 if start is None else start
-        # The loop is at the next epoch already.
-        if self._averages is not None and self.model.training_state.position.epoch > first:
-            self._averages.update()
+        return epoch_ended and self.model.training_state.position.epoch > first  # the loop is at the next epoch already

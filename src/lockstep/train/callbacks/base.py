@@ -20,7 +20,7 @@ from lockstep.errors import (
     NonFiniteLossError,
 )
 from lockstep.train.logs import LEARNING_RATE, copy_logs
-from lockstep.train.summed_metric import is_single
+from lockstep.train.summed_metric import SummedMetric
 
 if TYPE_CHECKING:
     from lockstep.train.model import Model
@@ -178,8 +178,8 @@ class CallbackList:
                 kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
-        every = [part for callback in callbacks for part in callback.expanded()]
-        here = [callback for callback in every if leads or not callback.chief_only]
+        parts = [part for callback in callbacks for part in callback.expanded()]
+        here = [callback for callback in parts if leads or not callback.chief_only]
         self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))
@@ -279,8 +279,8 @@ class Monitor:
         ``validated`` says whether some epochs of this fit are; None if that is not known.
 
         Raises:
-            ConfigError: the logs will have no such name. The names of a metric with several values, which begin with
-                its own, are only known once it was computed.
+            ConfigError: the logs will have no such name. A metric of torchmetrics may compute several values, whose
+                names begin with its own and are known only later: such names pass.
         """
         if validated is not None:
             self._check_name(metrics, validated=validated)
@@ -291,11 +291,11 @@ class Monitor:
 
     def _check_name(self, metrics: Mapping[str, Any], *, validated: bool) -> None:
         plain = self.name.removeprefix("val_") if validated else self.name
-        several = any(plain.startswith(f"{name}_") for name, each in metrics.items() if not is_single(each))
-        measured = ["loss", *metrics]
-        if several or plain in measured or self.name == LEARNING_RATE:
+        results = ["loss", *metrics]
+        groups = [f"{name}_" for name, metric in metrics.items() if not isinstance(metric, SummedMetric)]
+        if plain in results or plain.startswith(tuple(groups)) or self.name == LEARNING_RATE:
             return
-        names = [*measured, *(f"val_{name}" for name in measured if validated), LEARNING_RATE]
+        names = [*results, *(f"val_{name}" for name in results if validated), LEARNING_RATE]
         advice = "" if validated or not self.name.startswith("val_") else ", or give fit validation_data"
         raise ConfigError(
             f"{self._owner} monitors {self.name!r}, which the logs will lack; they will have: {', '.join(names)}. "

@@ -84,19 +84,19 @@ class EarlyStopping(Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs) -> None:
-        restores = self.restore_best_weights and self._best_weights is not None
+        weights = self._best_weights if self.restore_best_weights else None
         if self.stopped_epoch and (self.verbose or self.params.get("verbose")):
-            self._say(f"epoch {self.stopped_epoch + 1}: early stopping, {self._reason(restores)}")
-        elif restores and self.verbose:
+            self._say(f"epoch {self.stopped_epoch + 1}: early stopping, {self._reason(restored=weights is not None)}")
+        elif weights is not None and self.verbose:
             self._say(f"the weights are those of epoch {self.best_epoch + 1}: {self.monitor} {self.best:.6g}")
-        if restores:
-            self.model.load_state_dict(self._best_weights or {})
+        if weights is not None:
+            self.model.load_state_dict(weights)
 
-    def _reason(self, restores: bool) -> str:
+    def _reason(self, *, restored: bool) -> str:
         if self.best is None:
             return f"{self.monitor} was never a number"
-        weights = "restored" if restores else "not restored"
-        return f"best {self.monitor} {self.best:.6g} in epoch {self.best_epoch + 1}, whose weights are {weights}"
+        which = "restored" if restored else "not restored"
+        return f"best {self.monitor} {self.best:.6g} in epoch {self.best_epoch + 1}, whose weights are {which}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": self._best_weights, **{name: getattr(self, name) for name in _SAVED}}

@@ -1,4 +1,4 @@
-"""MaxTime: ends fit after a time by the clock, such as that of a job of a cluster."""
+"""MaxTime: ends fit after a time by the clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from lockstep.train.callbacks.base import Callback, Logs
 
 
 class MaxTime(Callback):
-    """Ends fit once it has run for a time, validation and callbacks included. It writes a line that says so.
+    """Ends fit after a time by the clock, which validation and callbacks count in. It writes a line that says so.
 
-    The chief's clock decides, and all workers end after the same batch, the next one of the chief's at the latest. The
-    epoch ends there: it is validated and its callbacks are called. A training that BackupAndRestore resumes has what is
-    left of the time, or of a longer one that is given then.
+    The chief's clock decides. One worker ends after the batch in which the time was over. Several workers end after the
+    next batch, all after the same one. The epoch ends there: it is validated and its callbacks are called.
+
+    The time is that of the whole training: one that BackupAndRestore resumes has what was left. When the time is over,
+    fit has ended and BackupAndRestore removes its backups; to train on with a longer time later, give it
+    ``delete_checkpoint=False``.
 
     Args:
         max_time: seconds, or a ``datetime.timedelta``.
@@ -66,7 +69,8 @@ class MaxTime(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._before_s = state["elapsed_s"]
-        if state["ended"] and self._before_s < self.max_time_s:
+        self._ended = state["ended"] and self._before_s >= self.max_time_s
+        if state["ended"] and not self._ended:
             self.model.stop_training = False  # it was this callback that ended the training
 
     def _end_if_due(self) -> None:

@@ -81,17 +81,17 @@ class StepTrace(Callback):
 
     def close(self) -> None:
         self._step.close()
-        made, self._profile = self._profile, None
-        if made is not None:
-            made.stop()
+        profiler, self._profile = self._profile, None
+        if profiler is not None:
+            profiler.stop()
 
     def _write(self, step: int) -> None:
-        made, self._profile = self._profile, None
-        made.stop()
+        profiler, self._profile = self._profile, None
+        profiler.stop()
         path = self.folder / f"worker-{self.model.strategy.workers.processes.index}.{step}.pt.trace.json"
         try:
             with atomic_file(path) as partial:
-                made.export_chrome_trace(str(partial))
+                profiler.export_chrome_trace(str(partial))
                 trace = json.loads(partial.read_text(encoding="utf-8"))
                 partial.write_text(json.dumps(self._with_replicas(trace)), encoding="utf-8")
         except OSError as error:
