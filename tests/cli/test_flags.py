@@ -87,12 +87,12 @@ def test_the_help_is_what_stands_before_the_arguments():
 
 
 def test_a_field_without_a_flag_has_its_default_or_what_is_given():
-    job = call(without=("rate",), given={"shuffle": False}, defaults={"batch_size": 3})
+    job = call(without=("rate",), constants={"shuffle": False}, defaults={"batch_size": 3})
 
     assert job.config == Settings(batch_size=3, shuffle=False)
     for flag in ("--rate", "--shuffle"):
         with pytest.raises(typer.TyperException, match="No such option"):
-            call(flag, without=("rate",), given={"shuffle": False})
+            call(flag, without=("rate",), constants={"shuffle": False})
 
 
 def test_every_field_is_a_flag_of_its_type():

@@ -47,7 +47,7 @@ from lockstep.mirroring.variable import MirroredVariable
 from lockstep.parallel.tensor_files import TensorShard
 from lockstep.strategies.base import Strategy, get_strategy
 
-Found = tuple[Path, Contents]
+PathAndContents = tuple[Path, Contents]
 Read = Callable[[Path], Contents]
 Shards = Mapping[str, Mapping[str, TensorShard]]  # by folder in the checkpoint and key, what this worker writes
 _RANDOM = "random"
@@ -91,8 +91,8 @@ class Checkpoint:
         self._adapters[_RANDOM] = RngAdapter(self._strategy.generators)
         self.settings: dict[str, str] = {}
         self.is_sharded = any(module.is_part for module in modules.values())
-        mirrored = (MirroredModule, MirroredOptimizer)
-        self._sharded_names = {name for name, each in things.items() if self.is_sharded and isinstance(each, mirrored)}
+        types = (MirroredModule, MirroredOptimizer)
+        self._sharded_names = {name for name, thing in things.items() if self.is_sharded and isinstance(thing, types)}
 
     @property
     def workers(self) -> Communicator:
@@ -110,12 +110,12 @@ class Checkpoint:
             CheckpointError: there is no checkpoint, it is damaged, or it does not fit; the same on every worker.
         """
         place = Path(check_path(path, "the path of the checkpoint"))
-        restored = self.restore_found(lambda read: _find(place, read))
-        if restored is None:
+        checkpoint = self.restore_found(lambda read: _find(place, read))
+        if checkpoint is None:
             raise CheckpointError(f"there is no checkpoint in {os.fspath(path)}; give a folder that has one")
-        return restored[0]
+        return checkpoint[0]
 
-    def restore_found(self, find: Callable[[Read], Found | None]) -> tuple[Path, CheckpointRecord] | None:
+    def restore_found(self, find: Callable[[Read], PathAndContents | None]) -> tuple[Path, CheckpointRecord] | None:
         """Restores the checkpoint that ``find`` returns, and returns its folder and record. Every worker must call it.
 
         ``find`` is called on the chief alone, with a function that reads a checkpoint; None restores nothing. Raises
@@ -129,20 +129,20 @@ class Checkpoint:
             return read_checkpoint(path, unread=self._sharded_names)
 
         while True:  # each round finds one more checkpoint to be damaged
-            found = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
+            candidate = run_on_chief(self.workers, "checkpoint read", lambda: find(read))
             payload = None
-            if found is not None:
-                payload = {"path": str(found[0]), **vars(found[1]), "record": asdict(found[1].record)}
+            if candidate is not None:
+                payload = {"path": str(candidate[0]), **vars(candidate[1]), "record": asdict(candidate[1].record)}
             payload = broadcast_state(self.workers.processes, "checkpoint restored", payload)
             if payload is None:
                 return None
             path, record = Path(payload["path"]), CheckpointRecord(**payload["record"])
             try:
-                saved = {name: self._saved(name, payload, record) for name in self._adapters}
+                states = {name: self._saved(name, payload, record) for name in self._adapters}
             except (TypeError, AttributeError) as error:  # on all workers: the record has values that were not saved
                 damages[path] = f"{RECORD}: {error}"
                 continue
-            damages[path] = (self._damage_in_files(path) if self.is_sharded else "") or self._load(saved)
+            damages[path] = (self._damage_in_files(path) if self.is_sharded else "") or self._load(states)
             if not damages[path]:
                 now = all_conditions(self._strategy, self.settings)
                 if self.workers.processes.leads:
@@ -166,22 +166,22 @@ class Checkpoint:
         """
         workers = self.workers
         states = {name: adapter.state() for name, adapter in self._adapters.items()}
-        own = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
-        gathered = all_gather_object(workers.processes, "checkpoint saved", own)
-        joined: Any = {
+        items = {name: {"replicas": list(state.replicas), "worker": state.worker} for name, state in states.items()}
+        worker_items = all_gather_object(workers.processes, "checkpoint saved", items)
+        complete_states: Any = {
             name: {
                 SHARED: state.shared,
-                "replicas": [each for leader in workers.leaders for each in gathered[leader][name]["replicas"]],
-                "workers": [worker[name]["worker"] for worker in gathered],
+                "replicas": [item for leader in workers.leaders for item in worker_items[leader][name]["replicas"]],
+                "workers": [worker[name]["worker"] for worker in worker_items],
             }
             for name, state in states.items()
         }
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
         if copied and workers.is_chief:
-            joined, weights = tree_map(_copied, joined), tree_map(_copied, weights)
+            complete_states, weights = tree_map(_copied, complete_states), tree_map(_copied, weights)
         folders, shards = self._shards(states) if self.is_sharded else ({}, {})
         if copied:
-            shards = {folder: {key: each.copied() for key, each in own.items()} for folder, own in shards.items()}
+            shards = {folder: {key: shard.copied() for key, shard in group.items()} for folder, group in shards.items()}
         record = CheckpointRecord(
             step=step,
             run=run,
@@ -190,7 +190,7 @@ class Checkpoint:
             layout=workers.layout,
             conditions=all_conditions(self._strategy, self.settings),
         )
-        return Contents(record=record, states=joined, weights=weights, weight_paths=folders), shards
+        return Contents(record=record, states=complete_states, weights=weights, weight_paths=folders), shards
 
     def _shards(self, states: Mapping[str, AdapterState]) -> tuple[dict[str, str], Shards]:
         """The folder of each sharded module's weights, and what this worker writes to each folder."""
@@ -199,10 +199,10 @@ class Checkpoint:
         shards: dict[str, Mapping[str, TensorShard]] = {
             folders[name]: states[name].weight_shards or {} for name in modules
         }
-        shards[STATE] = {key: each for state in states.values() for key, each in state.shards.items()}
+        shards[STATE] = {key: shard for state in states.values() for key, shard in state.shards.items()}
         return folders, balance_writes(self.workers.processes, shards)
 
-    def _load(self, saved: Mapping[str, SavedState]) -> str:
+    def _load(self, states: Mapping[str, SavedState]) -> str:
         """Loads a checkpoint if every adapter finds that it fits. Every worker must call it.
 
         Returns what is damaged in it, on any worker; empty if everything has been loaded. Raises CheckpointError if it
@@ -210,37 +210,37 @@ class Checkpoint:
         """
         workers = self.workers.processes
         phases = {
-            "checkpoint checked": [partial(adapter.check, saved[name]) for name, adapter in self._adapters.items()],
-            "checkpoint loaded": [partial(adapter.load, saved[name]) for name, adapter in self._adapters.items()],
+            "checkpoint checked": [partial(adapter.check, states[name]) for name, adapter in self._adapters.items()],
+            "checkpoint loaded": [partial(adapter.load, states[name]) for name, adapter in self._adapters.items()],
         }
         for phase, calls in phases.items():
             errors = [error for error in map(_error_of, self._adapters, calls) if error is not None]
             # What does not fit comes first: then nothing may be loaded from any checkpoint.
             errors.sort(key=lambda error: isinstance(error, DamagedStateError))
-            own = (isinstance(errors[0], DamagedStateError), str(errors[0])) if errors else None
-            for worker, theirs in enumerate(all_gather_object(workers, phase, own)):
-                if theirs is None:
+            outcome = (isinstance(errors[0], DamagedStateError), str(errors[0])) if errors else None
+            for worker, worker_outcome in enumerate(all_gather_object(workers, phase, outcome)):
+                if worker_outcome is None:
                     continue
-                is_damage, text = theirs
+                is_damage, text = worker_outcome
                 if is_damage:
                     return text if workers.is_single else f"{workers.names[worker]}: {text}"
-                raise errors[0] if own == theirs else CheckpointError(f"{workers.names[worker]}: {text}")
+                raise errors[0] if outcome == worker_outcome else CheckpointError(f"{workers.names[worker]}: {text}")
         return ""
 
     def _damage_in_files(self, path: Path) -> str:
         """What the checksums find in a checkpoint's files, of which each worker looks at a part. All must call it."""
         workers = self.workers.processes
         try:
-            own = damage_in(path, worker=workers.index, workers=len(workers.names))
+            damage = damage_in(path, worker=workers.index, workers=len(workers.names))
         except CheckpointError as error:
-            own = str(error)
-        return next(filter(None, all_gather_object(workers, "checkpoint files checked", own)), "")
+            damage = str(error)
+        return next(filter(None, all_gather_object(workers, "checkpoint files checked", damage)), "")
 
     def _saved(self, name: str, payload: dict[str, Any], record: CheckpointRecord) -> SavedState:
         if name not in payload["states"]:
-            known = ", ".join(sorted(payload["states"].keys() - {_RANDOM}))
+            names = ", ".join(sorted(payload["states"].keys() - {_RANDOM}))
             raise CheckpointError(
-                f"{payload['path']} has nothing called {name!r}; it has: {known}. Give the things the names they were "
+                f"{payload['path']} has nothing called {name!r}; it has: {names}. Give the things the names they were "
                 "saved under"
             )
         workers = self.workers
@@ -275,7 +275,7 @@ def broadcast_state(workers: Communicator, name: str, state: Any) -> Any:
     return state if workers.is_chief else unflatten(tree, TensorsOrRefs(tensors))
 
 
-def _find(path: Path, read: Read) -> Found | None:
+def _find(path: Path, read: Read) -> PathAndContents | None:
     """The checkpoint at ``path``, or the newest one in it."""
     if (path / RECORD).exists():
         return path, read(path)
@@ -307,8 +307,8 @@ def _copied(leaf: Any) -> Any:
 
 def strategy_of(things: Mapping[str, Any]) -> Strategy:
     """The strategy of mirrored things; else the one in scope. Raises UsageError for things of two."""
-    mirrored = (MirroredModule, MirroredOptimizer, MirroredVariable)
-    owners = {id(thing._owner): thing._owner for thing in things.values() if isinstance(thing, mirrored)}
+    types = (MirroredModule, MirroredOptimizer, MirroredVariable)
+    owners = {id(thing._owner): thing._owner for thing in things.values() if isinstance(thing, types)}
     if len(owners) > 1:
         raise UsageError("got things of two strategies; give those of one strategy at a time")
     for owner in owners.values():

@@ -53,28 +53,28 @@ class ShardedModuleAdapter(StateAdapter):
             weight_shards=self._shards(tensors),
         )
 
-    def check(self, saved: SavedState) -> None:
+    def check(self, entry: SavedState) -> None:
         """The keys must be the whole model's, and the shapes those of what this worker holds."""
-        self._open(saved)
+        self._open(entry)
 
     @torch.no_grad()
-    def load(self, saved: SavedState) -> None:
-        self._open(saved).read(self._shards(self._part.own_tensors()))
-        if saved.same_layout and isinstance(saved.worker, Mapping):
+    def load(self, entry: SavedState) -> None:
+        self._open(entry).read(self._shards(self._part.own_tensors()))
+        if entry.same_layout and isinstance(entry.worker, Mapping):
             for name, buffer in self._part.named_buffers():
-                if name in saved.worker:
-                    buffer.copy_(saved.worker[name])
+                if name in entry.worker:
+                    buffer.copy_(entry.worker[name])
 
     def _shards(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShard]:
         regions = self._part.regions()
         return {name: TensorShard(tensor, regions[name]) for name, tensor in tensors.items()}
 
-    def _open(self, saved: SavedState) -> TensorReader:
-        if saved.weights_in is None:
+    def _open(self, entry: SavedState) -> TensorReader:
+        if entry.weights_in is None:
             raise CheckpointError(
-                f"{saved.source} has no weights for {saved.name!r}; give the things the names they were saved under"
+                f"{entry.source} has no weights for {entry.name!r}; give the things the names they were saved under"
             )
-        path = Path(saved.source) / saved.weights_in
+        path = Path(entry.source) / entry.weights_in
         reader = TensorReader(_visible(path))
         found = reader.tensors
         own = {name: torch.empty(region.whole, device="meta") for name, region in self._part.regions().items()}
@@ -136,9 +136,9 @@ class ShardedOptimizerAdapter(StateAdapter):
             shards=shards,
         )
 
-    def check(self, saved: SavedState) -> None:
+    def check(self, entry: SavedState) -> None:
         """The class, the groups and the names must be the optimizer's."""
-        self._open(saved)
+        self._open(entry)
 
     def _own_state(self) -> tuple[dict[str, TensorShard], dict[str, dict[str, Any]]]:
         """The tensors that this worker holds, by key; and by parameter and slot the value, or its tensor's reference.
@@ -159,12 +159,12 @@ class ShardedOptimizerAdapter(StateAdapter):
                 values.setdefault(name, {})[slot] = plain
         return shards, values
 
-    def _open(self, saved: SavedState) -> TensorReader:
-        check_optimizer(saved, self._optimizer)
-        names = saved.shared.get("names")
+    def _open(self, entry: SavedState) -> TensorReader:
+        check_optimizer(entry, self._optimizer)
+        names = entry.shared.get("names")
         if names is None:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} a state without the names of its parameters; save it anew, "
+                f"{entry.source} has for {entry.name!r} a state without the names of its parameters; save it anew, "
                 "with the model beside it"
             )
         for group, there in zip(self._optimizer.param_groups, names, strict=True):
@@ -172,20 +172,20 @@ class ShardedOptimizerAdapter(StateAdapter):
             missing = [name for each in group["params"] if (name := self._names[id(each)]) not in known]
             if missing:
                 raise CheckpointError(
-                    f"{saved.source} has for {saved.name!r} nothing about {missing[0]}; make the optimizer as it was "
+                    f"{entry.source} has for {entry.name!r} nothing about {missing[0]}; make the optimizer as it was "
                     "when that was saved"
                 )
-        return TensorReader(_visible(Path(saved.source) / STATE))
+        return TensorReader(_visible(Path(entry.source) / STATE))
 
     @torch.no_grad()
-    def load(self, saved: SavedState) -> None:
-        reader, values = self._open(saved), by_name(saved.shared)
+    def load(self, entry: SavedState) -> None:
+        reader, values = self._open(entry), by_name(entry.shared)
         wanted: dict[str, TensorShard] = {}
         held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]
         reader.read(wanted)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
-            saved.shared["state"]["param_groups"],
+            entry.shared["state"]["param_groups"],
         )
         for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({name: value for name, value in theirs.items() if name != "params"})

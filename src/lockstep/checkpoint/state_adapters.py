@@ -65,7 +65,7 @@ class SavedState:
     step: int  # the number of the step
 
     @property
-    def own(self) -> Sequence[Any] | None:
+    def local_items(self) -> Sequence[Any] | None:
         """The local replicas' items, in order; None on another number of replicas."""
         return self._local(self.replicas) if self.same_replicas else None
 
@@ -99,12 +99,12 @@ class StateAdapter(ABC):
         """Returns the current state."""
 
     @abstractmethod
-    def check(self, saved: SavedState) -> None:
-        """Raises a CheckpointError if ``saved`` does not fit, before anything is loaded."""
+    def check(self, entry: SavedState) -> None:
+        """Raises a CheckpointError if ``entry`` does not fit, before anything is loaded."""
 
     @abstractmethod
-    def load(self, saved: SavedState) -> None:
-        """Loads ``saved``. On other replicas, all get what fits all of them, and so do other workers."""
+    def load(self, entry: SavedState) -> None:
+        """Loads ``entry``. On other replicas, all get what fits all of them, and so do other workers."""
 
 
 @runtime_checkable
@@ -132,13 +132,13 @@ def adapter_for(name: str, thing: Any, modules: Mapping[str, MirroredModule], wo
         return ShardedModuleAdapter(thing)
     if isinstance(thing, Optimizer):
         # Modules by the prefix of their parameters' names, so that no two parameters have one name.
-        prefixed = {"" if len(modules) == 1 else f"{each}.": module for each, module in modules.items()}
+        modules_by_prefix = {"" if len(modules) == 1 else f"{key}.": module for key, module in modules.items()}
         is_sharded = workers.layout or any(module.is_part for module in modules.values())
         if not (is_sharded and isinstance(thing, MirroredOptimizer)):
-            return OptimizerAdapter(thing, _names_of(thing, prefixed))
+            return OptimizerAdapter(thing, _names_of(thing, modules_by_prefix))
         from lockstep.checkpoint.sharded_state import ShardedOptimizerAdapter
 
-        return ShardedOptimizerAdapter(name, thing, prefixed, workers)
+        return ShardedOptimizerAdapter(name, thing, modules_by_prefix, workers)
     if isinstance(thing, MirroredVariable):
         return VariableAdapter(thing)
     if isinstance(thing, torch.Generator):
@@ -169,17 +169,17 @@ class ModuleAdapter(StateAdapter):
             weights={key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
         )
 
-    def check(self, saved: SavedState) -> None:
+    def check(self, entry: SavedState) -> None:
         state = self._module.module.state_dict()
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        check_fit(saved.weights, tensors, saved.source)
+        check_fit(entry.weights, tensors, entry.source)
 
     @torch.no_grad()
-    def load(self, saved: SavedState) -> None:
+    def load(self, entry: SavedState) -> None:
         """Loads the weights. Each replica gets its own buffers back; another number of them, all the averages."""
-        self._module.load_state_dict({**saved.weights, **saved.shared})
-        averages = _averages(saved.replicas) if saved.replicas else {}  # a sharded module has them in its weights
-        buffers = saved.own or [averages] * len(self._module.copies)
+        self._module.load_state_dict({**entry.weights, **entry.shared})
+        averages = _averages(entry.replicas) if entry.replicas else {}  # a sharded module has them in its weights
+        buffers = entry.local_items or [averages] * len(self._module.copies)
         for copy, values in zip(self._module.copies, buffers, strict=True):
             for name, buffer in copy.named_buffers():
                 if name in values:
@@ -198,19 +198,19 @@ class OptimizerAdapter(StateAdapter):
             shared={"kind": class_name(self._optimizer), **names, "state": self._optimizer.state_dict()}
         )
 
-    def check(self, saved: SavedState) -> None:
-        check_optimizer(saved, self._optimizer)
-        groups = saved.shared["state"]["param_groups"]
-        theirs = " + ".join(str(len(group["params"])) for group in groups)
-        ours = " + ".join(str(len(group["params"])) for group in self._optimizer.param_groups)
-        if theirs != ours:
+    def check(self, entry: SavedState) -> None:
+        check_optimizer(entry, self._optimizer)
+        groups = entry.shared["state"]["param_groups"]
+        saved_sizes = " + ".join(str(len(group["params"])) for group in groups)
+        sizes = " + ".join(str(len(group["params"])) for group in self._optimizer.param_groups)
+        if saved_sizes != sizes:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of {theirs} parameters, but it has {ours}; make the "
-                "optimizer as it was when that was saved"
+                f"{entry.source} has for {entry.name!r} the state of {saved_sizes} parameters, but it has {sizes}; "
+                "make the optimizer as it was when that was saved"
             )
 
-    def load(self, saved: SavedState) -> None:
-        state = in_order(saved.shared, self._names)
+    def load(self, entry: SavedState) -> None:
+        state = in_order(entry.shared, self._names)
         self._optimizer.load_state_dict(with_strides_of_parameters(state, self._optimizer))
 
 
@@ -223,29 +223,29 @@ class VariableAdapter(StateAdapter):
     def state(self) -> AdapterState:
         return AdapterState(replicas=list(self._variable.values))
 
-    def check(self, saved: SavedState) -> None:
-        ours, theirs = self._variable.values[0].shape, saved.replicas[0].shape
-        if ours != theirs:
+    def check(self, entry: SavedState) -> None:
+        shape, saved_shape = self._variable.values[0].shape, entry.replicas[0].shape
+        if shape != saved_shape:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} a variable of shape {tuple(theirs)} instead of {tuple(ours)}; "
-                "make the variable as it was when that was saved"
+                f"{entry.source} has for {entry.name!r} a variable of shape {tuple(saved_shape)} instead of "
+                f"{tuple(shape)}; make the variable as it was when that was saved"
             )
 
     @torch.no_grad()
-    def load(self, saved: SavedState) -> None:
+    def load(self, entry: SavedState) -> None:
         """Each replica gets its own value back. Of another number, a read outside of replicas gives the same."""
-        if saved.own is not None:
-            for value, before in zip(self._variable.values, saved.own, strict=True):
+        if entry.local_items is not None:
+            for value, before in zip(self._variable.values, entry.local_items, strict=True):
                 value.copy_(before)
             return
         on_read = self._variable.synchronization == "on_read"
-        first = rest = saved.replicas[0]
+        first = rest = entry.replicas[0]
         if on_read and self._variable.aggregation == "sum":
             # The whole sum goes to the chief's first replica: a division would round, and integers cannot be divided.
-            first, rest = sum_tensors(list(saved.replicas)), torch.zeros_like(rest)
+            first, rest = sum_tensors(list(entry.replicas)), torch.zeros_like(rest)
         elif on_read and self._variable.aggregation == "mean":
-            first = rest = sum_tensors(list(saved.replicas)) / len(saved.replicas)
-        for number, value in enumerate(self._variable.values, start=saved.first_replica):
+            first = rest = sum_tensors(list(entry.replicas)) / len(entry.replicas)
+        for number, value in enumerate(self._variable.values, start=entry.first_replica):
             value.copy_(rest if number else first)
 
 
@@ -264,17 +264,17 @@ class PlainAdapter(StateAdapter):
         value = {"kind": self._kind, "state": self._get()}
         return AdapterState(worker=value) if self._per_worker else AdapterState(shared=value)
 
-    def check(self, saved: SavedState) -> None:
-        value = saved.worker if self._per_worker else saved.shared
+    def check(self, entry: SavedState) -> None:
+        value = entry.worker if self._per_worker else entry.shared
         kind = value.get("kind") if isinstance(value, Mapping) else None
         if kind != self._kind:
             raise CheckpointError(
-                f"{saved.source} has for {saved.name!r} the state of a {kind}, but it is a {self._kind}; "
+                f"{entry.source} has for {entry.name!r} the state of a {kind}, but it is a {self._kind}; "
                 "give the things the names they were saved under"
             )
 
-    def load(self, saved: SavedState) -> None:
-        self._put((saved.worker if self._per_worker else saved.shared)["state"])
+    def load(self, entry: SavedState) -> None:
+        self._put((entry.worker if self._per_worker else entry.shared)["state"])
 
 
 class RngAdapter(StateAdapter):
@@ -290,25 +290,25 @@ class RngAdapter(StateAdapter):
         replicas = self._generators.states()
         return AdapterState(worker={"process": random_state(None), "gpus": on_gpus, "replicas": replicas})
 
-    def check(self, saved: SavedState) -> None:
-        ours, theirs = len(self._generators.states()), saved.random_of_replicas
-        if theirs and ours and ours != len(theirs):  # the default strategy has none: there, torch's own are used
-            raise DamagedStateError(f"random numbers of {len(theirs)} replicas instead of {ours}")
+    def check(self, entry: SavedState) -> None:
+        count, states = len(self._generators.states()), entry.random_of_replicas
+        if states and count and count != len(states):  # the default strategy has none: there, torch's own are used
+            raise DamagedStateError(f"random numbers of {len(states)} replicas instead of {count}")
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, entry: SavedState) -> None:
         """Restores all of them. On another layout each process gets the chief's.
 
         On another number of replicas the replicas' are derived anew.
         """
-        set_random_state(None, saved.worker["process"])
-        on_gpus = saved.worker["gpus"]
+        set_random_state(None, entry.worker["process"])
+        on_gpus = entry.worker["gpus"]
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
-        states = saved.random_of_replicas
+        states = entry.random_of_replicas
         if states and self._generators.states():
             self._generators.set_states(states)
         else:
-            self._generators.derive(saved.step)
+            self._generators.derive(entry.step)
 
 
 # ---- optimizers' states by the names of parameters. Their numbers follow the order in which an optimizer got them: one
@@ -320,18 +320,18 @@ def class_name(optimizer: Optimizer) -> str:
     return type(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer).__name__
 
 
-def check_optimizer(saved: SavedState, optimizer: Optimizer) -> None:
+def check_optimizer(entry: SavedState, optimizer: Optimizer) -> None:
     """Raises a CheckpointError if the state is that of another class, or of other groups."""
-    kind, groups, ours = saved.shared["kind"], saved.shared["state"]["param_groups"], optimizer.param_groups
-    if kind != class_name(optimizer) or len(groups) != len(ours):
+    kind, saved_groups, groups = entry.shared["kind"], entry.shared["state"]["param_groups"], optimizer.param_groups
+    if kind != class_name(optimizer) or len(saved_groups) != len(groups):
         raise CheckpointError(
-            f"{saved.source} has for {saved.name!r} the state of a {kind} with {len(groups)} groups, but it is a "
-            f"{class_name(optimizer)} with {len(ours)}; make the optimizer as it was when that was saved"
+            f"{entry.source} has for {entry.name!r} the state of a {kind} with {len(saved_groups)} groups, but it is a "
+            f"{class_name(optimizer)} with {len(groups)}; make the optimizer as it was when that was saved"
         )
-    for own, theirs in zip(ours, groups, strict=True):
-        for name, value in own.items():
-            if isinstance(value, float) and isinstance(theirs.get(name, value), str | list | dict | None):
-                raise DamagedStateError(f"{name} is {theirs[name]!r} instead of a number")
+    for group, saved_group in zip(groups, saved_groups, strict=True):
+        for name, value in group.items():
+            if isinstance(value, float) and isinstance(saved_group.get(name, value), str | list | dict | None):
+                raise DamagedStateError(f"{name} is {saved_group[name]!r} instead of a number")
 
 
 def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -346,17 +346,17 @@ def by_name(shared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def in_order(shared: Mapping[str, Any], names: Names | None) -> dict[str, Any]:
     """Returns a saved state_dict with its parameters in the order of ``names``, if those are the saved ones."""
     state: dict[str, Any] = shared["state"]
-    theirs = shared.get("names")
-    if names in (None, theirs) or theirs is None or list(map(set, names)) != list(map(set, theirs)):
+    saved_names = shared.get("names")
+    if names in (None, saved_names) or saved_names is None or list(map(set, names)) != list(map(set, saved_names)):
         return state
     values = by_name(shared)
-    ours = [name for group in names for name in group]
-    numbers = iter(range(len(ours)))
+    order = [name for group in names for name in group]
+    numbers = iter(range(len(order)))
     return {
-        "state": {number: values[name] for number, name in enumerate(ours) if name in values},
+        "state": {number: values[name] for number, name in enumerate(order) if name in values},
         "param_groups": [
-            {**group, "params": [next(numbers) for _ in own]}
-            for group, own in zip(state["param_groups"], names, strict=True)
+            {**group, "params": [next(numbers) for _ in members]}
+            for group, members in zip(state["param_groups"], names, strict=True)
         ],
     }
 
@@ -386,20 +386,20 @@ def with_strides_of_parameters(state: Mapping[str, Any], optimizer: Optimizer) -
 
 def _names_of(optimizer: Optimizer, modules: Mapping[str, MirroredModule]) -> Names | None:
     """The names of an optimizer's parameters; None if one of them belongs to none of the modules."""
-    known = {
+    names_by_id = {
         id(parameter): f"{prefix}{name}"
         for prefix, module in modules.items()
         for name, parameter in module.module.named_parameters()
     }
-    found = [[known.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
-    return found if all(name for group in found for name in group) else None
+    names = [[names_by_id.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    return names if all(name for group in names for name in group) else None
 
 
 def _averages(replicas: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of each floating-point buffer; the first replica's value of other buffers and of equal ones."""
     means: dict[str, torch.Tensor] = {}
     for name, value in replicas[0].items():
-        values = [each[name] for each in replicas]
+        values = [buffers[name] for buffers in replicas]
         equal = not value.is_floating_point() or all(torch.equal(value, other) for other in values[1:])
         means[name] = value if equal else sum_tensors(values) / len(values)
     return means

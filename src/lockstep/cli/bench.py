@@ -39,7 +39,7 @@ def add_to(app: typer.Typer) -> None:
                 {"recipe": recipe},
                 settings=Nested(
                     kind=ScalingSettings,
-                    given={"replicas": (1,)},
+                    constants={"replicas": (1,)},
                     defaults={"batch_size": recipe.config().batch_size},
                 ),
                 config=Nested(kind=recipe.config, without=recipe.fixed),
@@ -49,7 +49,7 @@ def add_to(app: typer.Typer) -> None:
     bench.add_typer(scaling, name="scaling", help=about, epilog=EXAMPLE)
     example = "Example: lockstep bench pipeline --workers 2 --schedules 1f1b,zero_bubble"
     bench.command("pipeline", epilog=example)(
-        command(BenchPipeline, settings=Nested(kind=pipeline.PipelineSettings, given={"schedules": SCHEDULES}))
+        command(BenchPipeline, settings=Nested(kind=pipeline.PipelineSettings, constants={"schedules": SCHEDULES}))
     )
     app.add_typer(bench, name="bench", help=COMMANDS["bench"], epilog=EXAMPLE)
 

@@ -50,7 +50,7 @@ class Nested:
     Args:
         kind: the dataclass.
         without: fields that get no flag, and keep their defaults.
-        given: values of fields that get no flag.
+        constants: values of fields that get no flag.
         defaults: other defaults of some flags.
         groups: first field of a group of flags -> title of the group in the help.
         auto: a number that may also be "auto": then its default is used, and the command's ``auto`` is True.
@@ -58,18 +58,18 @@ class Nested:
 
     kind: type[Any]
     without: Collection[str] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     auto: str | None = None
 
     def parameters(self) -> list[inspect.Parameter]:
-        chosen = [
+        parameters = [
             p.replace(default=self.defaults.get(p.name, p.default))
             for p in flags_of(self.kind, groups=self.groups)
-            if p.name not in (*self.given, *self.without)
+            if p.name not in (*self.constants, *self.without)
         ]
-        return [_number_or_auto(p) if p.name == self.auto else p for p in chosen]
+        return [_number_or_auto(p) if p.name == self.auto else p for p in parameters]
 
     def is_auto(self, flags: Mapping[str, Any]) -> bool:
         """Whether the number that may be "auto" is."""
@@ -80,34 +80,34 @@ class Nested:
         if self.auto is not None:
             text = values.pop(self.auto)
             values |= {} if text == AUTO else {self.auto: _number(self.auto, text)}
-        return self.kind(**values, **self.given)
+        return self.kind(**values, **self.constants)
 
 
 def command(
     job: type[Job],
-    given: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Any] | None = None,
     *,
     groups: Mapping[str, str] | None = None,
-    **nested: Nested,
+    **configs: Nested,
 ) -> Callable[..., Job]:
     """Returns a typer command that makes an object of a dataclass from the flags.
 
     Args:
         job: a dataclass whose docstring has an ``Args:`` section with an entry for every field, and before it the help.
-        given: values of fields that get no flag.
+        constants: values of fields that get no flag.
         groups: first field of a group of flags -> title of the group in the help.
-        nested: fields that are dataclasses; their flags come after the others.
+        configs: fields that are dataclasses; their flags come after the others.
     """
-    own = [parameter for parameter in flags_of(job, groups=groups) if parameter.name not in nested]
+    job_parameters = [parameter for parameter in flags_of(job, groups=groups) if parameter.name not in configs]
 
     def make(**flags: Any) -> Job:
-        values = {parameter.name: flags[parameter.name] for parameter in own}
-        for name, each in nested.items():
-            values[name] = each.make(flags)
-            values |= {"auto": True} if each.is_auto(flags) else {}
-        return job(**values, **(given or {}))
+        values = {parameter.name: flags[parameter.name] for parameter in job_parameters}
+        for name, config in configs.items():
+            values[name] = config.make(flags)
+            values |= {"auto": True} if config.is_auto(flags) else {}
+        return job(**values, **(constants or {}))
 
-    parameters = [*own, *(parameter for each in nested.values() for parameter in each.parameters())]
+    parameters = [*job_parameters, *(parameter for config in configs.values() for parameter in config.parameters())]
     make.__doc__ = (inspect.getdoc(job) or "").partition("\n\nArgs:\n")[0]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     make.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -136,7 +136,7 @@ class GroupedHelp(TyperCommand):
 
 def _padded(text: str) -> str:
     """The text with as many characters as it takes columns."""
-    return "".join(each + _PADDING if east_asian_width(each) in "WF" else each for each in text)
+    return "".join(character + _PADDING if east_asian_width(character) in "WF" else character for character in text)
 
 
 class CommandsHelp(TyperGroup):
@@ -146,7 +146,7 @@ class CommandsHelp(TyperGroup):
         """Writes the commands, with names on the left and their lines on the right."""
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, each.get_short_help_str(limit=sys.maxsize)) for name, each in self.commands.items()]
+                [(name, subcommand.get_short_help_str(limit=sys.maxsize)) for name, subcommand in self.commands.items()]
             )
 
 
@@ -156,19 +156,19 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
     A field may be ``Annotated`` with ``typer.Option`` or ``typer.Argument`` for what does not follow from its type, or
     with ``NO_FLAG``. Fields that are dataclasses are no flags.
     """
-    types, documented = get_type_hints(config, include_extras=True), field_docs(config)
+    types, docs = get_type_hints(config, include_extras=True), field_docs(config)
     parameters, group = [], None
-    for each in fields(config):
-        group = (groups or {}).get(each.name, group)
-        kind, *given = get_args(types[each.name]) if get_origin(types[each.name]) is Annotated else [types[each.name]]
-        if NO_FLAG in given or is_dataclass(kind) or kind is Any:
+    for flag in fields(config):
+        group = (groups or {}).get(flag.name, group)
+        kind, *extras = get_args(types[flag.name]) if get_origin(types[flag.name]) is Annotated else [types[flag.name]]
+        if NO_FLAG in extras or is_dataclass(kind) or kind is Any:
             continue
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        option = copy.copy(given[0]) if given else typer.Option()
-        _complete(option, each, kind, documented.get(each.name, ""), group)
+        default = flag.default_factory() if flag.default_factory is not MISSING else flag.default
+        option = copy.copy(extras[0]) if extras else typer.Option()
+        _complete(option, flag, kind, docs.get(flag.name, ""), group)
         parameters.append(
             inspect.Parameter(
-                each.name,
+                flag.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=inspect.Parameter.empty if default is MISSING else default,
                 annotation=Annotated[kind, option],
@@ -190,15 +190,15 @@ def _number(name: str, text: str) -> int:
         raise ConfigError(f"{flag_name(name)} {text} was given, expected an integer or {AUTO}") from None
 
 
-def _complete(option: Any, each: Field[Any], kind: Any, documented: str, group: str | None) -> None:
+def _complete(option: Any, flag: Field[Any], kind: Any, doc: str, group: str | None) -> None:
     """Fills in what follows from the field: help, choices, and whether the default is shown."""
     if Path in (kind, *get_args(kind)):
         option.parser, option.metavar = _path, option.metavar or "PATH"
-    option.help = option.help or f"{documented[:1].upper()}{documented[1:]}"
+    option.help = option.help or f"{doc[:1].upper()}{doc[1:]}"
     option.rich_help_panel = group
-    option.show_default = each.default is not None and each.default is not False
-    if kind is bool and each.default is False and not option.param_decls:
-        option.param_decls = (flag_name(each.name),)  # without a --no-... that would change nothing
+    option.show_default = flag.default is not None and flag.default is not False
+    if kind is bool and flag.default is False and not option.param_decls:
+        option.param_decls = (flag_name(flag.name),)  # without a --no-... that would change nothing
     choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
     if len("|".join(choices)) > _MAX_CHOICES_WIDTH:
         option.help, option.metavar = f"{option.help} One of {', '.join(choices)}.", "NAME"
@@ -220,7 +220,7 @@ def flag_name(field_name: str) -> str:
 def field_docs(config: type[Any]) -> Mapping[str, str]:
     """Returns name -> text of the entries in the ``Args:`` sections of a class and its bases."""
     entries: dict[str, str] = {}
-    for base in reversed([each for each in config.__mro__ if is_dataclass(each)]):
+    for base in reversed([ancestor for ancestor in config.__mro__ if is_dataclass(ancestor)]):
         _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")
         name = ""
         for line in section.splitlines():

@@ -292,7 +292,7 @@ class Strategy(ABC):
             first = count.look.until_update(count.runs)
         elif count.look is not None and not count.saw_uneven and len(set(rows)) > 1:
             count.saw_uneven = True
-            if not count.look.told and count.look.cycle:
+            if not count.look.has_warned and count.look.cycle:
                 look = count.look.at_losses(rows)
                 bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
         return bodies, first, check

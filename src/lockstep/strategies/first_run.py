@@ -47,7 +47,7 @@ from lockstep.strategies.seeded_draws import SeededDraws, equal_draws, same_numb
 from lockstep.strategies.step_names import LIBRARIES, description_of_step, is_of_the_package, plain_function
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-Captured = dict[tuple[int, str, str], tuple[Any, Any]]
+Captures = dict[tuple[int, str, str], tuple[Any, Any]]
 """By the id and the name of a hook, or 0 and "" for the step, and a name in it: the value, and its state before."""
 _CONTAINERS = (list, dict, set, deque)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -87,21 +87,21 @@ class FirstRun:
     ) -> None:
         self._fn, self._modules, self.replicas, self._rows = fn, modules, replicas, rows
         self._is_later = False
-        self._mirrored = [ref(module) for module in modules]
+        self._module_refs = [ref(module) for module in modules]
         self._workers = workers
         self._distributed = distributed
         self.row_check: RowCheck | None = None
         self.waits = False  # for an update, when it shows over how many runs gradients are accumulated
-        self.told = False  # whether something was said of losses
+        self.has_warned = False  # whether something was said of losses
         self.cycle = 0  # the number of runs whose gradients are accumulated for an update, once it is known
         self._inputs: list[list[list[Tensor]]] = [[] for _ in rows]  # of each call of a mirrored module
         # Functions with their globals, by id: those that torch.compile makes cannot be hashed.
-        self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        self._functions: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._passes = [Passes() for _ in rows]
-        self._called_with_weights: dict[int, tuple[Any, int]] = {}  # by the id of a module: it, and the first replica
-        self._seeded = [SeededDraws() for _ in rows]
+        self._functional_calls: dict[int, tuple[Any, int]] = {}  # by the id of a module: it, and the first replica
+        self._seeded_draws = [SeededDraws() for _ in rows]
         self._draws_from_python = False  # a replica has called Python's global generator
-        self._weights = {id(each) for module in modules for copy in module.copies for each in copy.parameters()}
+        self._weights = {id(weight) for module in modules for copy in module.copies for weight in copy.parameters()}
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -110,10 +110,10 @@ class FirstRun:
             yield
             self._warn_of_losses(cycle=self.cycle)
             return
-        captured = {key: (value, state_of(value)) for key, value in self._captured()}
+        captures = {key: (value, state_of(value)) for key, value in self._captured()}
         buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
-        before = [[{name: each.clone() for name, each in own.items()} for own in copies] for copies in buffers]
-        drawn = _generator_states()
+        before = [[{name: buffer.clone() for name, buffer in copy.items()} for copy in copies] for copies in buffers]
+        states = _generator_states()
         for module in self._modules:
             module.on_call.append(self._called)
             module.is_in_first_run = True
@@ -122,16 +122,16 @@ class FirstRun:
                 yield
         except (RuntimeError, LookupError, AttributeError) as error:
             if len(self._rows) > 1 and not isinstance(error, LockstepError):
-                self._refuse_hooks(captured)  # which may be the cause
+                self._refuse_hooks(captures)  # which may be the cause
             raise
         finally:
             for module in self._modules:
                 module.on_call.remove(self._called)
                 module.is_in_first_run = False
         if len(self._rows) > 1:
-            self._refuse_hooks(captured)
-            self._warn_of_draws(drawn)
-            self._warn_of_captured(captured)
+            self._refuse_hooks(captures)
+            self._warn_of_draws(states)
+            self._warn_of_captured(captures)
         self._warn_of_equal_draws()
         self._warn_of_buffers(before)
         self._warn_of_inputs()
@@ -150,70 +150,70 @@ class FirstRun:
         finally:
             sys.setprofile(None)
 
-    def _drawn(self, frame: FrameType, event: str, given: Any) -> None:
+    def _drawn(self, frame: FrameType, event: str, arg: Any) -> None:
         """Notes draws of random numbers."""
         code = frame.f_code
         if event == "c_call":  # of which there are thousands
-            is_generators = type(given) is BuiltinFunctionType and type(given.__self__) in _GENERATORS
-            self._draws_from_python |= is_generators and given.__self__ is _PYTHON_GENERATOR
+            is_generators = type(arg) is BuiltinFunctionType and type(arg.__self__) in _GENERATORS
+            self._draws_from_python |= is_generators and arg.__self__ is _PYTHON_GENERATOR
             context = get_replica_context() if is_generators else None
             if context is not None:
-                self._seeded[context.local_replica].called_in_c(given, partial(_line_of, frame))
+                self._seeded_draws[context.local_replica].called_in_c(arg, partial(_line_of, frame))
         elif event == "call" and code is _TORCH:
             context, local = get_replica_context(), frame.f_locals
             if context is not None:
                 call = (local["self"], local["func"], local["args"], local["kwargs"] or {})
                 with _unseen():
-                    self._seeded[context.local_replica].called(*call, partial(_line_of, frame))
+                    self._seeded_draws[context.local_replica].called(*call, partial(_line_of, frame))
         elif event == "return" and not _is_of_a_library(code.co_filename):
             context = get_replica_context()
             if context is not None:
-                self._seeded[context.local_replica].returns(frame)
+                self._seeded_draws[context.local_replica].returns(frame)
 
-    def _entered(self, frame: FrameType, event: str, given: Any) -> None:
-        self._drawn(frame, event, given)
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> None:
+        self._drawn(frame, event, arg)
         code = frame.f_code
-        if event == "call" and id(code) not in self._ran:
+        if event == "call" and id(code) not in self._functions:
             if code is _FORWARD_MODE:
                 refuse_forward_mode()
-            self._ran[id(code)] = code, frame.f_globals
+            self._functions[id(code)] = code, frame.f_globals
         if event == "call" and code is functional_call_code:
             self._refuse_shared_module(frame.f_locals["module"])
         if code is _GATHERING and (context := get_replica_context()) is not None:
             self._passes[context.local_replica].calls_collectives = True
         if code is _BACKWARD or code is _GRADIENTS or code is _SUMMING:
             with _unseen():
-                self._differentiates(frame, event, given)
+                self._differentiates(frame, event, arg)
 
     def _refuse_shared_module(self, module: Any) -> None:
         """``functional_call`` gives a module other weights for as long as it runs, and takes them away at its end."""
         context = get_replica_context()
         if context is None or is_kind(module, MirroredModule):
             return
-        other = self._called_with_weights.setdefault(id(module), (module, context.local_replica))[1]
-        if other != context.local_replica:
+        caller = self._functional_calls.setdefault(id(module), (module, context.local_replica))[1]
+        if caller != context.local_replica:
             kind = type(module).__name__
             raise UsageError(
-                f"the step calls functional_call on one {kind} in replicas {other} and {context.local_replica}, which "
+                f"the step calls functional_call on one {kind} in replicas {caller} and {context.local_replica}, which "
                 "sets weights on it while the other uses it; make the module in the step (copy.deepcopy(net)"
                 '.to("meta")), give each replica its own with ls.PerReplica([copy.deepcopy(base), ...]), or call what '
                 "strategy.mirror(module) returned"
             )
 
-    def _differentiates(self, frame: FrameType, event: str, given: Any) -> None:
+    def _differentiates(self, frame: FrameType, event: str, arg: Any) -> None:
         context, local = get_replica_context(), frame.f_locals
         if context is None:
             return
         passes = self._passes[context.local_replica]
         if event == "call" and frame.f_code is _BACKWARD and local.get("inputs") is None:
-            passes.begins_at(local["tensors"], saved=id(_SAVING_HOOKS) not in self._ran)
+            passes.begins_at(local["tensors"], saved=id(_SAVING_HOOKS) not in self._functions)
         elif event == "call" and frame.f_code is _SUMMING:
             for leaf in tree_leaves(local["value"]):
                 if isinstance(leaf, Tensor):
                     passes.summed(leaf)
-        elif event == "return" and frame.f_code is _GRADIENTS and isinstance(given, tuple):
-            asked = {id(each) for each in tree_leaves(local["inputs"])}
-            passes.differentiated(local["outputs"], given if asked & self._weights else (), _line_of(frame))
+        elif event == "return" and frame.f_code is _GRADIENTS and isinstance(arg, tuple):
+            ids = {id(leaf) for leaf in tree_leaves(local["inputs"])}
+            passes.differentiated(local["outputs"], arg if ids & self._weights else (), _line_of(frame))
 
     def _called(self, module: MirroredModule, args: Any, kwargs: Any) -> None:
         """A mirrored module is called in a replica."""
@@ -225,29 +225,29 @@ class FirstRun:
     def _captured(self) -> Iterator[tuple[tuple[int, str, str], Any]]:
         """Of the step, and of each hook, the values that they reach outside of the modules, by the keys of Captured."""
         parts = [part for module in self._modules for part in module.module.modules()]
-        kept = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
-        own = {id(value) for value in kept if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
+        values = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
+        value_ids = {id(value) for value in values if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
         for hook in (hook for part in parts for kind in _HOOKS for hook in vars(part).get(kind, {}).values()):
             name = attribute_of(hook, "__qualname__", type(hook).__name__)
-            found = [] if id(attribute_of(hook, "__self__", hook)) in own else captured_by(hook)
-            yield from (((id(hook), name, inner), value) for inner, value in found if id(value) not in own)
+            captures = [] if id(attribute_of(hook, "__self__", hook)) in value_ids else captured_by(hook)
+            yield from (((id(hook), name, inner), value) for inner, value in captures if id(value) not in value_ids)
         yield from (((0, "", name), value) for name, value in captured_by(self._fn))
         owner = attribute_of(self._fn, "__self__")
-        if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in own:
+        if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in value_ids:
             mutable = _mutable_in(f"{type(owner).__name__}.", vars(owner).items())
             yield from (((0, "", name), value) for name, value in mutable)
 
-    def _changed(self, before: Captured) -> Iterator[tuple[str, str, Any]]:
+    def _changed(self, before: Captures) -> Iterator[tuple[str, str, Any]]:
         """What has changed, except dicts that have a key for each replica."""
         for key, value in self._captured():
             by_replica = is_kind(value, dict) and set(range(len(self._rows))) <= set(dict.keys(value))
             if key in before and before[key][1] != state_of(value) and not by_replica:
                 yield (*key[1:], value)
 
-    def _refuse_hooks(self, before: Captured) -> None:
+    def _refuse_hooks(self, before: Captures) -> None:
         for hook, name, value in self._changed(before):
-            kept = tree_leaves(list(value) if is_kind(value, (set, deque)) else value)
-            if hook and any(is_kind(each, Tensor) for each in kept):
+            leaves = tree_leaves(list(value) if is_kind(value, (set, deque)) else value)
+            if hook and any(is_kind(leaf, Tensor) for leaf in leaves):
                 raise UsageError(
                     f"the hook {hook} keeps tensors of the step in {name!r}, outside of the module, where the replicas "
                     "overwrite each other's; keep them on the part that the hook is called with (part.kept = output), "
@@ -260,7 +260,7 @@ class FirstRun:
             # Threads that prepare data draw meanwhile: KerasHub's preprocessors mask words in those of Grain. Calls of
             # NumPy's generator are not seen, because its functions are Cython's.
             by_replicas = self._draws_from_python or name != "Python"
-            lines = _draws(self._ran.values(), name) if by_replicas and before[name] != now[name] else []
+            lines = _draws(self._functions.values(), name) if by_replicas and before[name] != now[name] else []
             if lines:
                 self._warn(
                     f"draws from {name}'s random numbers at {', '.join(lines)}, of which all replicas have one stream, "
@@ -268,33 +268,33 @@ class FirstRun:
                 )
 
     def _warn_of_equal_draws(self) -> None:
-        line = equal_draws(self._seeded)
+        line = equal_draws(self._seeded_draws)
         if line:
             self._warn(same_numbers(line))
         elif self.replicas > len(self._rows):
-            digest, lines = self._seeded[0].digest(), [line for _, line in self._seeded[0].draws.values()]
+            digest, lines = self._seeded_draws[0].digest(), [line for _, line in self._seeded_draws[0].draws.values()]
             if digest:
                 message = f"{description_of_step(self._fn)} {same_numbers(lines[0])}"
                 self._workers.compare_draws(digest, partial(warnings.warn, message))
 
-    def _warn_of_captured(self, before: Captured) -> None:
+    def _warn_of_captured(self, before: Captures) -> None:
         generators: dict[str, None] = {}
-        changed: dict[str, None] = {}
+        changes: dict[str, None] = {}
         for _, name, value in self._changed(before):
-            (generators if _is_generator(value) else changed)[repr(name)] = None
+            (generators if _is_generator(value) else changes)[repr(name)] = None
         if generators:
             self._warn(f"draws from {', '.join(generators)}, which all replicas have in common, so {_DRAW_ADVICE}")
-        if changed:
+        if changes:
             self._warn(
-                f"changes {', '.join(changed)} from outside it, which every one of {len(self._rows)} replicas does; "
+                f"changes {', '.join(changes)} from outside it, which every one of {len(self._rows)} replicas does; "
                 "return the value from the step, and change it after strategy.run"
             )
 
     def _warn_of_buffers(self, before: Sequence[Sequence[dict[str, Tensor]]]) -> None:
         for module, olds in zip(self._modules, before, strict=True):
             copies = [_counting_buffers(copy) for copy in module.copies]
-            for name in [name for name in copies[0] if all(name in each for each in (*copies, *olds))]:
-                now, old = [each[name] for each in copies], [each[name] for each in olds]
+            for name in [name for name in copies[0] if all(name in buffers for buffers in (*copies, *olds))]:
+                now, old = [buffers[name] for buffers in copies], [buffers[name] for buffers in olds]
                 if not _as_on_one_device(now, old, self._rows[0] or 0):
                     how = "averaged" if now[0].is_floating_point() else "replica 0's"
                     self._warn(
@@ -304,14 +304,12 @@ class FirstRun:
                     )
 
     def _warn_of_inputs(self) -> None:
-        first, *others = self._inputs
-        if not others and self._distributed:
+        first, *rest = self._inputs
+        if not rest and self._distributed:
             return
         for number, tensors in enumerate(first):
-            same = all(
-                len(calls) > number and list(map(id, calls[number])) == list(map(id, tensors)) for calls in others
-            )
-            if same and any(len(each) > 1 for each in tensors):
+            same = all(len(calls) > number and list(map(id, calls[number])) == list(map(id, tensors)) for calls in rest)
+            if same and any(len(tensor) > 1 for tensor in tensors):
                 self._warn(
                     f"calls a mirrored module on one batch of shape {tuple(tensors[0].shape)} in all "
                     f"{self.replicas} replicas, and its gradients count once for each; divide it with "
@@ -323,19 +321,19 @@ class FirstRun:
     def until_update(self, runs: int) -> Iterator[None]:
         """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
         yield
-        if not self._accumulates() and not self.told:
+        if not self._accumulates() and not self.has_warned:
             self._warn_of_losses(cycle=runs)
 
     def _forget(self) -> None:
         """Lets go of what a later update does not need: this may live as long as the step function."""
         self._inputs.clear()
-        self._seeded, self._modules, self._ran = [], (), {}
+        self._seeded_draws, self._modules, self._functions = [], (), {}
 
     def _accumulates(self) -> bool:
         """Whether the run has left gradients for an update that has not come: then replicas have their own."""
-        modules = [module for reference in self._mirrored if (module := reference()) is not None]
-        others = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
-        self.waits = any(parameter.grad is not None for parameter in others)
+        modules = [module for reference in self._module_refs if (module := reference()) is not None]
+        parameters = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
+        self.waits = any(parameter.grad is not None for parameter in parameters)
         return self.waits
 
     @property
@@ -345,7 +343,7 @@ class FirstRun:
 
     def at_losses(self, rows: Sequence[int | None]) -> FirstRun:
         """A look at the losses alone of a later run, whose shards have so many rows."""
-        modules = [module for reference in self._mirrored if (module := reference()) is not None]
+        modules = [module for reference in self._module_refs if (module := reference()) is not None]
         distributed, workers = self._distributed, self._workers
         look = FirstRun(self._fn, modules, self.replicas, rows, distributed=distributed, workers=workers)
         look._is_later, look.cycle = True, self.cycle
@@ -356,11 +354,11 @@ class FirstRun:
         if self._distributed and not is_of_the_package(self._fn):
             mixing = None if self.row_check is None else self.row_check.mixing
             for message in loss_warnings(self._passes, self._rows, self.replicas, mixing=mixing, cycle=cycle):
-                self.told = True
+                self.has_warned = True
                 self._warn(message)
 
-    def _warn(self, what: str) -> None:
-        warnings.warn(f"{description_of_step(self._fn)} {what}", stacklevel=6)
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{description_of_step(self._fn)} {message}", stacklevel=6)
 
 
 @contextmanager
@@ -384,21 +382,21 @@ def _line_of(frame: FrameType) -> str:
 
 def _counting_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of a module by name, without those of norm layers, which are averaged on purpose."""
-    known = {id(buffer) for part in module.modules() if isinstance(part, NormBase) for buffer in part.buffers()}
-    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in known}
+    norm_buffers = {id(buffer) for part in module.modules() if isinstance(part, NormBase) for buffer in part.buffers()}
+    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in norm_buffers}
 
 
 def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -> bool:
     """Whether the copies of a buffer are what one device would have."""
-    if all(torch.equal(each, before) for each, before in zip(now, old, strict=True)):
+    if all(torch.equal(buffer, before) for buffer, before in zip(now, old, strict=True)):
         return True
-    if any(not torch.equal(now[0].cpu(), other.cpu()) for other in now[1:]):
+    if any(not torch.equal(now[0].cpu(), copy.cpu()) for copy in now[1:]):
         return False
     if now[0].shape != old[0].shape:
         return True
-    added = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
-    counts_rows = rows > 1 and bool((added == rows).any())
-    return not counts_rows and (now[0].is_floating_point() or bool(((added == 0) | (added == 1)).all()))
+    increase = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
+    counts_rows = rows > 1 and bool((increase == rows).any())
+    return not counts_rows and (now[0].is_floating_point() or bool(((increase == 0) | (increase == 1)).all()))
 
 
 def _generator_states() -> dict[str, Any]:
@@ -410,20 +408,20 @@ def _generator_states() -> dict[str, Any]:
     return states
 
 
-def _draws(ran: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[str]:
+def _draws(functions: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> list[str]:
     """The functions that have run and name a function of a global random generator."""
     stream: Any = random if name == "Python" else sys.modules["numpy"].random
     libraries = (*LIBRARIES, random.__file__, *([] if name == "Python" else [str(Path(stream.__file__).parent)]))
     generator = stream.random.__self__
-    found: dict[str, None] = {}
-    for code, names in ran:
-        values = [names.get(each) for each in code.co_names]
+    lines: dict[str, None] = {}
+    for code, names in functions:
+        values = [names.get(symbol) for symbol in code.co_names]
         if "random" in code.co_names or any(value is stream for value in values):
-            values += [vars(stream).get(each) for each in code.co_names]
+            values += [vars(stream).get(symbol) for symbol in code.co_names]
         draws = any(attribute_of(value, "__self__") is generator for value in values)
         if draws and not code.co_filename.startswith(libraries):
-            found[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
-    return list(found)
+            lines[f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"] = None
+    return list(lines)
 
 
 def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -432,7 +430,7 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
     """
     while is_kind(fn, partial):
-        yield from _mutable_in("", ((f"argument {number} of a partial", each) for number, each in enumerate(fn.args)))
+        yield from _mutable_in("", ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args)))
         fn = fn.func
     plain = plain_function(fn)
     code: CodeType | None = attribute_of(plain, "__code__")
@@ -453,9 +451,9 @@ def _mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple
         if _is_mutable(value):
             yield prefix + name, value
         elif not is_kind(value, nn.Module) and _is_of_the_user(value):
-            for attribute, kept in (attributes_of(value) or {}).items():
-                if _is_mutable(kept):
-                    yield f"{prefix}{name}.{attribute}", kept
+            for attribute, member in (attributes_of(value) or {}).items():
+                if _is_mutable(member):
+                    yield f"{prefix}{name}.{attribute}", member
 
 
 def _is_mutable(value: Any) -> bool:

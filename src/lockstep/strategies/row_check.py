@@ -116,7 +116,7 @@ class RowCheck:
     def _losses(self) -> Iterator[str]:
         """What is to be said of the losses of a later run: they may have terms that those of the first had not."""
         look = self._count.look
-        if look is not None and look.cycle and not look.told and any(passes.losses for passes in self._passes):
+        if look is not None and look.cycle and not look.has_warned and any(passes.losses for passes in self._passes):
             yield from loss_warnings(self._passes, self._rows, look.replicas, mixing=None, cycle=look.cycle)
 
     def run(self, replica: int, shard: Sequence[Any], body: Callable[[], Any]) -> Any:

@@ -127,12 +127,12 @@ class TrainingState(StateAdapter):
         replicas = [replica_states(metrics) for metrics in loop.metrics.per_replica]
         return AdapterState(shared=shared, replicas=replicas, worker=data.state_dict())
 
-    def check(self, saved: SavedState) -> None:
+    def check(self, entry: SavedState) -> None:
         """Any saved training fits: what a model has no use for is ignored."""
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, entry: SavedState) -> None:
         """Loop, data and callbacks are restored during a fit only."""
-        shared = saved.shared
+        shared = entry.shared
         self.run, self._position, history = shared["run"], Position(**shared["position"]), shared["history"]
         self._model.history = History.restored(history)
         if self._fit is None:
@@ -145,12 +145,12 @@ class TrainingState(StateAdapter):
         loop.loss = RunningLoss.restored(shared["loss"])
         loop.metrics.reset()
         workers = self._model.strategy.workers
-        load_states(loop.metrics.per_replica, saved.replicas, first=saved.first_replica, replicas=workers.num_replicas)
+        load_states(loop.metrics.per_replica, entry.replicas, first=entry.first_replica, replicas=workers.num_replicas)
         callbacks.load_state_dict(shared["callbacks"])
         # Each worker has a position of its own where it reads data of its own. On another number of them a position in
         # data that all read is any worker's, and one in a worker's own data is refused when it is resumed.
-        own = saved.worker_index if len(saved.workers) == workers.processes.size else 0
-        data.load_state_dict(saved.workers[own])
+        own = entry.worker_index if len(entry.workers) == workers.processes.size else 0
+        data.load_state_dict(entry.workers[own])
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:

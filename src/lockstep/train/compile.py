@@ -161,11 +161,11 @@ def keras_execution(
     if jit_compile not in (True, False, "auto", None):
         raise ConfigError(f"jit_compile={jit_compile!r} is unknown; choose True, False or 'auto'")
     check_kind("run_eagerly", run_eagerly, bool, "True to run every step in Python, or False", optional=False)
-    compiled = compile_module or jit_compile is True
-    if run_eagerly and compiled:
+    is_compiled = compile_module or jit_compile is True
+    if run_eagerly and is_compiled:
         name = "compile_module" if compile_module else "jit_compile=True"
         raise ConfigError(f"run_eagerly=True came with {name}, which compiles the module; leave one of them out")
-    return False if run_eagerly else graphs, compile_module or compiled
+    return False if run_eagerly else graphs, compile_module or is_compiled
 
 
 def make_setup(
@@ -185,64 +185,68 @@ def make_setup(
     setup = TrainSetup(strategy=strategy, module=module, config=config, precision=precision)
     if optimizer is None:
         return setup
-    made = _make_optimizer(optimizer, module.module)
-    stepped = _make_scheduler(scheduler, made)
-    _check_loss(made, module, config.loss)
-    mirrored = made if isinstance(made, MirroredOptimizer) else strategy.mirror(made)
-    mirrored.gradients.sums_after_runs = False
-    _check_trained(mirrored, module, config.loss, strategy.mirrored_modules)
-    return replace(setup, optimizer=mirrored, scheduler=stepped)
+    instance = _make_optimizer(optimizer, module.module)
+    lr_scheduler = _make_scheduler(scheduler, instance)
+    _check_loss(instance, module, config.loss)
+    mirrored_optimizer = instance if isinstance(instance, MirroredOptimizer) else strategy.mirror(instance)
+    mirrored_optimizer.gradients.sums_after_runs = False
+    _check_trained(mirrored_optimizer, module, config.loss, strategy.mirrored_modules)
+    return replace(setup, optimizer=mirrored_optimizer, scheduler=lr_scheduler)
 
 
-def _make_optimizer(given: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
-    made = given if isinstance(given, torch.optim.Optimizer) or not callable(given) else given(module.parameters())
-    if not isinstance(made, torch.optim.Optimizer):
+def _make_optimizer(optimizer: OptimizerLike, module: torch.nn.Module) -> torch.optim.Optimizer:
+    instance = (
+        optimizer
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
+        else optimizer(module.parameters())
+    )
+    if not isinstance(instance, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer is a {type(made).__name__}; give a torch optimizer over module.parameters(), or a function of "
-            "them that makes one"
+            f"optimizer is a {type(instance).__name__}; give a torch optimizer over module.parameters(), or a function "
+            "of them that makes one"
         )
-    return made
+    return instance
 
 
-def _make_scheduler(given: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    if given is None:
+def _make_scheduler(scheduler: SchedulerLike | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if scheduler is None:
         return None
-    made: Any = given if isinstance(given, LRScheduler) or not callable(given) else given(optimizer)
-    if isinstance(made, ReduceLROnPlateau):
+    instance: Any = scheduler if isinstance(scheduler, LRScheduler) or not callable(scheduler) else scheduler(optimizer)
+    if isinstance(instance, ReduceLROnPlateau):
         raise ConfigError(
             "scheduler is a ReduceLROnPlateau, which steps by a metric; fit steps schedulers once per update: "
             "choose another, or step it in a callback's on_epoch_end"
         )
-    if not isinstance(made, LRScheduler):
+    if not isinstance(instance, LRScheduler):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}; give a torch scheduler of the optimizer, or a function of it that "
-            "makes one"
+            f"scheduler is a {type(instance).__name__}; give a torch scheduler of the optimizer, or a function of it "
+            "that makes one"
         )
     # A mirrored optimizer shares the list of groups with the plain one, so a scheduler of either is right.
-    if made.optimizer.param_groups is not optimizer.param_groups:
+    if instance.optimizer.param_groups is not optimizer.param_groups:
         raise ConfigError(
-            f"scheduler is a {type(made).__name__} of another optimizer, and would not change this one's learning rate;"
-            " make it from the optimizer given to compile"
+            f"scheduler is a {type(instance).__name__} of another optimizer, and would not change this one's learning "
+            "rate; make it from the optimizer given to compile"
         )
-    return made
+    return instance
 
 
 def _check_trained(
-    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, mirrored: Sequence[MirroredModule]
+    optimizer: torch.optim.Optimizer, module: MirroredModule, loss: object, modules: Sequence[MirroredModule]
 ) -> None:
     """Checks that the optimizer holds parameters of the module and the loss only.
 
-    It holds others when a cell of a notebook that makes the module is run again. ``mirrored`` are possible owners.
+    It holds others when a cell of a notebook that makes the module is run again. ``modules`` are possible owners.
     """
-    trained = [module, loss] if isinstance(loss, MirroredModule) else [module]
-    own = {id(parameter) for each in trained for parameter in each.parameters()}
-    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
-    if not others:
+    holders = [module, loss] if isinstance(loss, MirroredModule) else [module]
+    ids = {id(parameter) for holder in holders for parameter in holder.parameters()}
+    strays = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in ids]
+    if not strays:
         return
-    owners = [(each, name) for each in mirrored for name, part in each.named_parameters() if part is others[0]]
+    owners = [(owner, name) for owner in modules for name, weight in owner.named_parameters() if weight is strays[0]]
     kind, name = (type(owners[0][0].module).__name__, owners[0][1]) if owners else ("module", "a parameter")
     raise UsageError(
-        f"the optimizer holds {len(others)} parameters that are not the model's, such as {name!r} of another {kind}; "
+        f"the optimizer holds {len(strays)} parameters that are not the model's, such as {name!r} of another {kind}; "
         "make a new optimizer from this module's parameters, or give compile a function of them that makes one"
     )
 
@@ -253,15 +257,15 @@ def _check_loss(optimizer: torch.optim.Optimizer, module: MirroredModule, loss: 
         loss = loss.func if isinstance(loss, partial) else loss.__self__
     if not isinstance(loss, torch.nn.Module):
         return
-    mirrored = isinstance(loss, MirroredModule)
-    others = {id(parameter) for parameter in module.parameters()}
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]} if mirrored else set()
-    known = others | held
-    missing = [name for name, each in loss.named_parameters() if each.requires_grad and id(each) not in known]
-    if missing:
-        what = "that the optimizer does not hold" if mirrored else "of which every replica needs a copy"
-        advice = "" if mirrored else "in the strategy's scope call loss = strategy.mirror(loss), "
+    is_mirrored = isinstance(loss, MirroredModule)
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
+    group_ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]} if is_mirrored else set()
+    ids = parameter_ids | group_ids
+    strays = [name for name, weight in loss.named_parameters() if weight.requires_grad and id(weight) not in ids]
+    if strays:
+        reason = "that the optimizer does not hold" if is_mirrored else "of which every replica needs a copy"
+        advice = "" if is_mirrored else "in the strategy's scope call loss = strategy.mirror(loss), "
         raise UsageError(
-            f"the loss has trained parameters of its own {what}, such as {missing[0]!r}; {advice}make the optimizer "
+            f"the loss has trained parameters of its own {reason}, such as {strays[0]!r}; {advice}make the optimizer "
             "from the parameters of the module and of the loss, or call loss.requires_grad_(False)"
         )

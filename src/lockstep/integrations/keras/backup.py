@@ -188,7 +188,7 @@ class _Training(StateAdapter):
         variables = ModelVariables(self._model)
         optimizer = [] if self._model.optimizer is None else list(self._model.optimizer.variables)
         return {
-            "weights": [*variables.trainable, *variables.others],
+            "weights": [*variables.trainable, *variables.statistics],
             "seeds": variables.seeds,
             "metrics": variables.metrics,
             "optimizer": optimizer,
@@ -205,27 +205,27 @@ class _Training(StateAdapter):
             replicas=_values(self._replica_seeds()),
         )
 
-    def check(self, saved: SavedState) -> None:
+    def check(self, entry: SavedState) -> None:
         for name, group in self._variables().items():
             shapes = [tuple(value.shape) for value in _values(group)]
-            saved_shapes = [tuple(value.shape) for value in saved.shared["variables"][name]]
+            saved_shapes = [tuple(value.shape) for value in entry.shared["variables"][name]]
             if shapes != saved_shapes:
                 raise CheckpointError(
-                    f"{saved.source} has {name} of the shapes {shown(saved_shapes)}, but the model has "
+                    f"{entry.source} has {name} of the shapes {shown(saved_shapes)}, but the model has "
                     f"{shown(shapes)}; build and compile the model as it was, or give another backup_dir"
                 )
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, entry: SavedState) -> None:
         """Loads all but the metrics, which ``begin_epoch`` loads. Of another number, replicas keep their seeds."""
         for name, group in self._variables().items():
             if name != "metrics":
-                _assign(group, saved.shared["variables"][name])
-        position = saved.shared["position"]
+                _assign(group, entry.shared["variables"][name])
+        position = entry.shared["position"]
         self.epoch, self.batch, self.step = position["epoch"], position["batch"], position["step"]
-        self._left_out, self._epoch_random = self.batch, saved.shared["epoch random"]
-        self._metrics = saved.shared["variables"]["metrics"] if self.batch else None
-        if saved.own is not None:
-            _assign(self._replica_seeds(), saved.own)
+        self._left_out, self._epoch_random = self.batch, entry.shared["epoch random"]
+        self._metrics = entry.shared["variables"]["metrics"] if self.batch else None
+        if entry.local_items is not None:
+            _assign(self._replica_seeds(), entry.local_items)
 
 
 def _values(variables: list[Any]) -> list[torch.Tensor]:

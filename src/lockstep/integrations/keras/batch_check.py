@@ -122,7 +122,7 @@ def _changes_of_whole(
     whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
     with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole), compared():
         before = {id(each): torch.zeros_like(each.value) for each in variables.metrics}
-        before |= {id(each): each.value for each in (*variables.trainable, *variables.others)}
+        before |= {id(each): each.value for each in (*variables.trainable, *variables.statistics)}
         scope.state_mapping.update(before)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=is_training)

@@ -83,7 +83,7 @@ class CustomSteps:
         def in_replica() -> Iterator[None]:
             replica = replica_of_step().local_replica
             with run.in_replica(0.0 if own_step is None else own_step.share(replica)) as values:
-                values.compared = [] if own_step is not None and own_step.is_compared else None
+                values.optimizer_gradients = [] if own_step is not None and own_step.is_compared else None
                 yield
 
         # For the run only: with a hook of others in place, mirrored optimizers use no fused kernels.
@@ -150,7 +150,7 @@ def runs_own_code() -> bool:
 
 def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | None]) -> None:
     """Weights the replicas of a custom step by the rows of their shards; equally where there are none."""
-    if not any(own.assigned for own in run.replicas.values()):
+    if not any(own.assignments for own in run.replicas.values()):
         return
     counts = [1 if each is None else each for each in rows]
     total = int(strategy.reduce("sum", PerReplica(counts)))
@@ -174,12 +174,12 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
-        if step.compared is not None:
-            step.compared.append([None if each is None else each.detach().clone() for each in grads])
+        if step.optimizer_gradients is not None:
+            step.optimizer_gradients.append([None if each is None else each.detach().clone() for each in grads])
             return None
         refuse_to_train(context.strategy.workers, f"{self.name}.apply")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        strategy, assigned = context.strategy, [each for each in variables if id(each) in step.assigned]
+        strategy, assigned = context.strategy, [each for each in variables if id(each) in step.assignments]
 
         @torch.no_grad()
         def update(given: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:

@@ -87,7 +87,7 @@ class OwnStep:
             results = self.step(moved(data, context))
         if self.is_compared:
             step: Any = get_stateless_scope()
-            return step.compared
+            return step.optimizer_gradients
         return averaged(context, share, results)
 
 

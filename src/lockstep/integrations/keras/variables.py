@@ -83,15 +83,15 @@ class DefaultGenerators:
 
     def _begin(self, seed: int) -> None:
         self._torch.begin(seed, self._first)
-        seeds = ((seed + seed_offset(each)) % 2**31 for each in range(self._first, self._first + self._number))
-        self._generators = [keras.random.SeedGenerator(each) for each in seeds]
+        seeds = ((seed + seed_offset(replica)) % 2**31 for replica in range(self._first, self._first + self._number))
+        self._generators = [keras.random.SeedGenerator(replica_seed) for replica_seed in seeds]
 
 
 def metrics_of(model: Any) -> list[Any]:
     """The metrics that a model lists or holds."""
     # A model with a property ``metrics`` of its own may leave its loss tracker out, and it is updated all the same.
-    found = (*model.metrics, *model._metrics, model._loss_tracker)
-    return [*{id(each): each for each in found if each is not None}.values()]
+    metrics = (*model.metrics, *model._metrics, model._loss_tracker)
+    return [*{id(metric): metric for metric in metrics if metric is not None}.values()]
 
 
 class ModelVariables:
@@ -101,21 +101,21 @@ class ModelVariables:
         trainable: those that the optimizer updates.
         metrics: the states of metrics.
         seeds: the states of seed generators.
-        others: what else layers may read or assign.
+        statistics: what else layers may read or assign.
     """
 
     def __init__(self, model: Any) -> None:
         self.trainable = list(model.trainable_variables)
-        self.metrics = [*{id(each): each for metric in metrics_of(model) for each in metric.variables}.values()]
-        self.seeds = [each.state for layer in model._flatten_layers() for each in layer._seed_generators]
-        first = {id(each) for each in (*self.trainable, *self.metrics, *self.seeds)}
+        self.metrics = [*{id(state): state for metric in metrics_of(model) for state in metric.variables}.values()]
+        self.seeds = [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+        first = {id(variable) for variable in (*self.trainable, *self.metrics, *self.seeds)}
         owned_by_layers = (*model.non_trainable_variables, *buffer_variables(model))
-        self.others = [each for each in owned_by_layers if id(each) not in first]
+        self.statistics = [variable for variable in owned_by_layers if id(variable) not in first]
 
     @property
     def of_layers(self) -> list[Any]:
         """All variables that layers may read or assign, but for the default seed generators."""
-        return [*self.trainable, *self.others, *self.metrics, *self.seeds]
+        return [*self.trainable, *self.statistics, *self.metrics, *self.seeds]
 
 
 class RunVariables:
@@ -141,9 +141,9 @@ class RunVariables:
     ) -> None:
         self.kind: StepKind = kind
         self.replicas: dict[int, ReplicaVariables] = {}
-        self.metrics = {id(each): each for each in metrics}
+        self.metrics = {id(variable): variable for variable in metrics}
         self._generators, self._models = generators, models
-        self._kept: set[int] = set()
+        self._state_ids: set[int] = set()
 
     @contextmanager
     def in_replica(self, share: float = 0.0) -> Iterator[ReplicaVariables]:
@@ -157,33 +157,35 @@ class RunVariables:
 
     def keeps(self, variable: Any) -> bool:
         """Whether one of the models keeps a variable that is not trained, such as statistics."""
-        if id(variable) not in self._kept:  # at first none is, and a model may be built in the step
+        if id(variable) not in self._state_ids:  # at first none is, and a model may be built in the step
             for model in self._models():
-                self._kept.update(id(each) for each in (*model.metrics, *model.seeds, *model.others))
-        return id(variable) in self._kept
+                self._state_ids.update(id(state) for state in (*model.metrics, *model.seeds, *model.statistics))
+        return id(variable) in self._state_ids
 
     @torch.no_grad()
-    def sums(self, strategy: Strategy, trained: Sequence[Any] = ()) -> tuple[list[Tensor], list[tuple[Any, Tensor]]]:
-        """Adds up the gradients of all replicas for ``trained``, and the parts of the variables that they assigned."""
+    def sums(self, strategy: Strategy, weights: Sequence[Any] = ()) -> tuple[list[Tensor], list[tuple[Any, Tensor]]]:
+        """Adds up the gradients of all replicas for ``weights``, and the parts of the variables that they assigned."""
         values = [self.replicas[replica] for replica in sorted(self.replicas)]
-        assigned = [*{key: each for own in values for key, each in own.assigned.items()}.values()]
-        parts = [[*own.weighted_gradients(trained), *(own.part(each) for each in assigned)] for own in values]
-        variables = [*trained, *assigned]
+        assignments = [*{key: variable for scope in values for key, variable in scope.assignments.items()}.values()]
+        parts = [[*scope.weighted_gradients(weights), *map(scope.part, assignments)] for scope in values]
+        variables = [*weights, *assignments]
         totals = summed(strategy, parts) if variables else []
-        totals = [total.to(each.value.device) for each, total in zip(variables, totals, strict=True)]
-        return totals[: len(trained)], list(zip(assigned, totals[len(trained) :], strict=True))
+        totals = [total.to(variable.value.device) for variable, total in zip(variables, totals, strict=True)]
+        return totals[: len(weights)], list(zip(assignments, totals[len(weights) :], strict=True))
 
     @torch.no_grad()
-    def merge(self, strategy: Strategy, trained: Sequence[Any] = ()) -> list[Tensor | None]:
+    def merge(self, strategy: Strategy, weights: Sequence[Any] = ()) -> list[Tensor | None]:
         """Brings what the steps of all replicas have assigned to the variables themselves. Outside replicas.
 
-        Returns the sums of the gradients for ``trained``; None where no local replica has one.
+        Returns the sums of the gradients for ``weights``; None where no local replica has one.
         """
-        gradients, sums = self.sums(strategy, trained)
-        for each, total in sums:
-            each.assign(each.value + total if self.adds_up(each) or is_seed(each) else total)
-        used = (any(own.gradients[at] is not None for own in self.replicas.values()) for at in range(len(trained)))
-        return [gradient if is_used else None for gradient, is_used in zip(gradients, used, strict=True)]
+        gradients, sums = self.sums(strategy, weights)
+        for variable, total in sums:
+            variable.assign(variable.value + total if self.adds_up(variable) or is_seed(variable) else total)
+        uses = (
+            any(scope.gradients[index] is not None for scope in self.replicas.values()) for index in range(len(weights))
+        )
+        return [gradient if is_used else None for gradient, is_used in zip(gradients, uses, strict=True)]
 
     def adds_up(self, variable: Any) -> bool:
         """Whether the changes of a variable in the replicas are added, not averaged."""
@@ -205,22 +207,22 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
         kind: what the replica runs.
         share: as given; the run of a custom step sets it afterwards.
         default_seed: as given.
-        assigned: the variables that the step has assigned, by id.
+        assignments: the variables that the step has assigned, by id.
         gradients: those of the step, where Keras computes it; for the optimizer's variables, in order.
         results: what the model's own ``compute_metrics`` returns, of all replicas; None where Keras's does.
-        compared: the gradients that optimizers were given; None where they are not compared.
+        optimizer_gradients: those that optimizers were given; None where they are not compared.
     """
 
     def __init__(self, run: RunVariables, context: ReplicaContext, default_seed: Any, share: float) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.kind, self.share, self.default_seed = run.kind, share, default_seed
-        self.assigned: dict[int, Any] = dict(run.metrics) if run.kind == "keras" else {}
+        self.assignments: dict[int, Any] = dict(run.metrics) if run.kind == "keras" else {}
         self.gradients: Sequence[Tensor | None] = ()
         self.results: Any = None
-        self.compared: list[list[Tensor | None]] | None = None
+        self.optimizer_gradients: list[list[Tensor | None]] | None = None
         self._run, self._context = run, context
         self._is_summing = False
-        self._known: dict[int, Any] = {}  # a variable that is gone would leave its id to another one
+        self._variables_by_id: dict[int, Any] = {}  # a variable that is gone would leave its id to another one
 
     def get_current_value(self, variable: Any) -> Tensor | None:
         """Called by Keras for a variable's value; None is for the variable's own."""
@@ -245,29 +247,29 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
                 "the metric or seed generator that it belongs to, in the __init__ of a layer or of the model"
             )
         elif variable.trainable or not is_merged:
-            what = "is trained" if variable.trainable else "has aggregation='none' and is in no distributed model"
+            reason = "is trained" if variable.trainable else "has aggregation='none' and is in no distributed model"
             raise UsageError(
-                f"the step assigns the variable {variable.path!r} in each replica, and it {what}; assign it outside "
+                f"the step assigns the variable {variable.path!r} in each replica, and it {reason}; assign it outside "
                 "strategy.run, or give a variable that is not trained aggregation='sum', 'mean' or 'only_first_replica'"
             )
-        self._known[id(variable)] = self.assigned[id(variable)] = variable
+        self._variables_by_id[id(variable)] = self.assignments[id(variable)] = variable
         self.state_mapping[id(variable)] = value
 
     def holds(self, tensors: set[int]) -> bool:
         """Whether the step has used a variable whose value or own value is one of these tensors, given by their ids."""
-        values = (*self.state_mapping.values(), *(each._value for each in self._known.values()))
-        return any(id(each) in tensors for each in values)
+        values = (*self.state_mapping.values(), *(variable._value for variable in self._variables_by_id.values()))
+        return any(id(value) in tensors for value in values)
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Has the next value of each variable be its own at that time, without a gradient."""
-        for each in variables:
-            self.state_mapping.pop(id(each), None)
-            self.assigned.pop(id(each), None)
+        for variable in variables:
+            self.state_mapping.pop(id(variable), None)
+            self.assignments.pop(id(variable), None)
 
     def weights(self) -> list[Tensor]:
         """The values that gradients are computed for, of the trainable variables that the step has used."""
-        used = (id(each) for each in self._known.values() if each.trainable)
-        return [self.state_mapping[each] for each in used if each in self.state_mapping]
+        keys = (id(variable) for variable in self._variables_by_id.values() if variable.trainable)
+        return [self.state_mapping[key] for key in keys if key in self.state_mapping]
 
     @contextmanager
     def summing(self) -> Iterator[None]:
@@ -290,17 +292,17 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
             return value * self.share if self.share else torch.zeros_like(value)  # the mean of no rows is NaN
         return value if is_first else torch.zeros_like(value)
 
-    def weighted_gradients(self, trained: Sequence[Any]) -> list[Tensor]:
+    def weighted_gradients(self, weights: Sequence[Any]) -> list[Tensor]:
         """The gradients of the step for some variables, of a loss that is weighted by the share of the rows."""
         return [
-            gradient if gradient is not None and self.share else torch.zeros_like(self.value(each))
-            for each, gradient in zip(trained, self.gradients, strict=True)
+            gradient if gradient is not None and self.share else torch.zeros_like(self.value(variable))
+            for variable, gradient in zip(weights, self.gradients, strict=True)
         ]
 
     def value(self, variable: Any) -> Tensor:
         """The value of a variable, which gradients are computed for if it is trainable."""
         if id(variable) not in self.state_mapping:
-            self._known[id(variable)] = variable
+            self._variables_by_id[id(variable)] = variable
             with DisableTorchFunction():  # the replica's function modes would only pass on some thousand calls
                 self.state_mapping[id(variable)] = self._first_value(variable)
         value: Tensor = self.state_mapping[id(variable)]
@@ -343,23 +345,23 @@ def stateless_scope() -> Any:
 
 def summed(strategy: Strategy, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The sums over the replicas, each of which has as many tensors of the same shapes. One exchange for each dtype."""
-    flat = [flattened(own) for own in parts]
-    totals = strategy.reduce("sum", [PerReplica([own[dtype] for own in flat]) for dtype in flat[0]])
+    flat = [flattened(tensors) for tensors in parts]
+    totals = strategy.reduce("sum", [PerReplica([elements[dtype] for elements in flat]) for dtype in flat[0]])
     return parts_like(dict(zip(flat[0], totals, strict=True)), parts[0])
 
 
 def flattened(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
     """All elements of some tensors, in order, as a tensor [elements] for each dtype."""
     of_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for each in tensors:
-        of_dtype.setdefault(each.dtype, []).append(each.reshape(-1))
-    return {dtype: torch.cat(each) for dtype, each in of_dtype.items()}
+    for tensor in tensors:
+        of_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    return {dtype: torch.cat(parts) for dtype, parts in of_dtype.items()}
 
 
 def parts_like(flat: Mapping[torch.dtype, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of ``flattened``: tensors with the dtypes and shapes, and on the devices, of ``like``."""
     parts = {
-        dtype: iter(elements.split([each.numel() for each in like if each.dtype == dtype]))  # type: ignore[no-untyped-call]
+        dtype: iter(elements.split([tensor.numel() for tensor in like if tensor.dtype == dtype]))  # type: ignore[no-untyped-call]
         for dtype, elements in flat.items()
     }
-    return [next(parts[each.dtype]).view(each.shape).to(each.device) for each in like]
+    return [next(parts[tensor.dtype]).view(tensor.shape).to(tensor.device) for tensor in like]

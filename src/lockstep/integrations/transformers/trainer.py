@@ -102,7 +102,9 @@ class Trainer(transformers.Trainer):
         output = super().train(*args, **named)
         if not self._holds_best:
             self._mirrored_module.sync_buffers()
-        prints = any(isinstance(each, (PrinterCallback, ProgressCallback)) for each in self.callback_handler.callbacks)
+        prints = any(
+            isinstance(callback, (PrinterCallback, ProgressCallback)) for callback in self.callback_handler.callbacks
+        )
         write_fingerprint(self._workers, self.fingerprint, verbose=int(prints))
         return output
 
@@ -169,10 +171,10 @@ class Trainer(transformers.Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model on all replicas, copied again except for an evaluation during training."""
         if training or self._mirrored is None or not self.is_in_train:
-            first, began = not self.accelerator._models, time.time()
+            first, start = not self.accelerator._models, time.time()
             self._mirror()
             if first and not training:
-                self.model_preparation_time = round(time.time() - began, 4)
+                self.model_preparation_time = round(time.time() - start, 4)
         if training:
             self._mirror_optimizer()
         return self._mirrored_module
@@ -196,9 +198,9 @@ class Trainer(transformers.Trainer):
             self._mirrored_optimizer = self.optimizer = self._renewed(optimizer)
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
-        renewed = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
-        renewed.gradients.sums_after_runs = False
-        return renewed
+        result = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        result.gradients.sums_after_runs = False
+        return result
 
     def _get_dataloader(self, *args: Any, **named: Any) -> Any:
         with arguments.seen_as_chief(self.args):  # every worker loads the same batches, with the same random numbers
@@ -237,9 +239,9 @@ class Trainer(transformers.Trainer):
         if not self._agrees_on_memory:
             return self.strategy.run(fn, args)
         results = self.strategy.run(partial(_tried, fn), args)
-        failures = [each.args[0] for each in self.strategy.local_results(results) if isinstance(each, MemoryError)]
-        met = all_gather_object(self._workers, "whether the batch fits", failures)
-        for worker, texts in zip(self._workers.names, met, strict=True):
+        failures = [value.args[0] for value in self.strategy.local_results(results) if isinstance(value, MemoryError)]
+        worker_failures = all_gather_object(self._workers, "whether the batch fits", failures)
+        for worker, texts in zip(self._workers.names, worker_failures, strict=True):
             if texts:  # the first words are those that accelerate knows
                 raise torch.OutOfMemoryError(f"CUDA out of memory. {worker}: {texts[0]}")
         return results
@@ -248,10 +250,10 @@ class Trainer(transformers.Trainer):
         """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
         differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
         for items in self._loss_check.candidates(self.model):
-            found = self._run(self._check_loss, (self._divided(inputs, items), number, items))
-            local = self.strategy.local_results(found)
-            met = all_gather_object(self._workers, "the check of the loss", local)
-            differences[items] = [apart for worker in met for apart in worker]
+            results = self._run(self._check_loss, (self._divided(inputs, items), number, items))
+            local = self.strategy.local_results(results)
+            worker_differences = all_gather_object(self._workers, "the check of the loss", local)
+            differences[items] = [difference for worker in worker_differences for difference in worker]
             if not any(differences[items]):
                 break
         self._loss_check.settle(differences)
@@ -262,8 +264,8 @@ class Trainer(transformers.Trainer):
 
         def loss_of(inputs: Any, share: sharding.Share) -> Tensor:
             with sharding.weighing(share), self.compute_loss_context_manager():
-                watched = share.watch(number, self._device)
-                loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=watched)
+                count = share.watch(number, self._device)
+                loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
         with preserving_rng(replica_of_step()):
@@ -293,9 +295,9 @@ class Trainer(transformers.Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As in transformers; the replicas clip if the optimizer holds all gradients."""
-        known = {id(each) for group in self._mirrored_optimizer.param_groups for each in group["params"]}
-        others = any(each.grad is not None and id(each) not in known for each in model.parameters())
-        if others or self.accelerator.scaler is not None:
+        ids = {id(parameter) for group in self._mirrored_optimizer.param_groups for parameter in group["params"]}
+        has_others = any(parameter.grad is not None and id(parameter) not in ids for parameter in model.parameters())
+        if has_others or self.accelerator.scaler is not None:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         return self._mirrored_optimizer.clip_sums(self.args.max_grad_norm)
 
@@ -315,8 +317,8 @@ class Trainer(transformers.Trainer):
         if not shard.rows:
             return None
         with sharding.weighing(sharding.Share(shard.count, shard.total)) as share:
-            found = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
-        return sharding.Prediction(shard.rows, share.weight, *found)
+            outputs = super().prediction_step(self._copy, shard.inputs, prediction_loss_only, ignore_keys)
+        return sharding.Prediction(shard.rows, share.weight, *outputs)
 
     def _prepare_input(self, data: Any) -> Any:
         if get_replica_context() is None:

@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from lockstep.mirroring.optim.optimizer import MirroredOptimizer
     from lockstep.strategies.base import Strategy
 
-_SETTLED = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
-_MADE = "_made"
+_CONVERSION_ERROR = "the devices and dtypes of a mirrored module are fixed; convert the module before mirroring it"
+_INIT_MARK = "_made"
 
 
 def _member(name: str) -> property:
     """One of ``nn.Module``'s dicts, which functions of torch read: it is the current copy's."""
     # nn.Module.__init__ sets it.
-    return property(lambda self: getattr(self._here(), name), lambda self, value: self.__dict__.update({name: value}))
+    return property(lambda self: getattr(self._copy(), name), lambda self, value: self.__dict__.update({name: value}))
 
 
 def _method(name: str) -> Callable[..., Any]:
     """A method of the current copy; outside replicas, of the user's module, which all copies follow."""
 
     def call(self: MirroredModule, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._here(), name)(*args, **kwargs)
+        return getattr(self._copy(), name)(*args, **kwargs)
 
     call.__doc__ = f"{name} of the current replica's copy; outside replicas, of the user's module."
     return call
@@ -63,7 +63,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operator on the current copy: containers such as Sequential have items."""
-    return lambda self, *args: function(self._here(), *args)
+    return lambda self, *args: function(self._copy(), *args)
 
 
 OnReturn = Callable[[Any], None]
@@ -71,9 +71,9 @@ OnCall = Callable[["MirroredModule", Any, Any], OnReturn | None]
 
 
 def _returned(on_return: Sequence[OnReturn | None], outputs: Any) -> Any:
-    for called in on_return:
-        if called is not None:
-            called(outputs)
+    for callback in on_return:
+        if callback is not None:
+            callback(outputs)
     return outputs
 
 
@@ -122,12 +122,12 @@ class MirroredModule(nn.Module):
         self.has_sync_batchnorm = has_sync_batch_norm(copies[0])
         self.optimizers: Iterable[MirroredOptimizer] = ()
         self._buffer_averages = BufferAverages(self._copies, workers)
-        self._unchecked = set(range(len(copies))) if sync_batchnorm else set()
-        self._compiled: CompiledCopies | None = None
-        self._surrounding = SurroundingCompile(self._copies)
+        self._replicas_to_check = set(range(len(copies))) if sync_batchnorm else set()
+        self._compiled_copies: CompiledCopies | None = None
+        self._surrounding_compile = SurroundingCompile(self._copies)
         self.on_call: list[OnCall] = []
         self.is_in_first_run = False
-        self.__dict__[_MADE] = True
+        self.__dict__[_INIT_MARK] = True
 
     @property
     def module(self) -> nn.Module:
@@ -142,50 +142,50 @@ class MirroredModule(nn.Module):
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the current replica's copy; outside replicas, the user's module."""
-        backend, here, context = compiling_backend(), self._here(), get_replica_context()
+        backend, copy, context = compiling_backend(), self._copy(), get_replica_context()
         if backend is not None:
             return self._forward_in_compile(backend, args, kwargs)
         if context is None:
-            self._prepare_outside(here)
-            return here(*args, **kwargs)
-        guard, on_return = self._prepare(here, context, args, kwargs)
-        if self._compiled is not None and isinstance(guard, nullcontext):
-            return self._compiled(context.local_replica, here.training, args, kwargs)
+            self._prepare_outside(copy)
+            return copy(*args, **kwargs)
+        guard, on_return = self._prepare(copy, context, args, kwargs)
+        if self._compiled_copies is not None and isinstance(guard, nullcontext):
+            return self._compiled_copies(context.local_replica, copy.training, args, kwargs)
         with guard:
-            outputs = here(*args, **kwargs)
+            outputs = copy(*args, **kwargs)
         return _returned(on_return, outputs)
 
     @not_compiled
     def _forward_in_compile(self, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same in a torch.compile of the program around the mirrored module, whose backend compiles the copy."""
-        here, context = self._here(), get_replica_context()
+        copy, context = self._copy(), get_replica_context()
         if context is None:
-            self._prepare_outside(here)
-            return here(*args, **kwargs)
-        guard, on_return = self._prepare(here, context, args, kwargs)
+            self._prepare_outside(copy)
+            return copy(*args, **kwargs)
+        guard, on_return = self._prepare(copy, context, args, kwargs)
         if not isinstance(guard, nullcontext) or self.is_in_first_run or self._meets_others:
             with guard:
-                outputs = here(*args, **kwargs)
-        elif self._compiled is not None:
-            outputs = self._compiled(context.local_replica, here.training, args, kwargs)
+                outputs = copy(*args, **kwargs)
+        elif self._compiled_copies is not None:
+            outputs = self._compiled_copies(context.local_replica, copy.training, args, kwargs)
         else:
-            outputs = self._surrounding(backend, context.local_replica, here.training, args, kwargs)
+            outputs = self._surrounding_compile(backend, context.local_replica, copy.training, args, kwargs)
         return _returned(on_return, outputs)
 
-    def _prepare_outside(self, here: nn.Module) -> None:
-        if here.training and self._workers.is_single and len(self._copies) > 1:
+    def _prepare_outside(self, copy: nn.Module) -> None:
+        if copy.training and self._workers.is_single and len(self._copies) > 1:
             self.sync_buffers()  # this pass updates the statistics of all replicas
 
     def _prepare(
-        self, here: nn.Module, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, copy: nn.Module, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[AbstractContextManager[object], list[OnReturn | None]]:
         """Before a call in a replica: the block that it runs in, and what is called with its outputs."""
-        on_return = [called(self, args, kwargs) for called in self.on_call]
+        on_return = [callback(self, args, kwargs) for callback in self.on_call]
         self._buffer_averages.passed = True
         alone = self._workers.num_replicas == 1  # a batch of one row is the user's own then
-        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(here, args, kwargs)
-        if context.local_replica in self._unchecked and here.training and not alone:
-            self._unchecked.discard(context.local_replica)
+        guard: AbstractContextManager[object] = nullcontext() if alone else guard_single_row(copy, args, kwargs)
+        if context.local_replica in self._replicas_to_check and copy.training and not alone:
+            self._replicas_to_check.discard(context.local_replica)
             guard = RefusingOtherBatchNorms()
         return guard, on_return
 
@@ -212,11 +212,11 @@ class MirroredModule(nn.Module):
                 "a module with sync_batchnorm, or divided among workers, meets other replicas in its forward, which "
                 "torch.compile cannot follow; leave compile_module out"
             )
-        self._compiled = None if compilation is None else CompiledCopies(self._copies, compilation)
+        self._compiled_copies = None if compilation is None else CompiledCopies(self._copies, compilation)
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled is not None
+        return self._compiled_copies is not None
 
     @property
     def _meets_others(self) -> bool:
@@ -241,19 +241,19 @@ class MirroredModule(nn.Module):
         """
         if self._buffer_averages.begin_run():
             self.sync_buffers()
-        moved = self.propagation.begin()
+        has_moved = self.propagation.begin()
         fresh = self.propagation.take_fresh()
         if not fresh or self._workers.is_single or self.shards_weights:
-            return moved
+            return has_moved
         shapes = [f"{first.dtype} {tuple(first.shape)}" for first, *_ in fresh]
         check_agreement(self._workers, "what was set on the model", shapes)
         with torch.no_grad():
             self._workers.broadcast("the chief's new weights", with_memory(copies[0] for copies in fresh))
-            for first, *others in fresh:
-                for other in others:
-                    if other.data_ptr() != first.data_ptr():
-                        other.copy_(first)
-        return moved
+            for first, *rest in fresh:
+                for tensor in rest:
+                    if tensor.data_ptr() != first.data_ptr():
+                        tensor.copy_(first)
+        return has_moved
 
     def sync_buffers(self) -> None:
         """Writes the averages of floating-point buffers, and replica 0's other buffers, to all copies.
@@ -302,8 +302,8 @@ class MirroredModule(nn.Module):
         Outside, ``eval()`` also averages the buffers; with several workers, who must all take part, the next run does.
         """
         if get_replica_context() is not None:
-            here = self._here().train(mode)
-            self._buffer_averages.set_mode_in_replica(here, mode)
+            copy = self._copy().train(mode)
+            self._buffer_averages.set_mode_in_replica(copy, mode)
             return self
         self._buffer_averages.mode_in_replicas = False
         for duplicate in self._copies:
@@ -323,12 +323,12 @@ class MirroredModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of the current copy by name; outside replicas, their averages, as in ``state_dict``."""
-        named = self._here().named_buffers(prefix, recurse, remove_duplicate)
+        buffers = self._copy().named_buffers(prefix, recurse, remove_duplicate)
         if get_replica_context() is not None:
-            yield from named
+            yield from buffers
             return
         averages = self._averages()
-        for name, buffer in named:
+        for name, buffer in buffers:
             yield name, averages.get(buffer.data_ptr(), buffer) if buffer.numel() else buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -342,7 +342,7 @@ class MirroredModule(nn.Module):
         outside = get_replica_context() is None
         if outside and self.is_part:
             self.exchange_buffers()
-        state: dict[str, Any] = self._here().state_dict(*args, **kwargs)
+        state: dict[str, Any] = self._copy().state_dict(*args, **kwargs)
         if outside:
             averages = self._averages()
             for key, value in state.items():
@@ -362,7 +362,7 @@ class MirroredModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the current copy; outside replicas, of all copies."""
         with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
-            for duplicate in self._copies if get_replica_context() is None else [self._here()]:
+            for duplicate in self._copies if get_replica_context() is None else [self._copy()]:
                 duplicate.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> MirroredModule:
@@ -378,44 +378,44 @@ class MirroredModule(nn.Module):
         for tensor in self.module.parameters():
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
             if converts or (device is not None and torch.empty(0, device=device).device != tensor.device):
-                raise UsageError(_SETTLED)
+                raise UsageError(_CONVERSION_ERROR)
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        raise UsageError(_SETTLED)
+        raise UsageError(_CONVERSION_ERROR)
 
     def __getattr__(self, name: str) -> Any:
         copies = self.__dict__.get("_copies")
         if copies is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        here = self._here()
-        found = getattr(here, name)
-        if len(copies) > 1 and found is here._buffers.get(name) and found is not None and get_replica_context() is None:
-            mean = self._averages().get(found.data_ptr(), found)
-            return found if mean.data_ptr() == found.data_ptr() else mean
-        return found
+        copy = self._copy()
+        value = getattr(copy, name)
+        if len(copies) > 1 and value is copy._buffers.get(name) and value is not None and get_replica_context() is None:
+            mean = self._averages().get(value.data_ptr(), value)
+            return value if mean.data_ptr() == value.data_ptr() else mean
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets it on the current replica's copy; outside replicas, on the user's module and so on all copies."""
-        own = self.__dict__
-        if _MADE not in own:
+        attributes = self.__dict__
+        if _INIT_MARK not in attributes:
             super().__setattr__(name, value)
             return
-        if name in own or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
+        if name in attributes or name == "_compiled_call_impl" or isinstance(vars(MirroredModule).get(name), property):
             object.__setattr__(self, name, value)
-        if name == "training" or name not in own:
-            setattr(self._here(), name, value)
+        if name == "training" or name not in attributes:
+            setattr(self._copy(), name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
             object.__delattr__(self, name)
         else:
-            delattr(self._here(), name)
+            delattr(self._copy(), name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers it on all copies. Outside replicas only."""
         refuse_in_replica("register_parameter")
-        self._here().register_parameter(name, param)
+        self._copy().register_parameter(name, param)
 
     __getitem__ = _operator(operator.getitem)
     __setitem__ = _operator(operator.setitem)
@@ -427,7 +427,7 @@ class MirroredModule(nn.Module):
     __bool__ = _operator(bool)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._here())})
+        return sorted({*object.__dir__(self), *dir(self._copy())})
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -438,7 +438,7 @@ class MirroredModule(nn.Module):
     def __repr__(self) -> str:
         return f"MirroredModule({len(self._copies)} replicas of {self.module!r})"
 
-    def _here(self) -> nn.Module:
+    def _copy(self) -> nn.Module:
         context = own_context(self._owner, "module")
         return self._copies[0 if context is None else context.local_replica]
 
@@ -448,8 +448,8 @@ class MirroredModule(nn.Module):
             weights = [] if self.shards_weights else list(self.module.parameters())
             self._workers.broadcast("loaded weights", with_memory([*weights, *self.module.buffers()]))
             for leader in (group[0] for group in self._groups[1:]):
-                for mine, other in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
-                    other.copy_(mine)
+                for source, target in zip(self.module.parameters(), self._copies[leader].parameters(), strict=True):
+                    target.copy_(source)
             for first, *rest in self._buffer_averages.buffers:
                 for buffer in rest:
                     buffer.copy_(first)
@@ -501,7 +501,7 @@ def mirror_module(
 
 
 def _check_can_be_mirrored(module: nn.Module) -> None:
-    for name, part in (child for each in module.modules() for child in each._modules.items()):
+    for name, part in (child for parent in module.modules() for child in parent._modules.items()):
         if isinstance(part, MirroredModule):
             raise UsageError(
                 f"{type(module).__name__} has a mirrored module in it, as {name!r}; put the plain module there "
@@ -509,7 +509,7 @@ def _check_can_be_mirrored(module: nn.Module) -> None:
             )
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise UsageError("the module has lazy parameters without a shape; call it once on a batch before mirroring it")
-    if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigError(
             f"{type(module).__name__} is on the meta device and has no numbers yet; ls.ParallelStrategy gives such a "
             'model its first ones, for any other make it outside torch.device("meta")'
@@ -518,16 +518,20 @@ def _check_can_be_mirrored(module: nn.Module) -> None:
 
 def signature(module: nn.Module) -> list[str]:
     """One line for each parameter and buffer, to be compared between workers."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in named]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in tensors]
 
 
 def _place(module: nn.Module, device: LogicalDevice, layout: torch.memory_format | None) -> None:
     """Moves the user's module to the first replica's device, in place."""
     tensors = [*module.parameters(), *module.buffers()]
-    there = any(each.device == device.torch_device for each in tensors)
+    is_there = any(tensor.device == device.torch_device for tensor in tensors)
     module.to(device.torch_device)
-    if device.memory_limit is not None and there and all(type(each) is nn.Parameter for each in module.parameters()):
+    if (
+        device.memory_limit is not None
+        and is_there
+        and all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    ):
         # Weights that are on the GPU already are copied into the memory that counts for its share.
         module._apply(torch.clone)  # type: ignore[no-untyped-call]
     if layout is not None:
@@ -538,6 +542,6 @@ def _layout(module: nn.Module, memory_format: MemoryFormat) -> torch.memory_form
     if isinstance(memory_format, torch.memory_format):
         return memory_format
     if memory_format not in ("auto", "preserve"):
-        known = '"auto", "preserve", torch.channels_last or torch.contiguous_format'
-        raise ConfigError(f"memory_format={memory_format!r} is unknown; choose {known}")
+        choices = '"auto", "preserve", torch.channels_last or torch.contiguous_format'
+        raise ConfigError(f"memory_format={memory_format!r} is unknown; choose {choices}")
     return torch.channels_last if memory_format == "auto" and uses_channels_last(module) else None
