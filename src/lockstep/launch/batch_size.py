@@ -50,7 +50,7 @@ class Bounds:
     largest: int | None = None
     multiple_of: int = 1
     aim: Aim = "memory"
-    tolerance: float = 0.05
+    tolerance: float = 0.02
 
     def __post_init__(self) -> None:
         for name in ("start", "largest", "multiple_of"):
@@ -141,7 +141,7 @@ def find_batch_size(
     start: int | None = None,
     largest: int | None = None,
     aim: Aim | None = None,
-    tolerance: float = 0.05,
+    tolerance: float = 0.02,
     memory_limit_mb: float | None = None,
     margin: float = 0.1,
     strategy: Strategy | None = None,
