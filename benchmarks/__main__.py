@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.report import NothingToRunError, write_report
 from benchmarks.trial import Conditions, Pace
 from lockstep.errors import LockstepError
-from lockstep.scaling.machine import this_machine
+from lockstep_tools.scaling.machine import this_machine
 
 SUITES: Mapping[str, tuple[str, str]] = {
     "cpu": ("benchmarks.suites.cpu", "step time and memory of replicas on a CPU beside hand-written loops and DDP"),

@@ -14,7 +14,7 @@ from benchmarks.results import Comparison, Figures, figures_of
 from benchmarks.trial import Conditions, Contender, Workload
 from lockstep.atomic_files import atomic_write
 from lockstep.errors import LockstepError
-from lockstep.report import markdown_table
+from lockstep_tools.report import markdown_table
 
 
 class NothingToRunError(LockstepError):

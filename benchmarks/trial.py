@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.step_timer import StepRecord
 from lockstep.checks import check_least
 from lockstep.errors import ConfigError
-from lockstep.scaling.machine import Machine
+from lockstep_tools.scaling.machine import Machine
 
 TRIAL_LIMIT_S = 300.0
 """A trial that takes longer is ended, if its contender has no limit of its own."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.trial import Batch, Workload
 from lockstep.extras import require
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.model import masked_token_loss, new_bert
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.model import masked_token_loss, new_bert
 
 CLASSES = 2
 _IMAGES, _PIXELS = 64, 96

@@ -98,7 +98,7 @@ def train(folder: Path, *, steps: int, workers: str, kills: int, seed: int) -> R
     errors = folder / f"errors-{seed}.txt"
     with errors.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.cli", "run", *words, f"backup-{seed}"],
+            [sys.executable, "-m", "lockstep_tools.cli", "run", *words, f"backup-{seed}"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=file,

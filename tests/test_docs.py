@@ -23,7 +23,7 @@ import pytest
 from tests.test_readme import PAGES, commands
 
 import lockstep
-from lockstep.cli.app import parse
+from lockstep_tools.cli.app import parse
 
 FLAG = re.compile(r"(?<!\S)--[\w-]+")
 ROOT = Path(__file__).parents[1]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.report import write_curves
 from lockstep.train.curves import draw_curves
 from lockstep.train.logs import History
+from lockstep_tools.report import write_curves
 
 
 def history(*epochs: dict[str, float], first: int = 0) -> History:

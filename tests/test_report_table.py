@@ -6,8 +6,8 @@ import pytest
 
 from lockstep import console
 from lockstep.console import text_table
-from lockstep.report import epochs_table, metrics_line
 from lockstep.train.logs import EpochTiming, History
+from lockstep_tools.report import epochs_table, metrics_line
 
 
 def test_numbers_stand_right_and_words_left():

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep.report import markdown_table
+from lockstep_tools.report import markdown_table
 
 MARK = "mark.gpu"
 SETTINGS = "gpu.ini"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 _EPSILON, _TOKEN_TYPES = 1e-12, 2
 _BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))

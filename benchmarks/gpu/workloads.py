@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.models import PlainBert, PlainMobileNetV2
 from benchmarks.trial import Workload
 from benchmarks.workloads import CLASSES, class_loss, image_batches, text_batches
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 GpuPrecision = Literal["bf16", "fp32"]
 PRECISIONS: tuple[GpuPrecision, ...] = ("bf16", "fp32")

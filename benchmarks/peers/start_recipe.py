@@ -11,7 +11,7 @@ from threading import Lock
 
 from program import start_timer, take_job
 
-from lockstep.cli import main as run_command
+from lockstep_tools.cli import main as run_command
 
 
 def main() -> None:

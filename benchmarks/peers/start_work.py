@@ -72,9 +72,9 @@ def _recipe_images(job: Job) -> StartWork:
     """What ``lockstep train images`` trains: the recipe's images and batches; the model as transformers has it."""
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    from lockstep.recipes.images.batches import ImageBatches
-    from lockstep.recipes.images.config import ImagesConfig
-    from lockstep.recipes.images.dataset import load_images
+    from lockstep_tools.recipes.images.batches import ImageBatches
+    from lockstep_tools.recipes.images.config import ImagesConfig
+    from lockstep_tools.recipes.images.dataset import load_images
 
     config = ImagesConfig()
     data = load_images(config)
@@ -101,11 +101,11 @@ def _recipe_mlm(job: Job) -> StartWork:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from lockstep.recipes.mlm.batches import MaskedBatches
-    from lockstep.recipes.mlm.config import MlmConfig
-    from lockstep.recipes.mlm.model import IGNORED_LABEL, masked_token_loss, new_bert
-    from lockstep.recipes.text.corpus import python_text
-    from lockstep.recipes.text.tokenizer import SPECIAL_TOKENS, TokenRows, encode, train_wordpiece
+    from lockstep_tools.recipes.mlm.batches import MaskedBatches
+    from lockstep_tools.recipes.mlm.config import MlmConfig
+    from lockstep_tools.recipes.mlm.model import IGNORED_LABEL, masked_token_loss, new_bert
+    from lockstep_tools.recipes.text.corpus import python_text
+    from lockstep_tools.recipes.text.tokenizer import SPECIAL_TOKENS, TokenRows, encode, train_wordpiece
 
     config, made = MlmConfig(), [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

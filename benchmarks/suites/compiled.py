@@ -24,8 +24,8 @@ from benchmarks.report import Report, columns, report_in_turn
 from benchmarks.results import Comparison, Figures, compare_steps, fastest, with_role
 from benchmarks.trial import Conditions, Contender, Layout, Pace, Workload, select_contenders
 from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.model import new_bert
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.model import new_bert
 
 PACE = Pace(warm_up=5, steps=12, rounds=3)
 LIMIT = 0.95

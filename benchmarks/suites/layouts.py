@@ -24,11 +24,11 @@ from benchmarks.step_timer import StepTimer
 from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
-from lockstep.plan.layout import Layout
-from lockstep.plan.memory import estimate_memory
-from lockstep.plan.shapes import shape_of
-from lockstep.plan.software import PRECISIONS, Software
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
+from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.memory import estimate_memory
+from lockstep_tools.plan.shapes import shape_of
+from lockstep_tools.plan.software import PRECISIONS, Software
 
 PACE = Pace(warm_up=1, steps=2, rounds=1)
 _IN_PARTS = ("interleaved", "zero_bubble", "zero_bubble_v")

@@ -23,10 +23,10 @@ from benchmarks.report import Report, Section, columns, report_of
 from benchmarks.results import Figures, compare_steps, fastest, figures_of, with_role
 from benchmarks.step_timer import StepTimer
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
-from lockstep.recipes.reviews.batches import LengthGroupedSampler
-from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.task import ReviewsTask, build_collator, build_reviews
-from lockstep.recipes.reviews.trainer import ReviewsTrainer, training_arguments
+from lockstep_tools.recipes.reviews.batches import LengthGroupedSampler
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.task import ReviewsTask, build_collator, build_reviews
+from lockstep_tools.recipes.reviews.trainer import ReviewsTrainer, training_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -20,8 +20,8 @@ from benchmarks.suites.layouts import (
     train_in_layout,
 )
 from benchmarks.trial import Trial, Workload
-from lockstep.plan.layout import Layout
 from lockstep.replicas.cpu.memory import keep_freed_memory
+from lockstep_tools.plan.layout import Layout
 
 MB = 2**20
 

@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from typer.main import get_command
 
-from lockstep.cli.app import COMMANDS, tree
+from lockstep_tools.cli.app import COMMANDS, tree
 
 _FLAG = re.compile(r"(?<!\S)(--[\w-]+)")
 

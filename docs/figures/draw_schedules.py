@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.parallel.pipeline import orders_of
 from lockstep.parallel.pipeline_config import SCHEDULES, choose_pipeline_config
 from lockstep.parallel.pipeline_trace import simulate
-from lockstep.scaling.plots import draw_pipelines
+from lockstep_tools.scaling.plots import draw_pipelines
 
 WORKERS, MICROBATCHES = 4, 8
 FOLDER = Path(__file__).parent / "schedules"

@@ -19,8 +19,8 @@ import torch
 from keras import layers
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import load_images
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from keras import layers, ops
 
 import lockstep as ls
 from lockstep.integrations.keras import distribute
-from lockstep.recipes.text.corpus import python_text, read_wikitext
-from lockstep.recipes.text.tokenizer import WordPieceSettings, encode, new_tokenizer
+from lockstep_tools.recipes.text.corpus import python_text, read_wikitext
+from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, encode, new_tokenizer
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, POSITIONS = 2, 128, 2, 512, 512
 FRACTION, MAX_MASKED = 0.15, 96  # of the tokens of a line, and how many of one line at most

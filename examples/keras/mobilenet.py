@@ -20,8 +20,8 @@ from keras import layers
 
 import lockstep as ls
 from lockstep.integrations.keras import distribute
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import load_images
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import load_images
 
 
 def main() -> None:

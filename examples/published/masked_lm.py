@@ -24,8 +24,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 import lockstep as ls
 from lockstep.integrations.keras import distribute
-from lockstep.recipes.text.corpus import python_text
-from lockstep.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
+from lockstep_tools.recipes.text.corpus import python_text
+from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import lockstep as ls
 from lockstep.integrations.keras import distribute
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import load_images
 
 
 def main() -> None:

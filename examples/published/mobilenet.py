@@ -23,8 +23,8 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset, default_c
 
 import lockstep as ls
 from lockstep.integrations.keras import distribute
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import load_images
 
 BATCH_SIZE_PER_REPLICA = 64
 LEARNING_RATE = 0.001

@@ -33,8 +33,8 @@ from transformers import (
 
 import lockstep as ls
 from lockstep.integrations.transformers import Trainer
-from lockstep.recipes.reviews.dataset import read_embedded
-from lockstep.recipes.text.tokenizer import WordPieceSettings, new_tokenizer
+from lockstep_tools.recipes.reviews.dataset import read_embedded
+from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, new_tokenizer
 
 
 def main() -> None:

@@ -20,10 +20,12 @@ from traceback import FrameSummary, StackSummary, TracebackException
 from types import FrameType, TracebackType
 from typing import Any
 
-_HIDDEN = (__name__.partition(".")[0], "torch.nn.modules.module", "threading", "contextlib")
+_HIDDEN = ("lockstep", "lockstep_tools", "torch.nn.modules.module", "threading", "contextlib")
 """Packages and modules: ours, the wrappers that call a module's ``forward``, and what calls threads and contexts."""
 
-_OWN_FOLDER = f"{Path(__file__).parent}/"
+LOCKSTEP_FOLDERS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("lockstep", "lockstep_tools"))
+"""Where the files of the engine and of its tools are; a file of any other folder is the user's or a library's."""
+
 _BETWEEN = (threading.__file__, contextlib.__file__)  # call the user's functions for this package
 _CALLS_FORWARD = "/torch/nn/modules/module.py"
 
@@ -125,7 +127,7 @@ def _user_frames(stack: StackSummary, *, ends_with_user: bool) -> StackSummary:
 
 def _is_hidden_file(frame: FrameSummary) -> bool:
     name = frame.filename
-    return name.startswith(_OWN_FOLDER) or name.endswith(_CALLS_FORWARD) or name in _BETWEEN
+    return name.startswith(LOCKSTEP_FOLDERS) or name.endswith(_CALLS_FORWARD) or name in _BETWEEN
 
 
 def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None:

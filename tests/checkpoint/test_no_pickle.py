@@ -8,6 +8,7 @@ from pathlib import Path
 import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
+FOLDERS = (PACKAGE, PACKAGE.with_name("lockstep_tools"))
 FORBIDDEN = {"pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads", "dill.load"}
 # What passes between a process and those that it starts itself, through pipes and files that only they can read.
 STARTS_ITS_OWN = ("launch/", "verify/runner.py")
@@ -42,7 +43,9 @@ def test_the_scan_finds_what_it_looks_for():
 
 
 def test_nothing_is_unpickled():
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    sources = {
+        path.relative_to(folder).as_posix(): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")
+    }
 
     assert [line for path, text in sources.items() for line in unpickles(path, text)] == []
 

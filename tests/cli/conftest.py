@@ -21,7 +21,7 @@ LIMIT_S = 250
 @pytest.fixture
 def start_lockstep(python: Start) -> Start:
     """``start_lockstep("train", ...)``: starts the command; what is still running at the end of the test is killed."""
-    return partial(python, "-m", "lockstep.cli")
+    return partial(python, "-m", "lockstep_tools.cli")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def train_on_two_workers(run_lockstep: Run, tmp_path: Path) -> Callable[..., Non
     """``train_on_two_workers("images", "--output", "out")``: both train, and the chief alone prints and writes."""
 
     def train(*words: str) -> None:
-        recipe = ("-m", "lockstep.cli", "train", *words, "--devices", "cpu:1", "--epochs", "1")
+        recipe = ("-m", "lockstep_tools.cli", "train", *words, "--devices", "cpu:1", "--epochs", "1")
 
         done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", *recipe)
 

@@ -11,7 +11,7 @@ from unicodedata import east_asian_width
 import pytest
 from typer.main import get_command
 
-from lockstep.cli import app, main
+from lockstep_tools.cli import app, main
 
 COMMANDS = [
     [],
@@ -52,14 +52,14 @@ def test_a_command_that_is_not_called_has_the_same_line_of_help(name: str):
     "words", [["--help"], ["run", "--help"], ["trian"], ["plan", "gpt2-xl", "--devices", "8", "--kind", "a100-80gb"]]
 )
 def test_what_needs_no_torch_does_not_wait_for_it(words: list[str]):
-    code = f"import sys; from lockstep.cli import main; main({words}); print('torch' in sys.modules)"
+    code = f"import sys; from lockstep_tools.cli import main; main({words}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
     assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 def test_the_end_of_a_command_does_not_look_for_cycles():
-    code = "import atexit, gc; from lockstep.cli import main; main(['--version']); atexit.register(print, 'end')"
+    code = "import atexit, gc; from lockstep_tools.cli import main; main(['--version']); atexit.register(print, 'end')"
     done = subprocess.run(
         [sys.executable, "-c", f"import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); {code}"],
         capture_output=True, text=True, timeout=120, check=False,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 TINY = ("--width-multiplier", "0.1", "--workers", "0", "--warm-up", "1", "--rounds", "1")
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(
 
 
 def test_a_missing_template_engine_is_seen_before_anything_is_measured(tmp_path: Path):
-    code = "import sys; sys.modules['jinja2'] = None; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['jinja2'] = None; from lockstep_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "bench", "scaling", "images"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 SMALL = (
     "--layers", "4", "--hidden", "32", "--steps", "2", "--rounds", "1",

@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.stand_in import stand_in_gpus
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fresh_devices")
 

@@ -12,7 +12,7 @@ def test_it_tells_of_all_parts_and_ends_with_a_block_for_a_report(python):
     workers = ["127.0.0.1:20000", "127.0.0.1:20001"]
     task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
 
-    process = python("-m", "lockstep.cli", "doctor", TF_CONFIG=json.dumps(task))
+    process = python("-m", "lockstep_tools.cli", "doctor", TF_CONFIG=json.dumps(task))
     out, err = process.communicate(timeout=120)
 
     assert (process.returncode, err) == (0, "")

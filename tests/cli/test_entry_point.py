@@ -8,8 +8,8 @@ import termios
 
 import pytest
 
-from lockstep.cli.entry_point import failure_line, print_warning, report_failure
 from lockstep.errors import CollectiveError, ConfigError, DataError, MissingExtraError
+from lockstep_tools.cli.entry_point import failure_line, print_warning, report_failure
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad device"), DataError("bad device"), MissingExtraError("bad device")])

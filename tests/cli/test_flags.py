@@ -12,8 +12,8 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lockstep.cli.flags import NO_FLAG, Nested, command, field_docs, flags_of
 from lockstep.errors import ConfigError
+from lockstep_tools.cli.flags import NO_FLAG, Nested, command, field_docs, flags_of
 
 
 @dataclass(frozen=True, kw_only=True)

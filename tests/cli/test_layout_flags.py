@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cli.train import TrainMlm
-from lockstep.cli.training_flags import MeshFlags
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh_layout import MeshLayout
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.cli.train import TrainMlm
+from lockstep_tools.cli.training_flags import MeshFlags
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 
 def test_without_a_degree_nothing_is_divided():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 MODEL = [
     "plan",

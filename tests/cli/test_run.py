@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 pytestmark = pytest.mark.workers
 
@@ -54,7 +54,7 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
     terminal, shown = pty.openpty()
     termios.tcsetwinsize(shown, (24, 40))
 
-    command = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", "--quiet", program]
+    command = [sys.executable, "-m", "lockstep_tools.cli", "run", "--workers", "1", "--quiet", program]
     # readline, which pytest imports, sets COLUMNS past os.environ, and so do programs that other tests ran.
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     subprocess.run(command, stdout=shown, cwd=tmp_path, env=environment, timeout=LIMIT_S, check=True)
@@ -293,7 +293,9 @@ signal.pause()
     assert "worker 1 of 2 failed with the ValueError above" in done.stderr.splitlines()[-1]
 
 
-NOHUP = "import signal, sys, lockstep.cli as cli; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(cli.main())"
+NOHUP = (
+    "import signal, sys, lockstep_tools.cli as cli; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(cli.main())"
+)
 
 
 def test_nohup_keeps_the_job_when_the_terminal_closes(python: Start, write):
@@ -352,7 +354,7 @@ while True: signal.pause()
 def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, write, tmp_path: Path):
     said = 200_000  # more than a pipe holds
     program = write(f"import os\nprint('x' * {said})\nopen('done-' + os.environ['RANK'], 'w')")
-    words = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "2", "--output", "all", program]
+    words = [sys.executable, "-m", "lockstep_tools.cli", "run", "--workers", "2", "--output", "all", program]
     if where == "nowhere":
         words = ["bash", "-c", 'exec "$@" >&-', "bash", *words]
     reading, writing = os.pipe()
@@ -374,7 +376,7 @@ def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Pa
     program = write(
         "import os; print(*(os.readlink(f'/proc/{os.getppid()}/fd/{n}') for n in range(3)), file=open('on', 'w'))"
     )
-    words = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "1", program]
+    words = [sys.executable, "-m", "lockstep_tools.cli", "run", "--workers", "1", program]
 
     done = subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words], cwd=tmp_path, timeout=LIMIT_S)
 
@@ -387,7 +389,18 @@ def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
     fails_once = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
 
     done = subprocess.run(
-        [*python, "-m", "lockstep.cli", "run", "--workers", "2", "--max-restarts", "1", "--quiet", write(fails_once)],
+        [
+            *python,
+            "-m",
+            "lockstep_tools.cli",
+            "run",
+            "--workers",
+            "2",
+            "--max-restarts",
+            "1",
+            "--quiet",
+            write(fails_once),
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -50,7 +50,7 @@ def go_on(folder: Path, words: Sequence[str], *, until: int | None) -> tuple[int
 @pytest.mark.timeout(400)
 def test_a_job_one_process_and_another_job_take_turns(undisturbed: Run, tmp_path: Path):
     program = [str(PROGRAM), str(STEPS), "backup"]
-    run = ["-m", "lockstep.cli", "run", "--workers"]
+    run = ["-m", "lockstep_tools.cli", "run", "--workers"]
 
     job, _ = go_on(tmp_path, [*run, "1:4", *program], until=15)
     alone, lines = go_on(tmp_path, [*program, "alone"], until=45)

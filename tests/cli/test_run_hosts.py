@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 pytestmark = pytest.mark.workers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 PLACES = {"--data": "text", "--output": "out"}
 SIZES = {

@@ -164,7 +164,7 @@ def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(s
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp_path: Path):
     hide = f"import sys; sys.modules[{package!r}] = None"
-    code = f"{hide}; from lockstep.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"{hide}; from lockstep_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "train", "reviews", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 

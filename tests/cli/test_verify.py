@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import main
-from lockstep.cli.verify import find_program
+from lockstep_tools.cli import main
+from lockstep_tools.cli.verify import find_program
 
 PROGRAMS = Path(__file__).parents[1] / "verify" / "programs"
 Start = Callable[..., subprocess.Popen[str]]
@@ -72,7 +72,7 @@ def test_the_traceback_of_a_program_is_there_for_who_asks(capsys: pytest.Capture
 def test_a_recipe_is_the_command_that_trains_it():
     program = find_program("mlm", ("--layers", "1"))
 
-    assert (program.kind, program.target, program.scratch_flag) == ("module", "lockstep.cli", "--output")
+    assert (program.kind, program.target, program.scratch_flag) == ("module", "lockstep_tools.cli", "--output")
     assert program.arguments == ("train", "mlm", "--quiet", "--layers", "1")
 
 

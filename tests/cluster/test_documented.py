@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.app import parse
 from lockstep.cluster.environment import cluster_from_environment
+from lockstep_tools.cli.app import parse
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, LAUNCH, SECURITY = (

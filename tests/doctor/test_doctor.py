@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.doctor.examine import examine_in_process, run_probes
-from lockstep.doctor.limits import GB, Limits, read_limits
-from lockstep.doctor.network import cluster_troubles, examine_network, interface_addresses, local_address
-from lockstep.doctor.section import Fact, Section, Trouble, as_report, as_text
-from lockstep.doctor.software import EXTRAS, missing_packages
+from lockstep_tools.doctor.examine import examine_in_process, run_probes
+from lockstep_tools.doctor.limits import GB, Limits, read_limits
+from lockstep_tools.doctor.network import cluster_troubles, examine_network, interface_addresses, local_address
+from lockstep_tools.doctor.section import Fact, Section, Trouble, as_report, as_text
+from lockstep_tools.doctor.software import EXTRAS, missing_packages
 
 ROOT = Path(__file__).parents[2]
 ROOMY = Limits(

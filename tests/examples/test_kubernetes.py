@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.cli.app import parse
+from lockstep_tools.cli.app import parse
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 # What the Torch plugin of Kubeflow's trainer sets in every pod, with the values of the example.

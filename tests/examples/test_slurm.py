@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.app import parse
 from lockstep.cluster.slurm import step_port
 from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
+from lockstep_tools.cli.app import parse
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 LINES = SCRIPT.read_text().splitlines()

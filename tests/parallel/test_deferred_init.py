@@ -61,8 +61,8 @@ def test_models_of_transformers_begin_as_transformers_begins_them(name: str):
 
 
 def test_the_model_of_the_recipe_begins_as_transformers_begins_it():
-    from lockstep.recipes.mlm.config import MlmConfig
-    from lockstep.recipes.mlm.model import new_bert
+    from lockstep_tools.recipes.mlm.config import MlmConfig
+    from lockstep_tools.recipes.mlm.model import new_bert
 
     with torch.device("meta"):
         blank = new_bert(MlmConfig(hidden=64, heads=2, feed_forward=64, vocabulary=WORDS))

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.parallel.pipeline_config import ScheduleName
-from lockstep.plan.hardware import LINKS, DeviceKind, Network, device_kind
-from lockstep.plan.layout import Layout
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, SavedActivations
-from lockstep.plan.software import PRECISIONS, Precision, Software
+from lockstep_tools.plan.hardware import LINKS, DeviceKind, Network, device_kind
+from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, SavedActivations
+from lockstep_tools.plan.software import PRECISIONS, Precision, Software
 
 Unit = Literal["hardware TFLOP/s", "model TFLOP/s", "seconds", "tokens/s"]
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.plan.cost import Prediction, accumulate_seconds, layer_work, predict
-from lockstep.plan.hardware import LINKS, Network, device_kind
-from lockstep.plan.layout import Layout
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape
-from lockstep.plan.software import PRECISIONS, Software
+from lockstep_tools.plan.cost import Prediction, accumulate_seconds, layer_work, predict
+from lockstep_tools.plan.hardware import LINKS, Network, device_kind
+from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape
+from lockstep_tools.plan.software import PRECISIONS, Software
 
 A100 = device_kind("a100-80gb")
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)

@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import ConfigError
-from lockstep.plan.cost import predict
-from lockstep.plan.counting import count_model
-from lockstep.plan.hardware import device_kind
-from lockstep.plan.layout import Layout, why_indivisible
-from lockstep.plan.search import usual_network
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
-from lockstep.plan.software import Software
+from lockstep_tools.plan.cost import predict
+from lockstep_tools.plan.counting import count_model
+from lockstep_tools.plan.hardware import device_kind
+from lockstep_tools.plan.layout import Layout, why_indivisible
+from lockstep_tools.plan.search import usual_network
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep_tools.plan.software import Software
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.plan.hardware import LINKS, Network, parse_link, ring_seconds, send_seconds
+from lockstep_tools.plan.hardware import LINKS, Network, parse_link, ring_seconds, send_seconds
 
 NETWORK = Network(inside=LINKS["nvlink3"], between=LINKS["hdr"], per_host=8)
 

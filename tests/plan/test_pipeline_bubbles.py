@@ -17,8 +17,8 @@ from lockstep.parallel.pipeline_config import (
     split_layers,
 )
 from lockstep.parallel.pipeline_trace import Action, simulate
-from lockstep.plan.cost import Passes, bubble_seconds
-from lockstep.plan.layout import Layout, live_microbatches, split_evenly
+from lockstep_tools.plan.cost import Passes, bubble_seconds
+from lockstep_tools.plan.layout import Layout, live_microbatches, split_evenly
 
 # Forward, inputs, weights: alike as in the papers, and as layers have them, whose attention and norms have no weights.
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))

@@ -10,11 +10,11 @@ import pytest
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
-from lockstep.plan import Choices, plan
-from lockstep.plan.hardware import DEVICE_KINDS, LINKS, device_kind
-from lockstep.plan.layout import Layout, why_indivisible
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape
 from lockstep.strategies.parallel import ParallelStrategy
+from lockstep_tools.plan import Choices, plan
+from lockstep_tools.plan.hardware import DEVICE_KINDS, LINKS, device_kind
+from lockstep_tools.plan.layout import Layout, why_indivisible
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]
 

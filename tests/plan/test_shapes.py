@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.checks import alternatives, divisors
 from lockstep.errors import ConfigError
-from lockstep.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -11,13 +11,13 @@ from statistics import mean, median
 import pytest
 from tests.plan.published import FIXED_BATCH, TABLES, WEAK_SCALING, Published, PublishedTable
 
-from lockstep.plan import Choices
-from lockstep.plan.cost import Prediction, predict
-from lockstep.plan.hardware import device_kind
-from lockstep.plan.layout import Layout
-from lockstep.plan.search import Setting, search, usual_network
-from lockstep.plan.shapes import ModelShape
-from lockstep.plan.software import PRECISIONS, Constants, Software
+from lockstep_tools.plan import Choices
+from lockstep_tools.plan.cost import Prediction, predict
+from lockstep_tools.plan.hardware import device_kind
+from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.search import Setting, search, usual_network
+from lockstep_tools.plan.shapes import ModelShape
+from lockstep_tools.plan.software import PRECISIONS, Constants, Software
 
 # What those programs could do in 2021: no sharded optimizer, no sequence parallelism, no zero-bubble schedule, and
 # every layer's activations computed again.

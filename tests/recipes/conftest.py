@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.text.corpus import paragraphs_of
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.text.corpus import paragraphs_of
 
 MakeConfig = Callable[..., MlmConfig]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.model import new_mobilenet
-from lockstep.recipes.model_card import images_card
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.model import new_mobilenet
+from lockstep_tools.recipes.model_card import images_card
 
 pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.recipes.training import ResumeCheck, settings_except
+from lockstep_tools.recipes.training import ResumeCheck, settings_except
 
 
 @dataclass(frozen=True, kw_only=True)

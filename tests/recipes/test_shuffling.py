@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.recipes.shuffling import plan_batches, seeded_generator, shuffled_order
+from lockstep_tools.recipes.shuffling import plan_batches, seeded_generator, shuffled_order
 
 
 def test_generators_differ_for_every_sequence_of_numbers():

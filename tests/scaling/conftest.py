@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from lockstep.config.devices import LogicalDevice, PhysicalDevice
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.machine import Machine
-from lockstep.scaling.measure import Record, StepTimes
-from lockstep.scaling.plan import Configuration, Hardware, ScalingSettings, plan
-from lockstep.scaling.runner import Sample, ScalingResult, rows_of
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.scaling.machine import Machine
+from lockstep_tools.scaling.measure import Record, StepTimes
+from lockstep_tools.scaling.plan import Configuration, Hardware, ScalingSettings, plan
+from lockstep_tools.scaling.runner import Sample, ScalingResult, rows_of
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",

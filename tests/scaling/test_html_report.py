@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lockstep.scaling.measure import PARTS
-from lockstep.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cells, render_page, row_cells
+from lockstep_tools.scaling.measure import PARTS
+from lockstep_tools.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cells, render_page, row_cells
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(make):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.scaling.machine import commit_of, this_machine
+from lockstep_tools.scaling.machine import commit_of, this_machine
 
 
 def test_the_machine_is_the_one_that_we_are_on():

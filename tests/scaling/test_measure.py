@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
-from lockstep.recipes.training import Task
-from lockstep.scaling.measure import PARTS, measure
+from lockstep_tools.recipes.training import Task
+from lockstep_tools.scaling.measure import PARTS, measure
 
 ROWS, BATCH = 22, 8  # two full batches and one of 6 rows: 2, 2, 2 and 0 on four replicas
 

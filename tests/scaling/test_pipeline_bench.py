@@ -10,8 +10,8 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.parallel.pipeline_trace import Action, Orders, PipelineTrace, Slot, simulate
-from lockstep.scaling.machine import Machine
-from lockstep.scaling.pipeline_bench import (
+from lockstep_tools.scaling.machine import Machine
+from lockstep_tools.scaling.pipeline_bench import (
     PipelineResult,
     PipelineSettings,
     Sample,

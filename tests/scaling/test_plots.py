@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from lockstep.parallel.pipeline_trace import Action, PipelineTrace, Slot
-from lockstep.scaling.plots import draw_pipelines
+from lockstep_tools.scaling.plots import draw_pipelines
 
 
 def slot(kind: str, stage: int, microbatch: int, begin: float, end: float) -> Slot:

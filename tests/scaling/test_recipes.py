@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.recipes import RECIPES
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.scaling.recipes import RECIPES
 
 SMALL = ImagesConfig(width_multiplier=0.1, size=32, workers=0)
 

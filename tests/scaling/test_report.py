@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.scaling.report import render_page, report_files, terminal_tables, write_scaling_report
+from lockstep_tools.scaling.report import render_page, report_files, terminal_tables, write_scaling_report
 
 
 def test_a_list_of_devices_is_a_name_too(tmp_path: Path):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.scaling.plan import ScalingSettings
-from lockstep.scaling.recipes import RECIPES
-from lockstep.scaling.runner import run_trial
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.scaling.plan import ScalingSettings
+from lockstep_tools.scaling.recipes import RECIPES
+from lockstep_tools.scaling.runner import run_trial
 
 
 @pytest.mark.workers

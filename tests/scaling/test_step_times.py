@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.mirroring.optim.step import UpdateTimes
-from lockstep.scaling.measure import PARTS, ReplicaMarks, mean_times, step_times
+from lockstep_tools.scaling.measure import PARTS, ReplicaMarks, mean_times, step_times
 
 
 def marks(began: float, forward: float, backward: float, settled: float) -> ReplicaMarks:

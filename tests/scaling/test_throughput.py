@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.scaling.runner import Sample, rows_of
+from lockstep_tools.scaling.runner import Sample, rows_of
 
 
 def sample(make, configuration, record, index: int = 0) -> Sample:

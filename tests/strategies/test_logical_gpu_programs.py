@@ -17,7 +17,7 @@ from tests.stand_in import StandInDriver, stand_in_gpus
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 
 @pytest.fixture

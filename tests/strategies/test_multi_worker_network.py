@@ -315,7 +315,7 @@ def read_until(launcher: subprocess.Popen[str], sought: str) -> None:
 @pytest.mark.timeout(300)
 def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off_and_takes_it_in_again(network: Network, tmp_path: Path):
     hosts = f"{HOSTS[0]}:29500,{HOSTS[1]}:29500"
-    words = ["-m", "lockstep.cli", "run", "--workers", "1:1", "--rejoin-s", "5", "--hosts", hosts]
+    words = ["-m", "lockstep_tools.cli", "run", "--workers", "1:1", "--rejoin-s", "5", "--hosts", hosts]
     program = [str(TRAINING), "100000", "backup"]
     launchers = [
         subprocess.Popen(

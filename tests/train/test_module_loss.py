@@ -256,5 +256,5 @@ def test_what_cannot_work_says_what_to_give(make_strategy: MakeStrategy):
         compiled(make_strategy(2), Silent()).fit([{"x": x["x"]}], verbose=0)
     with pytest.raises(DataError, match="cannot be weighted any more"):
         compiled(make_strategy(2), Silent()).fit([(x, x["labels"], torch.ones(4))], verbose=0)
-    with pytest.raises(ConfigError, match="with compile_module the calls.*cannot be traced"):
+    with pytest.raises(ConfigError, match=r"with compile_module the calls.*cannot be traced"):
         compiled(make_strategy(2), Silent(), compile_module=True)

@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
 LIMIT_S = 120
 KILLS = 10
 # The server that all tests' processes are forked from has these, so that not every one of them imports torch.
-PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep.verify.runner", "torchmetrics.classification"]
+PRELOADED = ["torch", "torch._dynamo", "lockstep", "lockstep_tools.verify.runner", "torchmetrics.classification"]
 
 
 @contextmanager

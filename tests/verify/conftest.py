@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.report import VerifyReport, verify
+from lockstep_tools.verify.config import Program, VerifyConfig
+from lockstep_tools.verify.report import VerifyReport, verify
 
 PROGRAMS = Path(__file__).parent / "programs"
 Verified = Callable[..., VerifyReport]

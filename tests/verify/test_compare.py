@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.verify.compare import (
+from lockstep_tools.verify.compare import (
     NOISE_FACTOR,
     ROUNDING_UNITS,
     Difference,
@@ -17,7 +17,7 @@ from lockstep.verify.compare import (
     summed_gradients,
     tensor_difference,
 )
-from lockstep.verify.trace import BatchRecord, StepTrace, UpdateRecord
+from lockstep_tools.verify.trace import BatchRecord, StepTrace, UpdateRecord
 
 
 def batch(*replicas: tuple[int, ...]) -> BatchRecord:

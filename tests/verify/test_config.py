@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.verify.config import Program, VerifyConfig
+from lockstep_tools.verify.config import Program, VerifyConfig
 
 HERE = Program(name="here", target=__file__)
 

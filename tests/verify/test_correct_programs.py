@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.verify.report import VerifyReport
+from lockstep_tools.verify.report import VerifyReport
 
 Verified = Callable[..., VerifyReport]
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.verify.config import Interventions
-from lockstep.verify.interventions import (
+from lockstep_tools.verify.config import Interventions
+from lockstep_tools.verify.interventions import (
     active_dropouts,
     intervene_before_first_step,
     local_batch_norms,

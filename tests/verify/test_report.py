@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep import console
-from lockstep.verify.report import MAX_TABLE_ROWS, VerifyReport, _table, render
+from lockstep_tools.verify.report import MAX_TABLE_ROWS, VerifyReport, _table, render
 
 Verified = Callable[..., VerifyReport]
 

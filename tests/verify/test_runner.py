@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError, ReplicaError
-from lockstep.verify.config import Program, VerifyConfig
-from lockstep.verify.report import verify
+from lockstep_tools.verify.config import Program, VerifyConfig
+from lockstep_tools.verify.report import verify
 
 PROGRAMS = Path(__file__).parent / "programs"
 

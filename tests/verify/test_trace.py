@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.verify.trace import KEPT_VALUES, fingerprints, some_values, tensors_with_rows
+from lockstep_tools.verify.trace import KEPT_VALUES, fingerprints, some_values, tensors_with_rows
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import transformers
 
 from benchmarks.gpu.models import PlainBert, PlainMobileNetV2
 from benchmarks.loops import trained_parameters
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.model import new_bert
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.model import new_bert
 
 
 def test_bert_tiny_trains_as_many_parameters_as_the_recipe():

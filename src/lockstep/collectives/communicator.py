@@ -30,6 +30,7 @@ from lockstep.checks import ABOVE_ZERO, check_choice, check_number, check_second
 from lockstep.cluster.spec import Task
 from lockstep.collectives.tree import add_nodes, nodes_within, sums_within
 from lockstep.errors import CheckpointError, ClusterError, UsageError
+from lockstep.tracebacks import LOCKSTEP_FOLDERS
 
 R = TypeVar("R")
 
@@ -311,7 +312,7 @@ def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> N
             )
 
 
-_PACKAGES = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_PACKAGES = (*LOCKSTEP_FOLDERS, str(Path(torch.__file__).parent) + os.sep)
 
 
 def calling_frame() -> FrameType | None:

@@ -50,9 +50,21 @@ _DATA = (*_ORDER, *_ROWS, "source")
 _LOADERS = ("torch", "torchdata", "accelerate")
 _WITHOUT_STATE = frozenset(
     [
-        *("tokenizers", "PIL", "h5py", "lockstep", "datetime", "uuid", "pathlib", "re", "typing", "abc", "weakref"),
+        *(
+            "lockstep",
+            "lockstep_tools",
+            "tokenizers",
+            "PIL",
+            "h5py",
+            "datetime",
+            "uuid",
+            "pathlib",
+            "re",
+            "typing",
+            "abc",
+        ),
         *("logging", "threading", "multiprocessing", "concurrent", "queue", "asyncio", "socket", "sqlite3"),
-        *("_thread", "_io", "_queue"),
+        *("_thread", "_io", "_queue", "weakref"),
     ]
 )
 """Packages of whose objects none decides what comes next."""

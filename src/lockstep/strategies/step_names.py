@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 
 from lockstep.introspection import attribute_of, is_kind
+from lockstep.tracebacks import LOCKSTEP_FOLDERS
 
-LIBRARIES = tuple(str(Path(each.__file__ or "").parent) for each in (torch, sys.modules["lockstep"]))
+LIBRARIES = (*LOCKSTEP_FOLDERS, str(Path(torch.__file__).parent))
 """The folders of torch and of this package, whose own functions are not looked at."""
 
 

@@ -280,8 +280,8 @@ class Model:
             obstacles.append("a pipeline")
         if obstacles:
             raise ConfigError(
-                f"compile got no loss; with {obstacles[0]} the calls that tell what the module's own loss is a mean over "
-                "cannot be traced. Give a loss(outputs, targets) of the logits, and leave the labels out of x"
+                f"compile got no loss; with {obstacles[0]} the calls that tell what the module's own loss is a mean "
+                "over cannot be traced. Give a loss(outputs, targets) of the logits, and leave the labels out of x"
             )
 
     def train_step(self, step: TrainStep) -> ShardLoss:

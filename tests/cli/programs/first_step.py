@@ -7,7 +7,7 @@ import sys
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lockstep.cli import main
+from lockstep_tools.cli import main
 
 
 def end(*_: object) -> None:

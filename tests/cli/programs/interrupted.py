@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import lockstep as ls
-from lockstep.cli import main
-from lockstep.recipes.images import train as images_recipe
+from lockstep_tools.cli import main
+from lockstep_tools.recipes.images import train as images_recipe
 
 _, kind, moment, *words = sys.argv
 train, batches = images_recipe.train_images, count(1)

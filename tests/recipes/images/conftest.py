@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.config import ImagesConfig
 
 MakeTree = Callable[..., Path]
 MakeConfig = Callable[..., ImagesConfig]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.recipes.images.augmentation import augment
-from lockstep.recipes.images.batches import ImageBatches
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import LabelledPixels
+from lockstep_tools.recipes.images.augmentation import augment
+from lockstep_tools.recipes.images.batches import ImageBatches
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import LabelledPixels
 
 CONFIG = ImagesConfig(batch_size=5, seed=3, augment="crop")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.recipes.images.batches import ImageBatches, to_float
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.dataset import LabelledPixels
+from lockstep_tools.recipes.images.batches import ImageBatches, to_float
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.dataset import LabelledPixels
 
 CONFIG = ImagesConfig(batch_size=4, seed=3)
 

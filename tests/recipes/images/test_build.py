@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.images.train import build_images, build_metrics, build_optimizer, image_loss
+from lockstep_tools.recipes.images.train import build_images, build_metrics, build_optimizer, image_loss
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.config import ImagesConfig
 
 
 def test_the_published_run_can_be_set():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.recipes.images import dataset
-from lockstep.recipes.images.dataset import ImageFile
+from lockstep_tools.recipes.images import dataset
+from lockstep_tools.recipes.images.dataset import ImageFile
 
 
 def decode_file(path: Path, size: int) -> np.ndarray | str:

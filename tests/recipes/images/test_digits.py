@@ -10,8 +10,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.dataset import read_digits, scan_folder, write_digits
-from lockstep.recipes.images.train import build_images
+from lockstep_tools.recipes.images.dataset import read_digits, scan_folder, write_digits
+from lockstep_tools.recipes.images.train import build_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.images.dataset import scan_folder
+from lockstep_tools.recipes.images.dataset import scan_folder
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeTree

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.model import new_mobilenet
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.model import new_mobilenet
 
 SMALL = ImagesConfig(size=16, output_stride=8, width_multiplier=0.1)
 

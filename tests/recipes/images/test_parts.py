@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lockstep.recipes.images.dataset import ImageFile, complete_splits, hold_out
+from lockstep_tools.recipes.images.dataset import ImageFile, complete_splits, hold_out
 
 
 def pictures(*counts: int) -> tuple[ImageFile, ...]:

@@ -18,7 +18,8 @@ from PIL import Image
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes.images.predict import (
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.images.predict import (
     Predictions,
     draw_contact_sheet,
     find_files,
@@ -26,8 +27,7 @@ from lockstep.recipes.images.predict import (
     predict_files,
     render_table,
 )
-from lockstep.recipes.images.train import train_images
-from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.images.train import train_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable

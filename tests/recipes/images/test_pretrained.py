@@ -14,9 +14,9 @@ from transformers import AutoModelForImageClassification, ResNetConfig, ResNetFo
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes.images.pretrained import load_classifier, preparation_of
-from lockstep.recipes.images.train import build_images, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.images.pretrained import load_classifier, preparation_of
+from lockstep_tools.recipes.images.train import build_images, train_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable

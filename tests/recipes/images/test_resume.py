@@ -11,9 +11,9 @@ from PIL import Image
 
 import lockstep as ls
 from lockstep.errors import CheckpointError
-from lockstep.recipes.images.dataset import load_images
-from lockstep.recipes.images.train import run_settings, train_images
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images.train import run_settings, train_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, MobileNetV2ForImageClassification, pipeline
 
-from lockstep.recipes.images.train import build_images, check_exactness, train_images
-from lockstep.recipes.training import compile_task
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
+from lockstep_tools.recipes.images.train import build_images, check_exactness, train_images
+from lockstep_tools.recipes.training import compile_task
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from lockstep.recipes.images.config import ImagesConfig
-from lockstep.recipes.images.statistics import compute_statistics, statistics_lag
-from lockstep.recipes.images.train import build_images, train_images
-from lockstep.recipes.training import Stopping, compile_task, patience_epochs
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
+from lockstep_tools.recipes.images.config import ImagesConfig
+from lockstep_tools.recipes.images.statistics import compute_statistics, statistics_lag
+from lockstep_tools.recipes.images.train import build_images, train_images
+from lockstep_tools.recipes.training import Stopping, compile_task, patience_epochs
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig

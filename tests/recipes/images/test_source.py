@@ -11,8 +11,8 @@ import torch
 
 import lockstep as ls
 from lockstep.errors import DataError
-from lockstep.recipes.images import dataset
-from lockstep.recipes.images.dataset import load_images
+from lockstep_tools.recipes.images import dataset
+from lockstep_tools.recipes.images.dataset import load_images
 
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree
@@ -76,7 +76,7 @@ def load_on_worker(damaged: tuple[Path, Path], different: tuple[Path, Path]) -> 
     from contextlib import closing
 
     import lockstep as ls
-    from lockstep.recipes.images.config import ImagesConfig
+    from lockstep_tools.recipes.images.config import ImagesConfig
 
     with closing(ls.MultiWorkerMirroredStrategy(["cpu:0"])) as strategy:
         workers = strategy.workers

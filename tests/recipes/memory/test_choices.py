@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.recipes.memory import LoadIn, Lora, MemoryChoices, checkpoint_layers, loading, with_choices
+from lockstep_tools.recipes.memory import LoadIn, Lora, MemoryChoices, checkpoint_layers, loading, with_choices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 LORA = Lora(r=2)

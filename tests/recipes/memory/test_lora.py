@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError, MissingExtraError
-from lockstep.recipes.memory import Lora, add_lora, trained_parameters
+from lockstep_tools.recipes.memory import Lora, add_lora, trained_parameters
 
 WIDTH, LAYERS = 16, 2
 

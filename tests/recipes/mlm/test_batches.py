@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.mlm.batches import (
+from lockstep_tools.recipes.mlm.batches import (
     IGNORED_LABEL,
     NO_POSITION,
     Inputs,
     MaskedBatches,
 )
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode, new_tokenizer
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode, new_tokenizer
 
 CONFIG = MlmConfig(batch_size=16, length_window=4)
 

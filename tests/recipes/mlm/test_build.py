@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.mlm.train import (
+from lockstep_tools.recipes.mlm.train import (
     build_metrics,
     build_mlm,
     build_optimizer,

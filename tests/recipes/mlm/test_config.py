@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 
 def test_the_recipe_is_the_published_workload():

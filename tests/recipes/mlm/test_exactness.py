@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError
-from lockstep.recipes import exactness
-from lockstep.recipes.mlm.train import check_exactness
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes import exactness
+from lockstep_tools.recipes.mlm.train import check_exactness
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

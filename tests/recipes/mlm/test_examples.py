@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lockstep.recipes.mlm.examples import constant_answer, fill_tokens
-from lockstep.recipes.mlm.model import IGNORED_LABEL
-from lockstep.recipes.mlm.train import build_mlm
-from lockstep.recipes.training import compile_task
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.mlm.examples import constant_answer, fill_tokens
+from lockstep_tools.recipes.mlm.model import IGNORED_LABEL
+from lockstep_tools.recipes.mlm.train import build_mlm
+from lockstep_tools.recipes.training import compile_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable

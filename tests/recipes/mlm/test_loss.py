@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.recipes.mlm.model import IGNORED_LABEL, masked_token_loss
+from lockstep_tools.recipes.mlm.model import IGNORED_LABEL, masked_token_loss
 
 VOCABULARY = 50
 

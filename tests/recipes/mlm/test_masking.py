@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.mlm.batches import IGNORED_LABEL, NO_POSITION, MaskedRows, mask_tokens, masked_counts
-from lockstep.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.batches import IGNORED_LABEL, NO_POSITION, MaskedRows, mask_tokens, masked_counts
+from lockstep_tools.recipes.mlm.config import MlmConfig
 
 MASK_ID = 4
 ORDINARY = torch.arange(5, 1000)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.mirroring.metric import merge_metrics, states_of
-from lockstep.recipes.mlm.model import MaskedTokenAccuracy
+from lockstep_tools.recipes.mlm.model import MaskedTokenAccuracy
 
 
 def test_it_counts_as_torchmetrics_does_over_all_updates():

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.model import NO_POSITION, MaskedLanguageModel, new_bert
 from lockstep.replicas.device.host_syncs import HostSyncs
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.model import NO_POSITION, MaskedLanguageModel, new_bert
 
 SMALL = MlmConfig(layers=2, hidden=16, heads=2, feed_forward=32, vocabulary=60, sequence_length=24)
 POSITIONS = torch.tensor([[1, 4, NO_POSITION], [2, NO_POSITION, NO_POSITION], [3, 5, 7]])

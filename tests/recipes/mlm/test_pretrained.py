@@ -9,10 +9,10 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.mlm.batches import special_tokens
-from lockstep.recipes.mlm.model import load_pretrained
-from lockstep.recipes.mlm.train import build_mlm
-from lockstep.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
+from lockstep_tools.recipes.mlm.batches import special_tokens
+from lockstep_tools.recipes.mlm.model import load_pretrained
+from lockstep_tools.recipes.mlm.train import build_mlm
+from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, train_wordpiece
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

@@ -14,9 +14,9 @@ import pytest
 import lockstep as ls
 from lockstep.config import LogicalDevice
 from lockstep.errors import CheckpointError
-from lockstep.recipes.mlm.config import MlmConfig
-from lockstep.recipes.mlm.train import train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.recipes.mlm.config import MlmConfig
+from lockstep_tools.recipes.mlm.train import train_mlm
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

@@ -11,9 +11,9 @@ from tests.stand_in import stand_in_gpus
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from lockstep.config import LogicalDevice
-from lockstep.recipes.mlm.train import build_mlm, train_mlm
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.train.callbacks import LambdaCallback
+from lockstep_tools.recipes.mlm.train import build_mlm, train_mlm
 
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig

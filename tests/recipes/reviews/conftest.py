@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
 
 MakeConfig = Callable[..., ReviewsConfig]
 

@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.reviews.task import build_collator, build_reviews, class_names
+from lockstep_tools.recipes.reviews.task import build_collator, build_reviews, class_names
 
 if TYPE_CHECKING:
     from tests.recipes.reviews.conftest import MakeConfig

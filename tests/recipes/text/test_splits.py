@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.recipes.text.corpus import split_by_position
+from lockstep_tools.recipes.text.corpus import split_by_position
 
 
 def test_of_every_twenty_lines_the_19th_validates_and_the_20th_tests():

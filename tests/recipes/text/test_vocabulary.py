@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.recipes.mlm.batches import special_tokens
-from lockstep.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode, new_tokenizer
+from lockstep_tools.recipes.mlm.batches import special_tokens
+from lockstep_tools.recipes.text.tokenizer import TokenRows, WordPieceSettings, encode, new_tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from tests.recipes.text.programs.tensorflow_lines import adversarial_files
 
 from lockstep.errors import DataError
-from lockstep.recipes.text.corpus import lines_as_tf_data, read_wikitext
+from lockstep_tools.recipes.text.corpus import lines_as_tf_data, read_wikitext
 
 SPLITS = ("train", "valid", "test")
 BY_TENSORFLOW = json.loads(Path(__file__).with_name("tensorflow_lines.json").read_text())["cases"]

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lockstep.errors import ConfigError
-from lockstep.recipes.text.tokenizer import (
+from lockstep_tools.recipes.text.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceSettings,
     train_wordpiece,

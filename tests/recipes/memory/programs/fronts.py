@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 from transformers import BertConfig, BertForSequenceClassification, PrinterCallback, TrainingArguments
 
 import lockstep as ls
-from lockstep.recipes.memory import Lora, add_lora
+from lockstep_tools.recipes.memory import Lora, add_lora
 
 BATCH, ROWS, VOCABULARY = 8, 25, 40  # the last batch has one row, so that all shards but one are empty
 RATE = 0.02

@@ -1,9 +1,0 @@
-"""``python -m lockstep.cli``: the command where its script is not on the path."""
-
-from __future__ import annotations
-
-import sys
-
-from lockstep.cli import main
-
-sys.exit(main())

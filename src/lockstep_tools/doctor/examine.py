@@ -1,0 +1,67 @@
+"""Runs all probes side by side, each within a time limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from lockstep_tools.doctor.limits import examine_limits
+from lockstep_tools.doctor.network import examine_network
+from lockstep_tools.doctor.section import Section, Trouble
+from lockstep_tools.doctor.software import examine_software
+
+Probe = Callable[[], Section]
+
+
+def examine(timeout_s: float) -> list[Section]:
+    """Examines this machine. Takes at most about ``timeout_s`` seconds."""
+    return run_probes(
+        {
+            "versions": examine_software,
+            "devices": lambda: examine_in_process("lockstep_tools.doctor.devices", timeout_s),
+            "network": examine_network,
+            "limits": examine_limits,
+        },
+        timeout_s,
+    )
+
+
+def run_probes(probes: Mapping[str, Probe], timeout_s: float) -> list[Section]:
+    """The sections of the probes, by title. A probe that fails or takes too long gives a section with a trouble."""
+    sections: dict[str, Section] = {}
+
+    def run(title: str, probe: Probe) -> None:
+        try:
+            sections[title] = probe()
+        except Exception as error:  # noqa: BLE001 - the others are to be shown whatever a machine does to one
+            sections[title] = _failed(title, f"{type(error).__name__}: {error}")
+
+    deadline = time.monotonic() + timeout_s
+    # Threads that do not keep the process alive: a look-up may hang for a minute, and cannot be interrupted.
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in probes.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = f"it took longer than {timeout_s:g} s; --timeout-s gives it more"
+    return [sections.get(title) or _failed(title, late) for title in probes]
+
+
+def examine_in_process(module: str, timeout_s: float) -> Section:
+    """The section that a module prints as JSON, in a process that is killed when its time is up.
+
+    Raises RuntimeError with the last line of its error output if it fails.
+    """
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {done.returncode}")
+    return Section.from_json(done.stdout.splitlines()[-1])
+
+
+def _failed(title: str, reason: str) -> Section:
+    text = f"The {title} could not be examined: {reason}."
+    return Section(title=title, troubles=[Trouble(text, public=f"The {title} could not be examined.")])
