@@ -294,7 +294,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...], tuple[str, str], str]] = {
     "deferred": (
         breaks_order,
         (),
-        ("data/a.py", "def f():\n  from lockstep_tools import cli\n"),
+        ("data/a.py", "def f():\n from lockstep_tools import cli\n"),
         "2: data imports cli",
     ),
     "facade": (breaks_order, (), ("train/model.py", "import lockstep as ls\n"), "1: train imports the facade"),

@@ -50,21 +50,9 @@ _DATA = (*_ORDER, *_ROWS, "source")
 _LOADERS = ("torch", "torchdata", "accelerate")
 _WITHOUT_STATE = frozenset(
     [
-        *(
-            "lockstep",
-            "lockstep_tools",
-            "tokenizers",
-            "PIL",
-            "h5py",
-            "datetime",
-            "uuid",
-            "pathlib",
-            "re",
-            "typing",
-            "abc",
-        ),
+        *("lockstep", "lockstep_tools", "tokenizers", "PIL", "h5py", "datetime", "uuid", "pathlib", "re", "typing"),
         *("logging", "threading", "multiprocessing", "concurrent", "queue", "asyncio", "socket", "sqlite3"),
-        *("_thread", "_io", "_queue", "weakref"),
+        *("_thread", "_io", "_queue", "weakref", "abc"),
     ]
 )
 """Packages of whose objects none decides what comes next."""
