@@ -10,7 +10,7 @@ PEERS_VENV := .venv-peers
 PEER_STAMPS := $(patsubst benchmarks/peers/%.txt,$(PEERS_VENV)/%/.installed,$(wildcard benchmarks/peers/*.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all check bench bench-test gpu docs clean
+.PHONY: help demo test test-slow test-all check bench bench-test gpu house docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ gpu: ## run the tests that need a GPU and measure on it, in eight minutes: make 
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	    || { echo "$(GPU_PYTHON) is no Python 3.11 or later with torch; name one that is: make gpu GPU_PYTHON=~/venv/bin/python"; exit 1; }
 	@PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu --tests tests $(ARGS)
+
+house: $(STAMP) ## count in the source what its readers asked for: names, comments, lines, calls of a step
+	@$(BIN)/python -m tests.house
 
 docs: $(STAMP) ## build the documentation, warnings being errors
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -21,7 +21,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
-from tests import tiers
 
 # Before anything loads OpenMP, here and in all processes of tests: its threads else burn the cores, which tests share,
 # while they wait for each other. 40 small steps on two threads took 20 s of processor time beside others, so 5 s.
@@ -34,6 +33,21 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 GRACE_S = 5.0
+# With the longest set-ups and tests.
+BEGUN_FIRST = (
+    "cli/test_backup.py",
+    "launch/test_launch.py",
+    "same_bits/test_same_bits.py",
+    "same_bits/test_same_bits_more.py",
+    "strategies/test_parallel.py",
+    "strategies/test_parallel_checkpoints.py",
+    "strategies/test_parallel_schedules.py",
+    "strategies/test_logical_gpu_programs.py",
+    "test_docs.py",
+    "test_packaging.py",
+    "train/test_resume_killed.py",
+    "train/test_resume_workers.py",
+)
 BYTES = 2**16
 # Started by libraries, once a process, and ended by the interpreter: no test's to join.
 SHARED_THREADS = ("pytest_timeout", "tqdm_monitor", "pymp-", "ThreadPoolExecutor-", "asyncio_", "InductorSubproc")
@@ -274,10 +288,7 @@ def _file(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Marks what ``tiers.py`` calls slow; what is left after pytest's own selection is put in order."""
-    for item in items:
-        if tiers.is_slow(_file(item), item.name):
-            item.add_marker("slow")
+    """What is left after pytest's own selection is put in order."""
     yield
     _begin_with_the_longest(items)
 
@@ -291,7 +302,7 @@ def _begin_with_the_longest(items: list[pytest.Item]) -> None:
     long: dict[object, list[pytest.Item]] = {}
     others: list[pytest.Item] = []
     for item in items:
-        if _file(item) in tiers.BEGUN_FIRST:
+        if _file(item) in BEGUN_FIRST:
             long.setdefault(item.path if _shares_a_set_up(item) else item.nodeid, []).append(item)
         else:
             others.append(item)

@@ -20,7 +20,7 @@ import pytest
 import lockstep
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "lockstep"
+SOURCE = ROOT / "src"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, f'build_{sys.argv[1]}')('dist'))"
 
@@ -117,16 +117,20 @@ def wheel(environment: Path, sdist: Path, tmp_path_factory: pytest.TempPathFacto
     return project / "dist" / built
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
-    expected = {f"lockstep/{file.relative_to(SOURCE)}" for file in SOURCE.rglob("*") if file.suffix not in ("", ".pyc")}
+    expected = {
+        str(file.relative_to(SOURCE)) for file in SOURCE.glob("lockstep*/**/*") if file.suffix not in ("", ".pyc")
+    }
 
     assert wheel.name == f"torch_lockstep-{lockstep.__version__}-py3-none-any.whl"
     assert names == expected
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_trains(environment: Path, wheel: Path, tmp_path: Path):
     run(environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", wheel, folder=tmp_path)

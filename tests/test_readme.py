@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.docs.reader_files import write_files
+from tests.tiers import partly_slow
 
 ROOT = Path(__file__).parents[1]
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -88,6 +90,10 @@ WITH_PYTHON = [page for page in RUN_PAGES if program_and_output(page)[0] != WARN
 WITH_BASH = [page for page in RUN_PAGES if runnable_bash(page)]
 
 
+def all_but_readme_slow(pages: list[Path]) -> list[Any]:
+    return partly_slow(pages, *(page for page in pages if page != README))
+
+
 def name_of(value: object) -> str | None:
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else None
 
@@ -106,7 +112,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+@pytest.mark.parametrize("page", all_but_readme_slow(WITH_PYTHON), ids=name_of)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, python: Callable[..., subprocess.Popen[str]]):
     program, shown = program_and_output(page)
     done = python("-c", program)
@@ -124,7 +130,7 @@ def test_the_readme_shows_what_its_first_program_prints(python: Callable[..., su
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize("page", WITH_BASH, ids=name_of)
+@pytest.mark.parametrize("page", all_but_readme_slow(WITH_BASH), ids=name_of)
 def test_the_bash_of_a_page_runs(page: Path, tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a checkout
     blocks = runnable_bash(page)
@@ -149,7 +155,7 @@ def test_every_block_of_code_runs_or_says_why_not():
             compile(body, str(page), "exec")
 
 
-@pytest.mark.parametrize("page", ALONE, ids=name_of)
+@pytest.mark.parametrize("page", all_but_readme_slow(ALONE), ids=name_of)
 def test_links_and_images_lead_somewhere(page: Path):
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
 

@@ -1,30 +1,16 @@
-"""What ``tiers.py`` names exists."""
+"""Which values of a parameter are slow."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tests import tiers
-
-TESTS = Path(__file__).parent
+from tests.tiers import partly_slow
 
 
-@pytest.mark.parametrize(
-    "file", sorted({*tiers.SLOW_FILES, *tiers.SLOW_TESTS, *tiers.NOT_SLOW_PARAMETERS, *tiers.BEGUN_FIRST})
-)
-def test_the_file_and_the_tests_named_exist(file: str):
-    text = (TESTS / file).read_text()
+def test_the_values_named_are_marked_and_must_exist():
+    quick, slow = partly_slow({"quick": 1, "slow": 2}, "slow")
 
-    names = (*tiers.SLOW_FILES.get(file, ()), *tiers.SLOW_TESTS.get(file, ()))
-    assert [name for name in names if f"def {name}(" not in text] == []
-
-
-def test_a_test_is_slow_by_its_file_its_name_or_its_parameters():
-    file, (kept, *_) = "cli/test_run.py", tiers.SLOW_FILES["cli/test_run.py"]
-
-    assert tiers.is_slow(file, "test_another[1]")
-    assert not tiers.is_slow(file, f"{kept}[1]")
-    assert not tiers.is_slow("cli/test_app.py", kept)
-    assert tiers.is_slow("strategies/test_parallel.py", "test_any[bert-tensor4]")
-    assert not tiers.is_slow("strategies/test_parallel.py", "test_any[bert-tensor2]")
+    assert quick == "quick"
+    assert slow.values == ("slow",)
+    assert slow.marks == (pytest.mark.slow.mark,) or list(slow.marks) == [pytest.mark.slow]
+    with pytest.raises(ValueError, match="none of"):
+        partly_slow(["quick"], "renamed")

@@ -331,6 +331,7 @@ for act in (lambda f: f.newest(), lambda f: f.remove_all()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 def test_a_folder_without_permission_is_one_line(tmp_path: Path):
     filled(tmp_path / "mine", 1)

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., subprocess.Popen[str]]
 
 PROGRAM = str(Path(__file__).parent / "programs" / "interrupted.py")

@@ -28,6 +28,7 @@ def pictures(tmp_path: Path) -> str:
     return "pictures"
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.usefixtures("fresh_devices")
 def test_one_command_measures_prints_and_leaves_two_files(

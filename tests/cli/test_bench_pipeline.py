@@ -9,6 +9,8 @@ import pytest
 
 from lockstep_tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "--layers", "4", "--hidden", "32", "--steps", "2", "--rounds", "1",
 )  # fmt: skip

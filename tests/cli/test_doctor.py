@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import lockstep
+
+pytestmark = pytest.mark.slow
 
 
 def test_it_tells_of_all_parts_and_ends_with_a_block_for_a_report(python):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 IMAGES = "images --data pictures --size 8 --output-stride 8 --width-multiplier 0.1 --batch-size 8 --workers 0"
 TEXT = "mlm --data text --vocabulary 60 --layers 1 --hidden 8 --heads 1 --feed-forward 8 --sequence-length 16"
 REVIEWS = "reviews --data reviews.csv --vocabulary 60 --layers 1 --hidden 8 --feed-forward 8"

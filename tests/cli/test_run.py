@@ -47,6 +47,7 @@ def test_the_workers_meet_the_chief_is_heard_and_every_worker_has_a_log(run_lock
     assert logs_of(tmp_path) == {f"worker-{worker}.log": f"{line}warned\n" for worker in range(3)}
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_path: Path):
     words = "Each word of this line stays whole, though the terminal is narrower than the line."
     bar = "print(f'bar {console.shows_bar()}')"
@@ -72,6 +73,7 @@ def test_on_a_terminal_the_lines_of_the_chief_break_between_words(write, tmp_pat
     assert " ".join(line.strip() for line in lines) == words
 
 
+@pytest.mark.slow
 def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):
     done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", "lockstep", "--version")
 
@@ -85,6 +87,7 @@ def test_lockstep_is_a_program_too(run_lockstep: Run, tmp_path: Path):
     assert "[0] logical  of     share" in done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -104,6 +107,7 @@ def test_what_is_wrong_with_its_words_is_said_once_and_no_worker_is_started(
     assert not (tmp_path / "lockstep-logs").exists()
 
 
+@pytest.mark.slow
 def test_nothing_listens_on_all_interfaces_and_every_run_has_an_id(run_lockstep: Run, write):
     done = run_lockstep("run", "--workers", "2", "--output", "all", "--quiet", write(MEET + LISTENERS))
 
@@ -133,6 +137,7 @@ def test_the_first_failure_is_named_with_its_traceback_not_its_victims(run_locks
     assert "ValueError: no such file" in (tmp_path / log).read_text()
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
     done = run_lockstep("run", "--workers", "2", "--quiet", write("import lockstep as ls\nls.MirroredStrategy()"))
 
@@ -144,6 +149,7 @@ def test_an_error_of_ours_in_all_workers_is_said_once(run_lockstep: Run, write):
     assert line.startswith("lockstep: error: worker 0 of 2 failed with the UsageError above; its log is ")
 
 
+@pytest.mark.slow
 def test_a_line_with_which_all_workers_end_is_shown_once(run_lockstep: Run, write):
     program = (
         MEET
@@ -179,6 +185,7 @@ def test_the_exit_code_is_that_of_the_worker(end: str, code: int, said: str, run
     assert f"lockstep: error: worker 0 of 1 {said}; its log is " in done.stderr
 
 
+@pytest.mark.slow
 def test_all_start_again_after_a_failure(run_lockstep: Run, write, tmp_path: Path):
     attempt = "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint('attempt', attempt, rank.item())\n"
     fail = "if attempt == 0 and os.environ['RANK'] == '1': raise ValueError('once')\ndist.barrier()"
@@ -193,6 +200,7 @@ def test_all_start_again_after_a_failure(run_lockstep: Run, write, tmp_path: Pat
     assert "ValueError: once" in logs["worker-1.log"]
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_python_m_would_run_it(run_lockstep: Run, tmp_path: Path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "job.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
@@ -202,6 +210,7 @@ def test_a_module_runs_as_python_m_would_run_it(run_lockstep: Run, tmp_path: Pat
     assert (done.stdout, done.stderr) == ("__main__ package ['--lr', '1']\n", "")
 
 
+@pytest.mark.slow
 def test_what_a_worker_leaves_behind_ends_with_the_job(run_lockstep: Run, write):
     program = "import os, signal\nleft = os.fork()\nif left: print(left)\nelse: signal.pause()"
 
@@ -234,6 +243,7 @@ def all_end(handles: list[int]) -> bool:
     return all(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sign", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
@@ -253,6 +263,7 @@ def test_the_workers_and_what_they_started_end_with_the_launcher(sign, code: int
     assert said[-1:] == (["lockstep: interrupted"] if sign == signal.SIGINT else [])
 
 
+@pytest.mark.slow
 def test_workers_save_after_sigterm_and_the_exit_code_is_theirs(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, pathlib, signal, subprocess, sys
@@ -277,6 +288,7 @@ while True: signal.pause()
     assert [(tmp_path / f"saved-{worker}").read_text() for worker in (0, 1)] == ["None", "None"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["2", "2:2"])
 def test_a_worker_that_failed_and_waits_for_its_own_thread_ends_the_job(workers: str, run_lockstep: Run, write):
     program = """
@@ -298,6 +310,7 @@ NOHUP = (
 )
 
 
+@pytest.mark.slow
 def test_nohup_keeps_the_job_when_the_terminal_closes(python: Start, write):
     process = python("-c", NOHUP, "run", "--workers", "1", "--output", "all", "--quiet", write(WAIT))
     (handle,) = started_workers(process, 1)
@@ -309,6 +322,7 @@ def test_nohup_keeps_the_job_when_the_terminal_closes(python: Start, write):
     assert process.wait(LIMIT_S) == 143  # of SIGTERM
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_cut_short_what_the_first_allows(start_lockstep: Start, write, tmp_path: Path):
     program = """
 import os, signal, sys
@@ -334,6 +348,7 @@ while True: signal.pause()
     assert process.wait(LIMIT_S) == 75
 
 
+@pytest.mark.slow
 def test_a_code_that_a_worker_chose_comes_before_the_signal_that_ended_another(start_lockstep: Start, write):
     program = """
 import os, signal, sys
@@ -350,6 +365,7 @@ while True: signal.pause()
     assert process.wait(LIMIT_S) == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a closed pipe", "a full disk", "nowhere"])
 def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, write, tmp_path: Path):
     said = 200_000  # more than a pipe holds
@@ -372,6 +388,7 @@ def test_the_workers_go_on_where_the_output_of_the_launcher_breaks(where: str, w
     assert [len(log) for log in logs_of(tmp_path).values()] == [said + 1] * 2
 
 
+@pytest.mark.slow
 def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Path):
     program = write(
         "import os; print(*(os.readlink(f'/proc/{os.getppid()}/fd/{n}') for n in range(3)), file=open('on', 'w'))"
@@ -384,6 +401,7 @@ def test_no_file_of_ours_takes_the_number_of_a_closed_stream(write, tmp_path: Pa
     assert (tmp_path / "on").read_text().split() == [os.devnull] * 3
 
 
+@pytest.mark.slow
 def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
     python = [sys.executable, "-X", "dev", "-W", "always::ResourceWarning"]
     fails_once = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
@@ -411,6 +429,7 @@ def test_the_launcher_leaves_no_file_open(write, tmp_path: Path):
     assert "unclosed" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_workers_semaphores_do_not_stay_in_shared_memory(run_lockstep: Run, write):
     program = """
 import multiprocessing, os, signal
@@ -426,6 +445,7 @@ os.killpg(0, signal.SIGKILL)
     assert not Path(f"/dev/shm/sem.{name[1:]}").exists()
 
 
+@pytest.mark.slow
 def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT.replace(
         "signal.pause()", "\nwhile True: signal.pause()"
@@ -439,6 +459,7 @@ def test_who_does_not_end_after_sigterm_is_killed(start_lockstep: Start, write):
     assert process.wait(LIMIT_S) == 137
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

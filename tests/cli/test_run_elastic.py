@@ -112,6 +112,7 @@ def test_those_that_are_left_go_on_and_lost_ones_come_back(start_job: Callable[.
     ]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_ended_with_the_round_in_which_it_is_found(start_job: Callable[..., Job]):
     job = start_job("1:3", *NEVER)
     job.wait(total=3)
@@ -127,6 +128,7 @@ def test_a_stopped_worker_is_ended_with_the_round_in_which_it_is_found(start_job
     assert (code, said) == (0, "lockstep: worker 2 was killed by SIGKILL; worker 0 was stopped; 1 worker goes on")
 
 
+@pytest.mark.slow
 def test_fewer_than_the_minimum_end_the_job_once_the_restarts_are_used_up(start_job: Callable[..., Job]):
     job = start_job("2:2", *NEVER, "--max-restarts", "1")
     job.wait(total=2)
@@ -159,6 +161,7 @@ def test_a_failure_of_the_program_is_no_loss(start_job: Callable[..., Job]):
     assert said[-1].startswith("lockstep: error: worker 2 of 3 failed: SystemExit: no data; its log is ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sign", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 75)]
 )
@@ -183,6 +186,7 @@ def hosts() -> str:
     return f"127.0.0.1:{port},127.0.0.2:{port}"
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_and_comes_back(start_job: Callable[..., Job], hosts: str):
     flags = ("--rejoin-s", "1", "--hosts", hosts, "--index")
     first, second = (start_job("1:2", *flags, index, saves=True) for index in "01")
@@ -220,6 +224,7 @@ def test_a_host_is_lost_and_comes_back(start_job: Callable[..., Job], hosts: str
     assert again.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_a_host_that_is_told_to_end_and_end_with_the_first(
     start_job: Callable[..., Job], hosts: str
 ):
@@ -237,6 +242,7 @@ def test_the_others_go_on_without_a_host_that_is_told_to_end_and_end_with_the_fi
     assert first.end() == (75, [f"lockstep: host 1 ({name}) is gone; 1 worker goes on"])
 
 
+@pytest.mark.slow
 def test_the_job_ends_with_its_first_host(start_job: Callable[..., Job], hosts: str):
     flags = (*NEVER, "--hosts", hosts, "--index")
     first, second = (start_job("1:1", *flags, index) for index in "01")
@@ -252,6 +258,7 @@ def test_the_job_ends_with_its_first_host(start_job: Callable[..., Job], hosts: 
     assert "which serves the job's store, is lost" in said[-1]
 
 
+@pytest.mark.slow
 def test_a_launcher_of_another_job_is_refused(start_job: Callable[..., Job], hosts: str):
     first = start_job("1:2", *NEVER, "--hosts", hosts, "--index", "0")
     stray = start_job("2:2", *NEVER, "--hosts", hosts, "--index", "1")

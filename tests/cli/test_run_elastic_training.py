@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.elastic_campaign import PROGRAM, STEP, Run, train
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 STEPS = 80
 LIMIT_S = 120

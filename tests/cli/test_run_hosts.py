@@ -11,7 +11,7 @@ import pytest
 
 from lockstep_tools.cli import main
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 Start = Callable[..., subprocess.Popen[str]]
 

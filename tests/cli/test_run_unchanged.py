@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 Run = Callable[..., Any]
 Order = Callable[[int], Tensor]

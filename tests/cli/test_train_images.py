@@ -92,6 +92,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     assert re.match("{'label': '(cat|dog)'", check_results(done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -141,6 +142,7 @@ def add_a_class_to_the_test(pictures: Path) -> None:
     (pictures / "test" / "cat").rename(pictures / "test" / "cow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -161,6 +163,7 @@ def test_pictures_that_cannot_be_used_are_one_line(damage, said, pictures: Path,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_may_not_be_read_is_one_line(pictures: Path, run_lockstep):
     (pictures / "train" / "dog").chmod(0)
@@ -172,6 +175,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(pictures: Path, run_lockstep)
     assert "cat: 20, dog: 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_the_data_is_one_step(run_lockstep):
     done = run_lockstep("train", "images", *SMALL, "--batch-size", "5000", "--epochs", "1")
 
@@ -184,6 +188,7 @@ def ticks(pid: str) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_decoding_ends_the_workers_too(pictures: Path, start_lockstep, tmp_path: Path):
     large = pictures / "train" / "dog" / "large.png"
     Image.new("RGB", (4000, 4000)).save(large)
@@ -202,11 +207,13 @@ def test_ctrl_c_while_decoding_ends_the_workers_too(pictures: Path, start_lockst
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_workers_train_together_and_the_chief_alone_prints_and_writes(train_on_two_workers):
     train_on_two_workers("images", *SMALL)
 
 
+@pytest.mark.slow
 def test_the_first_step_does_not_wait_for_packages_that_it_does_not_need(tmp_path: Path):
     words = ("train", "images", "--devices", "cpu:2", "--output", str(tmp_path / "out"))
 

@@ -60,6 +60,7 @@ def test_a_run_prints_devices_epochs_and_result_and_leaves_its_files(run_lockste
     assert "'sequence': 'the first" in check_results(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lockstep, tmp_path: Path):
     grid = ["--layers", "2", "--pipeline", "2", "--tensor", "2"]
@@ -78,6 +79,7 @@ def test_workers_that_divide_the_model_are_started_and_one_of_them_speaks(run_lo
     assert {weights[name].shape for name in weights if name.endswith("query.weight")} == {(16, 16)}
 
 
+@pytest.mark.slow
 def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--epochs", "1", "--quiet")
 
@@ -86,6 +88,7 @@ def test_a_quiet_run_prints_the_result_alone(run_lockstep):
     assert re.fullmatch("fingerprint [0-9a-f]{16}", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep):
     words = [*SMALL, "--batch-size", "auto", "--memory-limit", "4000", "--devices", "cpu:2", "--epochs", "1"]
 
@@ -101,6 +104,7 @@ def test_a_batch_size_is_found_and_a_later_run_has_the_same(run_lockstep):
     assert fingerprints[0] == fingerprints[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -134,6 +138,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_terminated_is_gone_on_with_where_that_is_asked_for(run_lockstep, start_lockstep, tmp_path: Path):
     words = ("train", "mlm", *SMALL, "--epochs", "30", "--patience", "0", "--backup", "50")
     process = start_lockstep(*words)
@@ -160,6 +165,7 @@ def test_a_run_that_is_terminated_is_gone_on_with_where_that_is_asked_for(run_lo
     assert not (tmp_path / "out" / "backup").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_the_way", "said"),
     [("logs", "'out/logs' is a file, expected a folder"), ("model", "'out/model' is a file, expected a folder")],
@@ -175,6 +181,7 @@ def test_a_file_where_results_go_is_seen_before_the_training(in_the_way, said, r
     assert [path.name for path in (tmp_path / "out").iterdir()] == [in_the_way]
 
 
+@pytest.mark.slow
 def test_a_folder_where_the_curves_go_is_seen_before_the_training(run_lockstep, tmp_path: Path):
     (tmp_path / "out" / "curves.png").mkdir(parents=True)
 
@@ -184,6 +191,7 @@ def test_a_folder_where_the_curves_go_is_seen_before_the_training(run_lockstep, 
     assert "--output has a folder 'out/curves.png', expected a file" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_folder(run_lockstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "logs").parent.mkdir()
@@ -194,6 +202,7 @@ def test_a_tilde_is_the_home_folder(run_lockstep, tmp_path: Path, monkeypatch: p
     assert f"'{tmp_path / 'home' / 'logs'}' is a file" in said
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):
     places = [word for pair in PLACES.items() for word in pair]
     done = run_lockstep("train", "mlm", *places, "--pretrained", "text")
@@ -203,6 +212,7 @@ def test_a_folder_without_a_model_is_refused_in_one_line(run_lockstep):
     assert "'text'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
     done = run_lockstep("train", "mlm", *SMALL, "--pretrained", "text")
 
@@ -211,6 +221,7 @@ def test_a_setting_without_effect_is_a_warning_in_one_line(run_lockstep):
     assert error.startswith("lockstep: error: ")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_names_its_step_and_leaves_no_result(run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "mlm", *SMALL, "--learning-rate", "1e30")
 

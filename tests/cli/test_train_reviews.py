@@ -88,6 +88,7 @@ def test_a_run_prints_data_epochs_result_and_answers_and_leaves_its_files(run_lo
     assert tags(logs / "validation") == {"epoch_loss", "epoch_accuracy", "epoch_f1"}
 
 
+@pytest.mark.slow
 def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockstep, tmp_path: Path):
     first = run_lockstep("train", "reviews", *SMALL, "--epochs", "1", "--quiet")
     places = ["--data", "reviews.csv", "--output", "again", "--epochs", "1"]
@@ -100,6 +101,7 @@ def test_a_model_to_begin_with_gets_adapters_and_leaves_a_plain_model(run_lockst
     assert not (tmp_path / "again" / "model" / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -120,6 +122,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_nothing_is_written(words, sai
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -137,6 +140,7 @@ def test_reviews_that_cannot_be_used_are_one_line(content: str, said: str, revie
     assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path):
     done = run_lockstep("train", "reviews", *SMALL, "--learning-rate", "1e30", "--clip-norm", "0")
 
@@ -145,6 +149,7 @@ def test_a_loss_that_is_no_number_leaves_no_result(run_lockstep, tmp_path: Path)
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(start_lockstep, tmp_path: Path):
     train = ("lockstep", "train", "reviews", *SMALL, "--devices", "cpu:2", "--epochs", "5000")
@@ -161,6 +166,7 @@ def test_ctrl_c_on_the_launcher_ends_a_run_in_one_line_that_says_how_to_resume(s
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp_path: Path):
     hide = f"import sys; sys.modules[{package!r}] = None"
@@ -173,6 +179,7 @@ def test_a_missing_package_is_one_line_before_anything_is_read(package: str, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_workers_train_together_and_the_chief_alone_prints_and_writes(train_on_two_workers):
     train_on_two_workers("reviews", *SMALL)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.programs.launched import batches, make_module
 from tests.strategies.conftest import FreePorts, free_ports
+from tests.tiers import partly_slow
 
 __all__ = ["free_ports"]
 
@@ -63,7 +64,7 @@ def launched(name: str, words: Sequence[str], **variables: str) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", partly_slow(COMMANDS, "MPICH"))
 def test_mpirun_trains_one_model(name: str):
     script = f"{sys.executable} {PROGRAM}; exit $?"  # a shell stands between the launcher and the program
     words = ["2", sys.executable, str(PROGRAM)] if name == "Open MPI" else ["2", "sh", "-c", script]
@@ -73,6 +74,7 @@ def test_mpirun_trains_one_model(name: str):
     check(done.stdout.splitlines(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_mpirun_with_a_strategy_for_one_process_fails(name: str):
     done = launched(name, ["2", sys.executable, str(PROGRAM), "one"])
@@ -82,6 +84,7 @@ def test_mpirun_with_a_strategy_for_one_process_fails(name: str):
     assert "[" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_mpirun_of_one_process_is_one_process(name: str):
     check(launched(name, ["1", sys.executable, str(PROGRAM), "one"]).stdout.splitlines(), 1)
@@ -147,7 +150,10 @@ DESCRIPTIONS: dict[str, Environments] = {
 }
 
 
-@pytest.mark.parametrize("name", DESCRIPTIONS)
+SLOW = ("Flux", "SkyPilot", "Azure's mpirun", "Vertex AI", "SageMaker")
+
+
+@pytest.mark.parametrize("name", partly_slow(DESCRIPTIONS, *SLOW))
 def test_processes_with_these_variables_train_one_model(python: Callable[..., Any], free_ports: FreePorts, name: str):
     programs = [python(str(PROGRAM), OMP_NUM_THREADS="1", **variables) for variables in DESCRIPTIONS[name](free_ports)]
     outcomes = [program.communicate(LIMIT_S) for program in programs]
@@ -159,6 +165,7 @@ def test_processes_with_these_variables_train_one_model(python: Callable[..., An
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [(), ("one",)], ids=["of several workers", "of one process"])
 @pytest.mark.parametrize(
     "environments",

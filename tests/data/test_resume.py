@@ -14,6 +14,8 @@ from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
 from lockstep.data.resume import random_state, set_random_state
 from lockstep.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 numpy = pytest.importorskip("numpy")
 
 

@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.collectives.communicator import all_gather_object
 from lockstep.errors import ClusterError
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("torchdata")
 

@@ -17,6 +17,8 @@ from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted(path for path in (ROOT / "docs/tutorials").glob("*.md") if "\n```{code-cell}" in path.read_text())
 LIMIT_S = 280

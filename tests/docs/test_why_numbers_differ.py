@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = DOCS / "figures" / "draw_why_numbers_differ.py"
 PAGE = (DOCS / "concepts" / "why-numbers-differ.md").read_text()

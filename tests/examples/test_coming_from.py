@@ -92,6 +92,7 @@ def check(
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_two_replicas_have_the_numbers_of_two_processes(
     check(name, folder, printed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_two_replicas_have_the_numbers_of_tensorflow(tmp_path_factory: pytest.TempPathFactory, check: Check):
     python = python_with_tensorflow()
@@ -132,6 +134,7 @@ def _keras() -> None:
     pytest.importorskip("keras")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_keras")
 @pytest.mark.parametrize("name", ["keras", "keras_loop"])
 def test_two_replicas_have_the_numbers_of_keras_on_one_device(

@@ -79,30 +79,35 @@ def test_a_loop_of_its_own_prints_the_numbers_of_one_device_and_learns(run: Run)
 # rows and a GAN make more of that.
 
 
+@pytest.mark.slow
 def test_fit_prints_the_numbers_of_one_device_and_learns(run: Run):
     *_, accuracy, chance = on_one_and_three(run, "01", "--epochs", "3", tolerance=1e-3)[:5]
 
     assert accuracy > 0.6 > 0.2 > chance
 
 
+@pytest.mark.slow
 def test_bert_prints_the_numbers_of_one_device_and_learns(run: Run):
     _, accuracy, chance = on_one_and_three(run, "03", "--epochs", "2", "--dropout", "0", tolerance=1e-2)
 
     assert accuracy > 0.45 > 0.3 > chance
 
 
+@pytest.mark.slow
 def test_a_gan_prints_the_numbers_of_one_device_and_comes_near_to_real_images(run: Run):
     _, untrained, *_, trained = on_one_and_three(run, "05", "--epochs", "2", tolerance=2e-2)[:5]
 
     assert trained < 0.8 * untrained
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_prints_the_numbers_of_one_device_and_finds_pairs(run: Run):
     untrained, *_, found = on_one_and_three(run, "06", "--epochs", "5", "--batch-size", "200", tolerance=1e-2)
 
     assert untrained < 0.1 < 0.3 < found
 
 
+@pytest.mark.slow
 def test_adapters_print_the_numbers_of_one_device_and_learn(run: Run):
     words = ("--epochs", "1", "--pretrain-epochs", "1", "--precision", "fp32")
     share, *_, before, after, chance = on_one_and_three(run, "08", *words, tolerance=1e-2)
@@ -111,18 +116,21 @@ def test_adapters_print_the_numbers_of_one_device_and_learn(run: Run):
     assert after < before - 0.05 < chance
 
 
+@pytest.mark.slow
 def test_folders_of_images_give_the_numbers_of_one_device(run: Run):
     words = ("--epochs", "1", "--precision", "fp32", "--batch-size", "100")
 
     assert on_one_and_three(run, "02", *words, tolerance=2e-2)
 
 
+@pytest.mark.slow
 def test_folders_of_images_are_learnt_in_bf16(run: Run):
     _, accuracy, chance = results(run("02"))
 
     assert accuracy > 0.7 > 0.2 > chance
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_with_the_bits_of_one_that_was_not(start: Start, run: Run, tmp_path: Path):
     words = ("07", "--epochs", "12", "--patience", "12")
     whole = run(*words, "--output", "whole")
@@ -144,6 +152,7 @@ def test_an_interrupted_training_ends_with_the_bits_of_one_that_was_not(start: S
     ]
 
 
+@pytest.mark.slow
 def test_two_workers_of_tf_config_print_the_numbers_of_one(start: Start, run: Run):
     words = ("09", "--dropout", "0", "--epochs", "3")
     alone = run(*words, "--backup", "alone")
@@ -161,6 +170,7 @@ def test_two_workers_of_tf_config_print_the_numbers_of_one(start: Start, run: Ru
     assert results(printed)[1] > 0.5 > results(printed)[2]  # accuracy, chance
 
 
+@pytest.mark.slow
 def test_a_gpt2_in_eight_parts_learns_as_in_one(run: Run):
     one, eight = (run("10", "--epochs", "2", *words) for words in (("--data=1", "--pipeline=1", "--tensor=1"), ()))
     held, whole = (int(each.replace(",", "")) for each in re.findall(r"has ([\d,]+) of ([\d,]+)", eight)[0])

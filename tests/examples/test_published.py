@@ -19,6 +19,8 @@ import pytest
 from PIL import Image
 from tests.strategies.conftest import FreePorts, free_ports
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["free_ports"]
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before any test imports Keras

@@ -74,6 +74,7 @@ def fit(model: Any, *callbacks: Any, epochs: int = 3, **more: Any) -> dict[str, 
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save_freq", "limit", "first"), [(2, 9, (1, 3)), (5, 12, (2, 0)), ("epoch", 12, (2, 0))])
 def test_a_resumed_fit_has_the_bits_of_one_that_was_not_interrupted(
     make_strategy: MakeStrategy, tmp_path: Path, save_freq: Any, limit: int, first: tuple[int, int]
@@ -102,6 +103,7 @@ def test_a_resumed_fit_has_the_bits_of_one_that_was_not_interrupted(
     assert len(fit(resumed, epochs=2)["loss"]) == 2
 
 
+@pytest.mark.slow
 def test_on_another_number_of_replicas_it_continues_with_the_numbers_of_one_device(
     make_strategy: MakeStrategy, tmp_path: Path
 ):

@@ -102,6 +102,7 @@ def uneven_batches() -> Iterator[Any]:
         yield (KERAS.X[begin : min(begin + 2 + number % 3, 20)],)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_predict_before_any_training_compiles_once_and_ends(make_strategy: MakeStrategy):
     made = nested(make_strategy(2))

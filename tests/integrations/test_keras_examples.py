@@ -68,6 +68,7 @@ def test_few_lines_differ_from_the_program_for_one_device(name: str, most: int):
     assert 6 <= len(changed) <= most
 
 
+@pytest.mark.slow
 def test_masked_words_has_the_numbers_of_one_device(run: Run, text: str, tmp_path: Path):
     words = ["--data", text, "--vocabulary", "60", "--sequence-length", "24", "--batch-size", "8", "--epochs", "2"]
     one = run("masked_words_one_device", *words, "--dropout", "0", "--log-dir", str(tmp_path))
@@ -81,6 +82,7 @@ def test_masked_words_has_the_numbers_of_one_device(run: Run, text: str, tmp_pat
 
 # Of one batch of 11 rows: in float32 the second update of so deep a network differs, because Adam's first is the sign
 # of each gradient times the rate, and rounding decides the sign of those near 0.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batches"), [("digits_loop", (11, 11)), ("mobilenet", (12, 6))])
 def test_mobilenet_has_the_numbers_of_one_device(name: str, batches: tuple[int, int], run: Run, pictures: str):
     words = ["--data", pictures, "--epochs", "1", "--batch-size"]

@@ -15,7 +15,7 @@ keras = pytest.importorskip("keras")
 
 import lockstep as ls  # noqa: E402
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = str(Path(__file__).parent / "programs" / "keras_models.py")
 NAMES = ("functional", "own steps", "torch modules", "recurrent")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -134,7 +135,26 @@ def test_all_features_are_named(tiny: Any):
     assert set(features(tiny)) == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+SLOW = (
+    "several classes",
+    "stream",
+    "causal smoothing",
+    "masked smoothing",
+    "causal, not across",
+    "label smoothing",
+    "adafactor",
+    "one number",
+    "drop last",
+    "by length",
+    "model_init",
+    "tags",
+    "schedule",
+    "plateau",
+    "datasets",
+)
+
+
+@pytest.mark.parametrize("name", partly_slow(NAMES, *SLOW))
 def test_it_equals_one_device(tiny: Any, make_strategy: Callable[..., Any], name: str):
     task = features(tiny)[name]
     theirs = tiny.train(task, transformers.Trainer)

@@ -60,6 +60,7 @@ def with_sampler(base: type) -> type:
     return Sampled
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_order_of_a_sampler_that_draws_by_itself(
     tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
 ):
@@ -72,6 +73,7 @@ def test_a_resumed_run_has_the_order_of_a_sampler_that_draws_by_itself(
         tiny.assert_same(gone_on, undisturbed, far=0)
 
 
+@pytest.mark.slow
 def test_a_collator_that_draws_is_right_after_an_epoch_and_is_named_in_its_middle(
     tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
 ):
@@ -98,6 +100,7 @@ def test_a_collator_that_draws_is_right_after_an_epoch_and_is_named_in_its_middl
         tiny.train(steps, Trainer, replicas=2, strategy=make_strategy(2), folder=str(tmp_path / "c"))
 
 
+@pytest.mark.slow
 def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
     tiny: Any, make_strategy: MakeStrategy, tmp_path: Path
 ):
@@ -113,6 +116,7 @@ def test_going_on_elsewhere_draws_other_numbers_and_the_same_each_time(
     tiny.assert_same(runs[1], runs[0], far=0)
 
 
+@pytest.mark.slow
 def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
     tiny: Any, make_strategy: MakeStrategy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -137,6 +141,7 @@ def test_one_goes_on_from_the_other_and_on_another_number_of_replicas(
     assert "rounding" in line
 
 
+@pytest.mark.slow
 def test_the_best_model_is_kept_and_loaded(tiny: Any, make_strategy: MakeStrategy, tmp_path: Path, layout: str):
     settings = {
         **SAVING,

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 from lockstep.integrations.transformers import Trainer  # noqa: E402  what it needs is there

@@ -109,10 +109,11 @@ COLLATORS = {
     ("collator", "replicas", "args"),
     [
         ("blocks", 2, {"dataloader_num_workers": 1}),
-        ("blocks", 3, {"gradient_accumulation_steps": 2}),
-        ("blocks", 4, {}),  # the last batches have one example and two
-        ("padded on the left", 3, {}),
-        ("interleaved", 3, {}),
+        pytest.param("blocks", 3, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        # The last batches have one example and two.
+        pytest.param("blocks", 4, {}, marks=pytest.mark.slow),
+        pytest.param("padded on the left", 3, {}, marks=pytest.mark.slow),
+        pytest.param("interleaved", 3, {}, marks=pytest.mark.slow),
     ],
 )
 def test_pairs_stay_together_and_the_numbers_are_those_of_one_device(

@@ -26,6 +26,7 @@ def make(tiny: Any, folder: Any, *, strategy: Any = None, model: Any = None, **s
     )
 
 
+@pytest.mark.slow
 def test_the_loss_gets_a_batch_of_the_collator_s_type(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     class Reading(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **settings: Any) -> Any:
@@ -40,11 +41,13 @@ def test_the_loss_gets_a_batch_of_the_collator_s_type(tiny: Any, make_strategy: 
     trainer.train()
 
 
+@pytest.mark.slow
 def test_the_renamed_argument_of_programs_of_2024_is_named(tiny: Any, tmp_path: Any):
     with pytest.raises(ConfigError, match="write processing_class=tokenizer"):
         Trainer(tiny.model(), tiny.arguments(str(tmp_path), 2), tokenizer=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "override", "advice"),
     [
@@ -63,6 +66,7 @@ def test_an_override_of_2024_is_refused_before_the_training(
         program(tiny.model(), tiny.arguments(str(tmp_path), 2))
 
 
+@pytest.mark.slow
 def test_an_override_of_today_with_other_names_is_taken(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     class Renamed(Trainer):
         def training_step(self, network: Any, batch: Any, items: Any = None) -> Any:
@@ -89,6 +93,7 @@ def test_it_takes_the_strategy_given_or_in_scope_or_all_devices(
         assert [device.name for device in chosen.devices] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
 
+@pytest.mark.slow
 def test_the_batch_is_per_replica_and_the_process_is_one(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(3))
 
@@ -116,6 +121,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_takes_the_model_apart_is_refused(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     strategy = make_strategy(2)
     for name, value in (("fsdp", "full_shard"), ("deepspeed", "zero.json"), ("parallelism_config", object())):
@@ -131,6 +137,7 @@ def test_what_takes_the_model_apart_is_refused(tiny: Any, make_strategy: MakeStr
         make(tiny, tmp_path, strategy=strategy, model=spread)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(2), remove_unused_columns=False)
     trainer.data_collator = lambda rows: tiny.collate(rows) | {"position_ids": torch.arange(3)}
@@ -139,6 +146,7 @@ def test_rows_that_do_not_fit_together_are_named(tiny: Any, make_strategy: MakeS
         trainer.train()
 
 
+@pytest.mark.slow
 def test_lists_of_one_item_per_row_are_divided_too(tiny: Any, make_strategy: MakeStrategy):
     seen: list[tuple[int, list[str]]] = []
     trained: list[int] = []
@@ -204,6 +212,7 @@ def told_of(loss: Callable[..., torch.Tensor], tiny: Any, strategy: Any, replica
     return [str(each.message) for each in caught if "two parts" in str(each.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [weighted, summed, contrasting, beside_a_part])
 def test_a_loss_that_shards_do_not_add_up_to_is_told_once(
     tiny: Any, make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor]
@@ -215,6 +224,7 @@ def test_a_loss_that_shards_do_not_add_up_to_is_told_once(
     assert told_of(loss, tiny, make_strategy(1), 1) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [mean, part])
 def test_a_mean_and_a_part_of_a_sum_are_not_told(
     tiny: Any, make_strategy: MakeStrategy, loss: Callable[..., torch.Tensor]
@@ -237,6 +247,7 @@ def averaging(base: type) -> type:
     return Averaging
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_mean_over_rows_of_means_over_labels_is_weighed_by_rows(
     tiny: Any, make_strategy: MakeStrategy, replicas: int
@@ -255,6 +266,7 @@ def test_a_mean_over_rows_of_means_over_labels_is_weighed_by_rows(
     tiny.assert_same(ours, tiny.train(task, transformers.Trainer))
 
 
+@pytest.mark.slow
 def test_other_arguments_made_later_do_no_harm(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     trainer = make(tiny, tmp_path, strategy=make_strategy(2), bf16=True)
     tiny.arguments(str(tmp_path), 2)  # makes accelerate forget what it knows
@@ -279,6 +291,7 @@ class Watches(transformers.TrainerCallback):
                 gradient.mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_callbacks_see_and_change_the_gradients_of_the_whole_batch(
     tiny: Any, make_strategy: MakeStrategy, layout: str, accumulate: int
@@ -296,6 +309,7 @@ def test_callbacks_see_and_change_the_gradients_of_the_whole_batch(
     tiny.assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_fits_is_found(tiny: Any, make_strategy: MakeStrategy):
     """The model runs out of memory with more than two rows on a replica; the batch is halved."""
 
@@ -316,6 +330,7 @@ def test_a_batch_size_that_fits_is_found(tiny: Any, make_strategy: MakeStrategy)
     assert ours.trainer.state.global_step == 6
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_alone_and_saved_alone(tiny: Any, make_strategy: MakeStrategy, tmp_path: Any):
     peft = pytest.importorskip("peft")
 
@@ -338,6 +353,7 @@ def test_adapters_are_trained_alone_and_saved_alone(tiny: Any, make_strategy: Ma
     assert "adapter_model.safetensors" in files[0]
 
 
+@pytest.mark.slow
 def test_bf16_is_near_one_device_and_the_model_stays_in_float32(tiny: Any, make_strategy: MakeStrategy):
     task = tiny.Task(model=lambda: tiny.model().float(), args={"bf16": True, "eval_strategy": "epoch"})
 
@@ -348,6 +364,7 @@ def test_bf16_is_near_one_device_and_the_model_stays_in_float32(tiny: Any, make_
     assert {parameter.dtype for parameter in ours.trainer.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_second_training_goes_on_with_the_optimizer(tiny: Any, make_strategy: MakeStrategy, layout: str):
     both = []
     for base, replicas, more in ((transformers.Trainer, 1, {}), (Trainer, 2, {"strategy": make_strategy(2)})):
@@ -358,6 +375,7 @@ def test_a_second_training_goes_on_with_the_optimizer(tiny: Any, make_strategy: 
     tiny.assert_same(both[1], both[0])
 
 
+@pytest.mark.slow
 def test_a_batch_norm_passes_a_shard_of_one_row(make_strategy: MakeStrategy, tiny: Any, tmp_path: Any):
     class Normed(torch.nn.Module):
         def __init__(self) -> None:
@@ -413,5 +431,6 @@ def test_without_rows_no_forward_pass_runs_and_the_numbers_are_those_of_one_devi
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_facade_does_not_import_transformers():
     assert not hasattr(ls, "Trainer")

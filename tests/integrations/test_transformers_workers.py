@@ -21,7 +21,7 @@ import lockstep as ls  # noqa: E402
 from lockstep.collectives.communicator import all_gather_object  # noqa: E402
 from lockstep.errors import ClusterError  # noqa: E402
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = str(Path(__file__).parent / "programs" / "tiny.py")
 DYING = str(Path(__file__).parent / "programs" / "dying.py")

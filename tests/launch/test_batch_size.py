@@ -86,6 +86,7 @@ def holding(mb_per_row: int) -> Any:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_real_allocations_are_measured_and_kept_below_the_limit():
     found = ls.find_batch_size(holding(8), aim="memory", start=8, memory_limit_mb=500, margin=0.1)
@@ -192,6 +193,7 @@ def job() -> tuple[int, int, list[str]]:
     return found.batch_size, found.per_replica, [use.device for use in found.trials[0].memory]
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_workers_agree_on_what_fits_all_of_them():
     batch_size, per_replica, devices = ls.launch(job, workers=2)

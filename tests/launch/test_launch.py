@@ -77,6 +77,7 @@ class Stubborn(Exception):
         super().__init__(one + two)
 
 
+@pytest.mark.slow
 def test_an_error_that_cannot_be_rebuilt_is_shown_as_text():
     def fail() -> None:
         raise Stubborn("a", "b")
@@ -87,6 +88,7 @@ def test_an_error_that_cannot_be_rebuilt_is_shown_as_text():
     assert "Stubborn: ab" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -106,6 +108,7 @@ def waits_for_ever() -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_when_they_take_too_long_they_are_ended_and_it_is_told_where_each_stood():
     ls.launch(os.getpid, workers=1)  # from now on a worker starts within a moment
 
@@ -135,6 +138,7 @@ def stops_itself_and_another_fails(folder: str) -> None:
     raise ValueError("worker 0 is done for")
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_gets_the_chance_to_save_and_does_not_keep_the_launcher_waiting(tmp_path: Path):
     before = time.monotonic()
 
@@ -152,6 +156,7 @@ def leaves_a_process_behind() -> None:
     sys.stdout.write(f"{process.pid}\n")
 
 
+@pytest.mark.slow
 def test_they_are_ended_when_they_take_too_long_to_end(capsys: pytest.CaptureFixture[str]):
     ls.launch(os.getpid, workers=1)  # from now on a worker starts within a moment
 
@@ -174,6 +179,7 @@ def fails_once() -> str:
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
+@pytest.mark.slow
 def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path: Path):
     logs = tmp_path / "logs"
 
@@ -186,6 +192,7 @@ def test_all_start_again_after_a_failure_and_each_attempt_has_its_logs(tmp_path:
     ]
 
 
+@pytest.mark.slow
 def test_only_the_chief_is_heard(capsys: pytest.CaptureFixture[str]):
     ls.launch(lambda: sys.stdout.write(f"I am {os.environ['RANK']}\n"), workers=2)
 
@@ -218,6 +225,7 @@ def test_a_worker_has_this_process_s_variables_and_its_share_of_the_cores(monkey
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@pytest.mark.slow
 def test_it_works_in_a_thread():
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(ls.launch(lambda: "done", workers=1)))
@@ -228,6 +236,7 @@ def test_it_works_in_a_thread():
     assert results == ["done"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -251,6 +260,7 @@ print(ls.launch(work, workers=2, args=(1,)).x)
 """
 
 
+@pytest.mark.slow
 def test_functions_of_main_travel_and_main_is_not_run_again(tmp_path: Path, python: Start):
     (tmp_path / "script.py").write_text(UNGUARDED)
 
@@ -260,6 +270,7 @@ def test_functions_of_main_travel_and_main_is_not_run_again(tmp_path: Path, pyth
     assert (out, process.returncode) == ("top\n3\n", 0), err
 
 
+@pytest.mark.slow
 def test_so_they_do_from_a_program_that_is_no_file(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-"], input=UNGUARDED, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
@@ -288,6 +299,7 @@ ls.launch(work, workers=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_workers_and_what_they_started_end_with_the_process_that_launched_them(sign, tmp_path: Path, python: Start):
     process = python("-c", IN_A_LOADER_AND_IN_A_COLLECTIVE, TMPDIR=str(tmp_path))
@@ -324,6 +336,7 @@ def work(*_):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launches", "to"),
     [
@@ -356,6 +369,7 @@ ls.launch(work, workers=2)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, python: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -381,6 +395,7 @@ except ClusterError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_handles_sigterm_gets_it_when_the_workers_have_ended(python: Start):
     process = python("-c", HANDLES_SIGTERM)
     assert process.stdout is not None
@@ -398,5 +413,6 @@ def start_method() -> str:
     return multiprocessing.get_start_method()
 
 
+@pytest.mark.slow
 def test_what_a_worker_starts_is_started_as_in_any_program():
     assert ls.launch(start_method, workers=1) == multiprocessing.get_start_method()

@@ -68,6 +68,7 @@ def test_the_chief_is_lost_with_its_store(members: MakeMembers, number: signal.S
         assert member.do("close") < 3.0
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_stopped_learns_that_it_was_given_up(members: MakeMembers):
     job = members(2)
     waiting(job[0])
@@ -79,6 +80,7 @@ def test_a_worker_that_was_stopped_learns_that_it_was_given_up(members: MakeMemb
     assert "this worker itself was stopped or cut off" in job[1].error("wait", 10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_short_stop_is_no_loss(members: MakeMembers, stopped: int):
     job = members(2, lost_after_s=4.0)
@@ -91,6 +93,7 @@ def test_a_short_stop_is_no_loss(members: MakeMembers, stopped: int):
     assert not job[1 - stopped].has_answered()
 
 
+@pytest.mark.slow
 def test_a_failure_is_the_same_cause_on_all(members: MakeMembers):
     job = members(3)
     waiting(job[0], job[1])
@@ -106,6 +109,7 @@ def test_a_failure_is_the_same_cause_on_all(members: MakeMembers):
     assert job[2].do("called") == []
 
 
+@pytest.mark.slow
 def test_the_first_cause_stays(members: MakeMembers):
     job = members(3)
     job[1].do("fail", "the first")
@@ -117,6 +121,7 @@ def test_the_first_cause_stays(members: MakeMembers):
     assert "the first" in errors.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting_for_it", [(0, 2), (2,)])
 def test_a_broken_connection_is_explained_sooner_than_silence_is(members: MakeMembers, waiting_for_it: tuple[int, ...]):
     job = members(3, lost_after_s=10.0)
@@ -134,6 +139,7 @@ def test_a_broken_connection_is_explained_sooner_than_silence_is(members: MakeMe
         assert said.at_s - at_s < 6.0
 
 
+@pytest.mark.slow
 def test_a_broken_connection_between_living_workers_names_both(members: MakeMembers):
     job = members(2, lost_after_s=1.0)
 
@@ -146,6 +152,7 @@ def test_a_broken_connection_between_living_workers_names_both(members: MakeMemb
     assert job[1].error("wait", 10.0) == error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_worker_that_ends_is_missed_only_by_those_who_wait_for_it(members: MakeMembers, first: int):
     job = members(3)
@@ -159,6 +166,7 @@ def test_a_worker_that_ends_is_missed_only_by_those_who_wait_for_it(members: Mak
     assert others[1].do("close") < LOST_AFTER_S
 
 
+@pytest.mark.slow
 def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
     job = members(3)
     assert job[0].do("close") < LOST_AFTER_S
@@ -170,6 +178,7 @@ def test_the_chief_ends_first_and_nobody_minds(members: MakeMembers):
     assert all(member.do("threads") == [] for member in job[1:])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_member_that_has_closed(members: MakeMembers):
     job = members(2)
     assert {"lockstep-store", "lockstep-heartbeat"} <= set(job[0].do("threads"))
@@ -181,6 +190,7 @@ def test_nothing_is_left_of_a_member_that_has_closed(members: MakeMembers):
     assert [member.do("threads") for member in job] == [[], []]
 
 
+@pytest.mark.slow
 def test_one_who_fails_over_another_that_left_says_who_left(members: MakeMembers):
     job = members(3)
     job[1].do("close")
@@ -192,6 +202,7 @@ def test_one_who_fails_over_another_that_left_says_who_left(members: MakeMembers
     assert all(text == error for _, text in job[2].do("called"))
 
 
+@pytest.mark.slow
 def test_what_others_are_doing_is_read_when_it_is_asked_for(members: MakeMembers):
     job = members(3)
     for member, text in zip(job, ("step 3", "step 4", "step 3"), strict=True):
@@ -203,6 +214,7 @@ def test_what_others_are_doing_is_read_when_it_is_asked_for(members: MakeMembers
     assert len(re.findall("was last in step 3", job[1].do("other_statuses"))) == 2
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_member_is_none(members: MakeMembers):
     job = members(2)
     job[1].do("fork")
@@ -222,6 +234,7 @@ member.set_status("its last step")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -244,6 +257,7 @@ def test_the_end_of_the_interpreter_is_an_end_like_any_other(
     assert said.at_s - began < LOST_AFTER_S
 
 
+@pytest.mark.slow
 def test_an_error_in_the_thread_of_the_heartbeat_ends_the_job(members: MakeMembers):
     chief, other = members(2)
     chief.do("pretend", "lockstep.membership.heartbeat", "describe_loss", None)

@@ -22,6 +22,7 @@ LOST_AFTER_S = 6.0
 NOISE_S = 9.0
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_256_members_meet_and_all_are_told_of_a_loss(start: Callable[..., Member], free_port: int):
     # Members in a process share its threads' lock and this machine's cores, which a job's members do not.

@@ -61,6 +61,7 @@ def wait_until_served(address: str, limit_s: float = 30.0) -> None:
             pause.wait(0.02)
 
 
+@pytest.mark.slow
 def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}, timeout_s=4.0).begin("join")
     other = start({"workers": addresses, "index": 1}, timeout_s=60.0).begin("join")
@@ -73,6 +74,7 @@ def test_those_who_are_missing_are_named_again_and_again_and_then_given_up(start
     assert any(f"worker 1 ({addresses[1]}) waits for worker 2 ({addresses[2]}); " in line for line in other.do("said"))
 
 
+@pytest.mark.slow
 def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[str]):
     began = time.monotonic()
     worker = start({"workers": addresses, "index": 1}, timeout_s=3.0)
@@ -85,6 +87,7 @@ def test_a_worker_whose_chief_is_missing_says_so(start: Start, addresses: list[s
     assert "waits for worker 0" in worker.do("said")[0]
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_stopped_at_the_start_is_given_up(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     first = start({"workers": addresses, "index": 1}, timeout_s=5.0).begin("join")
@@ -111,6 +114,7 @@ def test_a_process_of_another_job_is_refused_and_disturbs_nobody(start: Start, a
     assert chief.answer().error == worker.answer().error == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [b"\xff", b"no record", b"[]", b"{}"])
 def test_the_store_of_another_program_is_told_from_one_of_ours(found: bytes, start: Start, addresses: list[str]):
     host, port = addresses[0].split(":")
@@ -123,6 +127,7 @@ def test_the_store_of_another_program_is_told_from_one_of_ours(found: bytes, sta
     assert "choose another port" in error
 
 
+@pytest.mark.slow
 def test_a_second_process_of_a_worker_is_refused(start: Start, members: MakeMembers, addresses: list[str]):
     chief, first = members(2)
 
@@ -135,6 +140,7 @@ def test_a_second_process_of_a_worker_is_refused(start: Start, members: MakeMemb
     assert chief.do("wait", 1.0) == first.do("wait", 1.0) == "nothing happened"
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_index_in_the_rendezvous(start: Start, addresses: list[str]):
     start({"workers": addresses, "index": 0}).begin("join")
     rivals = [start({"workers": addresses, "index": 1}).begin("join") for _ in range(2)]
@@ -146,6 +152,7 @@ def test_two_processes_of_one_index_in_the_rendezvous(start: Start, addresses: l
     assert not first.has_answered(1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     first = start({"workers": addresses, "index": 1}).begin("join")
@@ -158,6 +165,7 @@ def test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(st
     assert [member.do("wait", 1.0) for member in job] == ["nothing happened"] * 3
 
 
+@pytest.mark.slow
 def test_a_chief_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(start: Start, addresses: list[str]):
     first = start({"workers": addresses, "index": 0}).begin("join")
     worker = start({"workers": addresses, "index": 1}).begin("join")
@@ -169,6 +177,7 @@ def test_a_chief_that_dies_in_the_rendezvous_is_replaced_by_its_next_process(sta
     assert [member.answer().error for member in job] == ["", "", ""]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_chief_ends_the_rendezvous_for_all(start: Start, addresses: list[str]):
     chief = start({"workers": addresses, "index": 0}).begin("join")
     worker = start({"workers": addresses, "index": 1}).begin("join")
@@ -179,6 +188,7 @@ def test_an_interrupt_of_the_chief_ends_the_rendezvous_for_all(start: Start, add
     assert worker.answer().error == f"worker 0 ({addresses[0]}) was interrupted (Ctrl-C); it was in the rendezvous"
 
 
+@pytest.mark.slow
 def test_the_same_processes_can_form_the_job_again(members: MakeMembers):
     job = members(3)
     for member in job:
@@ -189,6 +199,7 @@ def test_the_same_processes_can_form_the_job_again(members: MakeMembers):
     assert [member.do("wait", 1.0) for member in job] == ["nothing happened"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "term", "there"),
     [
@@ -215,6 +226,7 @@ def test_versions_that_disagree_end_all(
         assert re.search(rf"\b{re.escape(value)} on worker {workers} \(", error)
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_ends_all(start: Start, addresses: list[str]):
     job = [
         start({"workers": addresses[: 2 + index], "index": index, "job_id": "roses"}).begin("join") for index in (0, 1)
@@ -228,6 +240,7 @@ def test_another_number_of_workers_ends_all(start: Start, addresses: list[str]):
     assert "worker 1" in error
 
 
+@pytest.mark.slow
 def test_only_the_named_address_listens(members: MakeMembers, addresses: list[str]):
     members(2)
     port = int(addresses[0].split(":")[1])
@@ -249,6 +262,7 @@ def listeners_at(port: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_noise_at_the_port_disturbs_nobody(start: Start, addresses: list[str]):
     host, port = addresses[0].split(":")
     job = [start({"workers": addresses[:2], "index": 0}).begin("join")]
@@ -275,6 +289,7 @@ def launcher(free_port: int) -> Iterator[dict[str, object]]:
     del store
 
 
+@pytest.mark.slow
 def test_workers_of_a_launcher_are_called_by_their_hosts(start: Start, launcher: dict[str, object]):
     # With a shorter limit, a store that answers late on a busy machine is taken for lost before the worker is.
     job = [start(launcher | {"index": index}, lost_after_s=6.0).begin("join") for index in range(3)]
@@ -289,6 +304,7 @@ def test_workers_of_a_launcher_are_called_by_their_hosts(start: Start, launcher:
     assert "is lost: no heartbeat" in job[2].error("wait", 30.0)
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_the_job_again(start: Start, launcher: dict[str, object]):
     for attempt in (0, 0, 1):  # another run of the same attempt: the processes closed, or were killed and come anew
         job = [start(launcher | {"index": index, "attempt": attempt}).begin("join") for index in (2, 1, 0)]
@@ -298,6 +314,7 @@ def test_a_launcher_starts_the_job_again(start: Start, launcher: dict[str, objec
             member.end()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(addresses: list[str]):
     host, port = addresses[0].split(":")
     expected = rf"worker 0 \({addresses[0]}\) cannot listen: port {port} of {host} is in use "
@@ -307,6 +324,7 @@ def test_a_port_in_use_is_named(addresses: list[str]):
         assert server.fileno() >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_address_of_another_machine_is_named(start: Start, addresses: list[str], index: int):
     elsewhere = "198.51.100.7:20000"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
@@ -72,6 +73,7 @@ def steps(strategy: MirroredStrategy, module: nn.Module, compilation: Compilatio
     return mirrored.module.state_dict() | {"outputs": strategy.local_results(outputs)[1]}
 
 
+@pytest.mark.slow
 def test_two_replicas_compile_once_and_have_the_numbers_of_the_module_as_it_is(strategy: MirroredStrategy) -> None:
     torch.manual_seed(0)
     net = Net()
@@ -149,7 +151,10 @@ def drawn(replicas: tuple[LogicalDevice, ...], how: str = "usual") -> list[tuple
         return [result for _ in range(2) for result in strategy.local_results(strategy.run(step))]
 
 
-@pytest.mark.parametrize("how", ["usual", "in place", "recomputed", "recomputed in place"])
+HOW = ("usual", "in place", "recomputed", "recomputed in place")
+
+
+@pytest.mark.parametrize("how", partly_slow(HOW, "in place", "recomputed"))
 def test_compiled_dropout_draws_from_each_replica_and_is_the_same_in_every_run(
     strategy: MirroredStrategy, split_cpu: Callable[[int], tuple[LogicalDevice, ...]], how: str
 ) -> None:
@@ -264,7 +269,12 @@ class Dividing(nn.Module):
         return self.divide(x, by)
 
 
-@pytest.mark.parametrize("divide", [torch.floor_divide, torch.remainder, torch.fmod], ids=lambda each: each.__name__)
+DIVISIONS = (torch.floor_divide, torch.remainder, torch.fmod)
+
+
+@pytest.mark.parametrize(
+    "divide", partly_slow(DIVISIONS, torch.floor_divide, torch.fmod), ids=lambda function: function.__name__
+)
 def test_a_replica_that_divides_integers_by_zero_always_has_the_error_itself(
     strategy: MirroredStrategy, monkeypatch: pytest.MonkeyPatch, divide: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
@@ -310,6 +320,7 @@ class Tied(nn.Module):
         return nn.functional.linear(torch.tanh(self.inner(self.table(x))), self.table.weight)
 
 
+@pytest.mark.slow
 def test_compiled_products_go_to_onednn_where_it_is_faster(
     strategy: MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +373,7 @@ print(counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], ls.fingerprin
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_compiled_code_and_has_the_same_bits(
     python: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ AROUND: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 def test_reruns_are_bit_equal_and_the_numbers_are_those_of_one_device(
     strategy: MirroredStrategy, around: str, caplog: pytest.LogCaptureFixture
@@ -114,6 +115,7 @@ def test_reruns_are_bit_equal_and_the_numbers_are_those_of_one_device(
     torch.testing.assert_close(runs[0], on_one_device(network(Net)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_by_inductor_is_the_replica_s_own(strategy: MirroredStrategy) -> None:
     runs = [trained(strategy, network(Net, dropout=0.5), torch.compile) for _ in range(2)]
     assert torch.equal(runs[0], runs[1])

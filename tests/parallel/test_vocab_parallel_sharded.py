@@ -6,6 +6,8 @@ import pytest
 
 import lockstep as ls
 
+pytestmark = pytest.mark.slow
+
 
 def job() -> tuple[list[bool], list[float]]:
     """In every worker: whether the loss was given divided scores, and the losses of two steps."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 from torch import nn
 
 pytestmark = pytest.mark.workers
@@ -31,7 +32,7 @@ def one_device(run_layout: Callable[..., Any]) -> Any:
     return run_layout((1,), (4,), "loops")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", partly_slow(LAYOUTS, "2 + 1 + 1"))
 def test_every_step_has_the_bits_of_one_device(layout: str, run_layout: Callable[..., Any], one_device: Any):
     differences = run_layout(*LAYOUTS[layout], "loops").differences(one_device)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 FOUR: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # each worker's devices, and its replicas
     "1 process with 4 devices": ((4,), (4,)),

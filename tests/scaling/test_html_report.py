@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from lockstep_tools.scaling.measure import PARTS
 from lockstep_tools.scaling.report import PART_HEADINGS, ROW_HEADINGS, part_cells, render_page, row_cells
 
@@ -28,6 +30,7 @@ def test_what_others_wrote_is_text_and_no_markup(make):
     assert "<pictures>" not in page
 
 
+@pytest.mark.slow
 def test_a_browser_shows_every_number_and_all_plots(make, browse):
     result = make.result()
     shown = browse(render_page(result), width=1400)
@@ -51,6 +54,7 @@ def test_the_same_result_draws_the_same_page(make):
     assert render_page(make.result()) == render_page(make.result())
 
 
+@pytest.mark.slow
 def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
     result = make.result()
     shown = browse(render_page(result), width=400, dark=True)
@@ -61,6 +65,7 @@ def test_a_narrow_window_shows_the_same_and_nothing_sticks_out(make, browse):
     assert min(min(box) for box in shown.seen["figures"].values()) > 50
 
 
+@pytest.mark.slow
 def test_a_browser_refuses_what_the_page_would_ask_for(make, browse):
     tampered = render_page(make.result()).replace("</main>", '<img src="https://example.invalid/a.png"></main>')
 

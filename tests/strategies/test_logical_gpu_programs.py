@@ -101,6 +101,7 @@ def test_a_loop_of_one_s_own_with_clipping_and_a_schedule_outside(three: ls.Mirr
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_masked_language_modelling_on_four_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 SIZES = (9, 8, 1, 5, 2, 4)  # the small ones leave replicas, and a whole worker, without rows
 REPLICAS = (2, 1)

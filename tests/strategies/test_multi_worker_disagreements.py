@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.errors import ClusterError
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 STEPS = 4
 NAMES = [rf"worker {worker} \(127\.0\.0\.1:\d+\)" for worker in range(2)]

@@ -196,6 +196,7 @@ def test_a_worker_that_is_killed_in_mid_step_is_named(start_job: Any, worker: in
     assert_ends(job[1 - worker], lost(worker, doing), since=since)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worker", "loop"), [(0, own_loop), (1, fit)])
 def test_a_worker_that_is_stopped_is_named_and_ends_itself_when_it_goes_on(start_job: Any, worker: int, loop: Loop):
     job = start_job(loop, worker, "step", "waits")
@@ -250,6 +251,7 @@ def test_an_exception_in_one_worker_is_the_other_s_error(
     assert 'raise ValueError("no such picture")' in job[1 - worker].errors  # where it was raised
 
 
+@pytest.mark.slow
 def test_the_others_hear_of_an_exception_before_all_replicas_have_stopped(start_job: Any):
     job = start_job(own_loop, 1, "step", "raises beside")
     job[1].wait_for("in trouble")
@@ -267,6 +269,7 @@ def test_a_worker_that_exits_in_mid_training_is_named(start_job: Any, loop: Loop
     assert_ends(job[1 - worker], early)
 
 
+@pytest.mark.slow
 def test_the_exit_of_a_replica_is_the_exit_of_its_worker(start_job: Any):
     job = start_job(own_loop, 1, "step", "exits")
 
@@ -274,6 +277,7 @@ def test_the_exit_of_a_replica_is_the_exit_of_its_worker(start_job: Any):
     assert_ends(job[0], rf"ClusterError: {name(1)} ended itself with exit code 0; it was in {IN_STEP}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worker", "number"), [(0, signal.SIGKILL), (2, signal.SIGSTOP)])
 def test_every_other_worker_of_three_names_the_same_one(start_job: Any, worker: int, number: signal.Signals):
     job = start_job(fit, worker, "step", "waits", workers=3)
@@ -317,6 +321,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
     assert f"{line}\n" in iter(process.stdout.readline, "")
 
 
+@pytest.mark.slow
 def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: StartByHand):
     chief, other = start_by_hand("own_loop(0, 'step', 'waits')")
     wait_for(chief, "waits")
@@ -328,6 +333,7 @@ def test_a_program_that_was_started_by_hand_ends_like_this_too(start_by_hand: St
     assert re.search(lost(0, IN_STEP), errors.splitlines()[-1]), errors
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_by_hand: StartByHand):
     chief, other = start_by_hand("own_loop(0, 'loop', 'waits for a line')")
     wait_for(chief, "waits")
@@ -340,6 +346,7 @@ def test_a_worker_that_was_killed_before_the_other_began_a_step_is_named(start_b
     assert re.search(rf"^lockstep\.errors\.ClusterError: {name(1)}", errors, re.MULTILINE), errors
 
 
+@pytest.mark.slow
 def test_an_exception_is_told_though_a_thread_of_the_program_lives_on(start_by_hand: StartByHand):
     chief, other = start_by_hand(
         "import os, sys, threading\n"
@@ -367,6 +374,7 @@ last = Last()
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_while_a_connection_breaks_is_not_aborted(start_by_hand: StartByHand):
     job = start_by_hand(f"{SAYS_THAT_THE_INTERPRETER_ENDS}own_loop(1, 'loop', 'exits')")
     for each in job:

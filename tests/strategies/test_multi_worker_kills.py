@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep as ls
 from lockstep.checkpoint.weights import read_weights
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 KILLS = int(os.environ.get("LOCKSTEP_TEST_KILLS", "4"))
 SEED = int(os.environ.get("LOCKSTEP_TEST_SEED", "0"))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 HOSTS = ["10.83.0.1", "10.83.0.2", "10.83.0.3"]
 NAMESPACES = Path("/run/netns")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 
 import lockstep as ls
 
@@ -46,6 +47,7 @@ IDS = {
     for launch, (_, experiments) in EXPERIMENTS.items()
     for number, (name, grid) in enumerate(experiments)
 }
+QUICK = {"bert-tensor2", "gpt2-tensor2", "bert-pipeline2", "gpt2-pipeline2", "bert-data2-tensor2"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def one_device(program: Any) -> Callable[[str, int], dict[str, Any]]:
     return cache(program.one_device)
 
 
-@pytest.fixture(params=IDS)
+@pytest.fixture(params=partly_slow(IDS, *(set(IDS) - QUICK)))
 def pair(
     request: pytest.FixtureRequest, program: Any, run: Callable[[str], Any], one_device: Callable[[str, int], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,6 +132,7 @@ def test_a_closed_strategy_leaves_no_thread(pair: tuple[dict[str, Any], dict[str
     assert pair[0]["threads left"] == 0
 
 
+@pytest.mark.slow
 def test_a_worker_holds_a_part_only(run: Callable[[str], Any], one_device: Callable[[str, int], Any]):
     size = one_device("gpt2", 2)["size"]
     launch, number = IDS["gpt2-pipeline2-tensor2"]
@@ -147,6 +150,7 @@ def dropped(run: Callable[[str], Any]) -> Any:
     return run(launch)[len(EXPERIMENTS[launch][1]) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2])
 def test_dropout_on_the_same_grid_twice_gives_the_same_bits(dropped: list[dict[str, Any]], first: int):
     one, other = dropped[first : first + 2]
@@ -155,6 +159,7 @@ def test_dropout_on_the_same_grid_twice_gives_the_same_bits(dropped: list[dict[s
     assert one["everyones"] == other["everyones"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run_number", "pairs", "apart"), [(0, [(0, 1), (2, 3)], [(0, 2)]), (2, [(0, 1), (2, 3)], [(0, 2)])]
 )

@@ -94,6 +94,7 @@ def test_a_worker_that_is_lost_in_mid_step_is_named(start_job: Any, axis: str, t
     assert other.raised_at - since < FOUND_AFTER_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_an_exception_in_a_part_of_the_model_is_the_other_s_error(start_job: Any, axis: str):
     job = start_job(fit, "index", 1, axis, "fails")

@@ -16,7 +16,7 @@ from torch import Tensor
 import lockstep as ls
 from lockstep.errors import LockstepError
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "small_models.py"
 SIZES = (5, 4, 3)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.errors import CheckpointError
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 LIMIT_S = 250
 MODELS = Path(__file__).parent / "programs" / "small_models.py"

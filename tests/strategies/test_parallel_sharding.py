@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lockstep as ls
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "parallel_sharding.py"
 WORKERS = 4

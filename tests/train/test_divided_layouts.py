@@ -13,7 +13,7 @@ import torch
 
 import lockstep as ls
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 LAYOUTS = ["tensor", "pipeline", "sharded weights", "sharded optimizer"]

@@ -201,6 +201,7 @@ def job() -> dict[str, Any]:
     return {"found": copy.deepcopy(found), "same": ls.fingerprint(model) == before}
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_two_workers_agree_when_to_stop_and_have_one_device_s_numbers():
     result = ls.launch(job, workers=2)

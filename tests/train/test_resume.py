@@ -250,6 +250,7 @@ def with_states(folder: Path) -> list[ls.Callback]:
     return [ls.ModelCheckpoint(f"{folder}-weights", save_weights_only=True), Count(), backup]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "value"), OTHER_TYPES)
 def test_a_record_with_values_of_another_type_is_passed_over_by_name(
     place: str, value: Any, two_backups: tuple[Path, dict[str, torch.Tensor]], make_strategy: MakeStrategy

@@ -22,7 +22,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.weights import read_weights
 from lockstep.train.callbacks.checkpoints import SAVED_AND_STOPPED
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
 LIMIT_S = 120

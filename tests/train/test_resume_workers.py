@@ -21,7 +21,7 @@ from lockstep.config import LogicalDevice
 from lockstep.errors import ClusterError
 from lockstep.strategies.mirrored import MirroredStrategy
 
-pytestmark = pytest.mark.workers
+pytestmark = [pytest.mark.workers, pytest.mark.slow]
 
 PROGRAM = str(Path(__file__).parent / "programs" / "resumable.py")
 Result = tuple[dict[str, torch.Tensor], dict[str, list[float]]]

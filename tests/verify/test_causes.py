@@ -11,6 +11,7 @@ from lockstep_tools.verify.report import VerifyReport
 Verified = Callable[..., VerifyReport]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "first", "cause", "tested"),
     [
@@ -52,6 +53,7 @@ def test_the_cause_is_found_and_tested(
     assert tested in report.findings[0].tested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -84,6 +86,7 @@ def test_dropout_alone_is_nothing_wrong(program: str, sound: bool, verified: Ver
     assert verified(program).sound is sound
 
 
+@pytest.mark.slow
 def test_two_causes_are_both_found(verified: Verified):
     report = verified("dropout_and_mean")
 
@@ -91,6 +94,7 @@ def test_two_causes_are_both_found(verified: Verified):
     assert "the first that differs is then the loss" in report.findings[0].tested
 
 
+@pytest.mark.slow
 def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
     experiments = verified("decay_by_hand").experiments
 
@@ -100,6 +104,7 @@ def test_the_experiments_are_listed_with_what_came_of_them(verified: Verified):
     ]
 
 
+@pytest.mark.slow
 def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
     report = verified("learning_rate")
 
@@ -107,6 +112,7 @@ def test_a_small_difference_is_judged_by_measured_rounding(verified: Verified):
     assert "one replica with itself, weights moved by one rounding error" in dict(report.experiments)
 
 
+@pytest.mark.slow
 def test_what_the_difference_does_not_need_is_no_cause(verified: Verified):
     report = verified("harmless_dropout")
 

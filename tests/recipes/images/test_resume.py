@@ -18,6 +18,8 @@ from lockstep_tools.recipes.images.train import run_settings, train_images
 if TYPE_CHECKING:
     from tests.recipes.images.conftest import MakeConfig, MakeTree
 
+pytestmark = pytest.mark.slow
+
 MakeStrategy = Callable[[int], MirroredStrategy]
 
 

@@ -26,6 +26,7 @@ def colors(make_tree: MakeTree) -> Path:
     return make_tree("data", {"blue": 24, "green": 24, "red": 24})
 
 
+@pytest.mark.slow
 def test_two_replicas_learn_and_are_tested(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path):
     config = tiny(data=colors, epochs=8, learning_rate=0.01, batch_norm_momentum=0.5, patience=0)
     epochs: list[int] = []
@@ -44,6 +45,7 @@ def test_two_replicas_learn_and_are_tested(colors: Path, tiny: MakeConfig, make_
     assert list((tmp_path / "logs" / "train").iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_numbers(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     strategy = make_strategy(2)
     config = tiny(data=colors)
@@ -69,6 +71,7 @@ def test_any_number_of_replicas_and_workers_sees_the_same_pictures(
     assert one_test["loss"] == pytest.approx(three_test["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     # A rate this small moves no float32 weight, and a momentum this small no statistics: the second epoch is no better.
     still = {"data": colors, "epochs": 3, "learning_rate": 1e-30, "sync_batchnorm": True, "patience_updates": 0}
@@ -81,12 +84,14 @@ def test_training_stops_when_validation_no_longer_improves(colors: Path, tiny: M
     assert len(patient.history.epoch) == 3
 
 
+@pytest.mark.slow
 def test_without_validation_the_training_loss_is_watched(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     result = train_images(tiny(data=colors, valid_fraction=0.0, patience=1), make_strategy(1), verbose=0)
 
     assert set(result.history.history) == {"loss", "accuracy", "learning_rate"}
 
 
+@pytest.mark.slow
 def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     # 60 pictures in batches of 59: the last one has one row, for one of three replicas.
     result = train_images(tiny(data=colors, batch_size=59), make_strategy(3), verbose=0)
@@ -96,6 +101,7 @@ def test_tiny_last_shards_pass_batch_norm(colors: Path, tiny: MakeConfig, make_s
     assert result.history.timing[0].steps == 2
 
 
+@pytest.mark.slow
 def test_convolutions_run_with_the_channels_last(colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy):
     task = build_images(tiny(data=colors))
 
@@ -108,6 +114,7 @@ def test_convolutions_run_with_the_channels_last(colors: Path, tiny: MakeConfig,
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_the_output_is_what_transformers_loads(
     colors: Path, tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):

@@ -38,6 +38,7 @@ def shades(tmp_path: Path) -> Path:
     return tmp_path / "shades"
 
 
+@pytest.mark.slow
 def test_few_separable_images_are_learnt(shades: Path, make_strategy: MakeStrategy):
     result = train_images(ImagesConfig(data=shades, epochs=6, workers=0), make_strategy(2), verbose=0)
 
@@ -47,6 +48,7 @@ def test_few_separable_images_are_learnt(shades: Path, make_strategy: MakeStrate
     assert result.few_updates is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("valid_fraction", [0.0, 0.1])
 def test_the_best_epoch_is_kept_whatever_comes_after(
     valid_fraction: float, shades: Path, tiny: MakeConfig, make_strategy: MakeStrategy
@@ -116,6 +118,7 @@ def test_statistics_are_those_of_all_rows():
     assert module[1].momentum == 0.01
 
 
+@pytest.mark.slow
 def test_any_number_of_replicas_computes_the_same_statistics(
     shades: Path, tiny: MakeConfig, make_strategy: MakeStrategy
 ):

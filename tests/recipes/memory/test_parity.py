@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import partly_slow
 
 import lockstep as ls
 
@@ -97,7 +98,7 @@ def assert_equal_to_one_device(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", partly_slow([2, 4], 4))
 def test_adapters_learn_as_on_one_device(fronts: Any, make_strategy: MakeStrategy, front: str, replicas: int):
     ours = fronts.on(make_strategy(replicas), fronts.Case(), front)
 
@@ -105,7 +106,7 @@ def test_adapters_learn_as_on_one_device(fronts: Any, make_strategy: MakeStrateg
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", partly_slow(MODES, "reentrant"))
 def test_checkpointing_changes_no_number(fronts: Any, make_strategy: MakeStrategy, front: str, mode: str):
     ours = fronts.on(make_strategy(2), fronts.Case(checkpointing=mode), front)
 
@@ -113,7 +114,7 @@ def test_checkpointing_changes_no_number(fronts: Any, make_strategy: MakeStrateg
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", partly_slow([True, False], False))
 def test_checkpointing_draws_the_same_masks_again(fronts: Any, make_strategy: MakeStrategy, front: str, lora: bool):
     def weights(mode: str) -> dict[str, torch.Tensor]:
         case = fronts.Case(lora=lora, dropout=0.3, checkpointing=mode)
@@ -184,6 +185,7 @@ def assert_near_in_bf16(ours: Any, theirs: Any) -> None:
     assert all(torch.equal(ours.after[name], ours.before[name]) for name in ours.after.keys() - ours.trained)
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.parametrize("name", [*FRONTS, "frozen ones in the optimizer", "checkpointing", "reentrant checkpointing"])
 def test_two_workers_learn_as_one_device(workers: dict[str, Any], name: str):
@@ -192,6 +194,7 @@ def test_two_workers_learn_as_one_device(workers: dict[str, Any], name: str):
     assert_equal_to_one_device(workers[name], theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.workers
 def test_on_two_workers_checkpointing_draws_the_same_masks_again(workers: dict[str, Any]):
     plain, *others = (workers[name].after for name in workers if name.startswith("masks"))

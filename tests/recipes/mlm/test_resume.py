@@ -21,6 +21,8 @@ from lockstep_tools.recipes.mlm.train import train_mlm
 if TYPE_CHECKING:
     from tests.recipes.conftest import MakeConfig
 
+pytestmark = pytest.mark.slow
+
 SplitCpu = Callable[[int], tuple[LogicalDevice, ...]]
 EVERY, INTERRUPTED = 6, 14  # global batches, of which an epoch has 8: saved last in the middle of the second
 DONE = [8, 4]  # batches of each epoch that the resumed run has on its clock: of the second its own half

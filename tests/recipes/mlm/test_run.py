@@ -45,6 +45,7 @@ def test_two_replicas_learn_and_are_tested(tiny: MakeConfig, pair: MirroredStrat
     assert result.vocabulary == 400
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, pair: MirroredStrategy, split_cpu: SplitCpu):
     config = tiny(epochs=1)
 
@@ -56,6 +57,7 @@ def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, pair: Mirro
     assert first.test_metrics == second.test_metrics
 
 
+@pytest.mark.slow
 def test_training_stops_when_validation_no_longer_improves(tiny: MakeConfig, pair: MirroredStrategy):
     # A rate this small moves no float32 weight, so the second epoch cannot beat the first.
     stopped = train_mlm(tiny(epochs=4, learning_rate=1e-30, patience=1, patience_updates=0), pair, verbose=0)
@@ -65,6 +67,7 @@ def test_training_stops_when_validation_no_longer_improves(tiny: MakeConfig, pai
     assert len(patient.history.epoch) == 3
 
 
+@pytest.mark.slow
 def test_the_output_is_a_folder_that_transformers_and_the_recipe_load(
     tiny: MakeConfig, pair: MirroredStrategy, tmp_path: Path
 ):
@@ -83,6 +86,7 @@ def test_the_output_is_a_folder_that_transformers_and_the_recipe_load(
     assert again.tokenizer.all_special_ids == build_mlm(config).tokenizer.all_special_ids
 
 
+@pytest.mark.slow
 def test_on_a_gpu_steps_are_recorded_and_give_what_they_give_on_a_cpu(
     tiny: MakeConfig, pair: MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):

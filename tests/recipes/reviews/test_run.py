@@ -48,6 +48,7 @@ def test_two_replicas_learn_and_answer_and_leave_a_model_that_pipeline_reads(
     assert list((tmp_path / "log" / "train").glob("events.out.tfevents*"))
 
 
+@pytest.mark.slow
 def test_the_best_epoch_is_tested_and_not_the_last(
     tiny: MakeConfig, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,6 +72,7 @@ def test_the_best_epoch_is_tested_and_not_the_last(
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strategy: MakeStrategy):
     config = tiny(epochs=1, dropout=0.3, hide=0.3)
 
@@ -80,6 +82,7 @@ def test_the_same_run_twice_gives_the_same_numbers(tiny: MakeConfig, make_strate
     assert first.test_metrics == second.test_metrics
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     tiny: MakeConfig, make_strategy: MakeStrategy, tmp_path: Path
 ):
@@ -99,16 +102,19 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     assert [event.step for event in events.Scalars("batch_loss")] == [8, 10, 16]
 
 
+@pytest.mark.slow
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"is not a checkpoint of a Trainer: it has no trainer_state\.json"):
         check_resume(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run(tiny: MakeConfig, make_strategy: MakeStrategy):
     with pytest.raises(NonFiniteLossError, match=r"epoch 1: the loss became nan between step 1 and step 8"):
         train(tiny(learning_rate=1e30, clip_norm=0.0), make_strategy(2))
 
 
+@pytest.mark.slow
 def test_transformers_says_as_much_as_before_and_nothing_is_left_without_places(
     tiny: MakeConfig, make_strategy: MakeStrategy, capfd: pytest.CaptureFixture[str]
 ):

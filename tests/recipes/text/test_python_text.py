@@ -7,6 +7,8 @@ import pytest
 from lockstep.errors import DataError
 from lockstep_tools.recipes.text.corpus import docstrings_of, paragraphs_of, python_paragraphs, python_text
 
+pytestmark = pytest.mark.slow
+
 
 def long(word: str) -> str:
     return " ".join([word] * 30)
