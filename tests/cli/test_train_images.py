@@ -133,11 +133,6 @@ def leave_nothing(pictures: Path) -> None:
         path.unlink()
 
 
-def break_all(pictures: Path) -> None:
-    for path in pictures.rglob("*.png"):
-        path.write_bytes(b"broken")
-
-
 def add_a_class_to_the_test(pictures: Path) -> None:
     (pictures / "test" / "cat").rename(pictures / "test" / "cow")
 
@@ -149,7 +144,6 @@ def add_a_class_to_the_test(pictures: Path) -> None:
         (empty_a_class, "cat: 20, dog: 0"),
         (leave_one_class, "cat: 2"),
         (leave_nothing, "cat: 0, dog: 0"),
-        (break_all, "44 of 44 images cannot be read, such as 'pictures/train/cat/0.png' (cannot identify"),
         (add_a_class_to_the_test, "cow: 2, dog: 2; expected at least two folders, the same ones in every split"),
     ],
 )
@@ -161,6 +155,24 @@ def test_pictures_that_cannot_be_used_are_one_line(damage, said, pictures: Path,
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_too_many_broken_pictures_are_one_line_and_all_are_listed(pictures: Path, run_lockstep, tmp_path: Path):
+    broken = sorted(pictures.rglob("1*.png"))
+    for path in broken:
+        path.write_bytes(b"broken")
+
+    done = run_lockstep("train", "images", *SMALL)
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "24 of 44 images cannot be read, such as 'pictures/train/cat/1.png' (cannot identify" in done.stderr
+    assert "these are 54.5%, expected at most 5%; repair or remove those that 'out/skipped.txt' lists" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["skipped.txt"]
+    lines = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
+    assert sorted(line.partition("\tcannot identify")[0] for line in lines) == [
+        str(path.relative_to(tmp_path)) for path in broken
+    ]
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import os
 import runpy
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,22 +74,27 @@ def test_a_few_broken_pictures_are_skipped_and_leave_the_others_where_they_are(m
     assert sum(len(images.labels) for images in pictures.splits.values()) == 115
 
 
-def load_on_worker(damaged: tuple[Path, Path], different: tuple[Path, Path]) -> tuple[Any, ...]:
-    """In each worker: the images of its host, as all workers have agreed on them; then those that are not the same."""
+def load_on_worker(damaged: tuple[Path, Path], refused: Mapping[str, tuple[Path, Path]]) -> tuple[Any, ...]:
+    """In each worker: the images of its host, as all workers have agreed on them; then images that are refused."""
     from contextlib import closing
 
     import lockstep as ls
     from lockstep_tools.recipes.images.config import ImagesConfig
 
+    errors: dict[str, str] = {}
     with closing(ls.MultiWorkerMirroredStrategy(["cpu:0"])) as strategy:
         workers = strategy.workers
         config = ImagesConfig(data=damaged[workers.index], size=8, output_stride=8, workers=0)
         images = load_images(config, workers=workers)
         pixels = b"".join(part.pixels.numpy().tobytes() for part in images.splits.values())
         everyone = workers.all_gather_bytes("the pixels", pixels)
-        with pytest.raises(DataError) as refused:
-            load_images(replace(config, data=different[workers.index]), workers=workers)
-    return [path.name for path in images.broken], list(images.broken.values()), everyone, str(refused.value)
+        for name, folders in refused.items():
+            skipped_file = folders[0].with_name(f"skipped-{workers.index}.txt")
+            with pytest.raises(DataError) as caught:
+                load_images(replace(config, data=folders[workers.index]), workers=workers, skipped_file=skipped_file)
+            errors[name] = str(caught.value)
+        errors_of_all = [json.loads(text) for text in workers.all_gather_bytes("errors", json.dumps(errors).encode())]
+    return [path.name for path in images.broken], list(images.broken.values()), everyone, errors_of_all
 
 
 def _called(path: str, *args: Any) -> Any:
@@ -95,29 +103,50 @@ def _called(path: str, *args: Any) -> Any:
 
 
 @pytest.mark.workers
-def test_workers_agree_on_the_broken_images_and_refuse_different_ones(make_tree: MakeTree):
+def test_workers_agree_on_the_broken_images_and_refuse_different_ones_or_many(make_tree: MakeTree, tmp_path: Path):
     here, there = (make_tree(name, {"a": 30, "b": 30}) for name in ("here", "there"))
-    other = make_tree("other", {"a": 30, "b": 29})
+    other, damaged = make_tree("other", {"a": 30, "b": 29}), make_tree("damaged", {"a": 30, "b": 30})
     break_pictures(here / "a", 1)
     (there / "b" / "005.png").write_bytes(b"")
+    break_pictures(damaged / "b", 3)
 
-    job = partial(_called, str(Path(__file__)))
-    names, reasons, pixels, refused = ls.launch(job, workers=2, args=((here, there), (here, other)), timeout_s=100)
+    job, refused = partial(_called, str(Path(__file__))), {"other": (here, other), "many": (here, damaged)}
+    names, reasons, pixels, errors = ls.launch(job, workers=2, args=((here, there), refused), timeout_s=100)
 
     assert names == ["000.png", "005.png"]
     assert ["; on worker 1" in reason for reason in reasons] == [False, True]
     assert len(set(pixels)) == 1
     assert len(pixels[0]) == 58 * 8 * 8 * 3
-    assert refused.startswith("worker 1")
-    assert "(59 and 60); expected the same files" in refused
+    for error in errors:
+        assert error["other"].startswith("worker 1")
+        assert "(59 and 60); expected the same files" in error["other"]
+        assert error["many"].startswith("4 of 60 images cannot be read")
+    lines = sorted((tmp_path / "skipped-0.txt").read_text().splitlines())
+    names = ["a/000.png", "b/000.png", "b/001.png", "b/002.png"]
+    assert [line.removeprefix(f"{here}/").partition("\t")[0] for line in lines] == names
+    assert ["the file is empty; on worker 1" in line for line in lines] == [False, True, True, True]
+    assert not (tmp_path / "skipped-1.txt").exists()
 
 
-def test_more_broken_pictures_than_the_share_are_an_error(make_tree: MakeTree, tiny: MakeConfig):
-    root = make_tree("data", {"a": 10, "b": 10})
-    break_pictures(root / "a", 2)
+def test_more_broken_pictures_than_the_share_are_an_error_that_lists_all(
+    make_tree: MakeTree, tiny: MakeConfig, tmp_path: Path
+):
+    root, listed = make_tree("data", {"a": 12, "b": 12}), tmp_path / "out" / "skipped.txt"
+    empty, foreign, link = root / "a" / "000.png", root / "b" / os.fsdecode(b"\xff.png"), root / "b" / "link.png"
+    empty.write_bytes(b"")
+    foreign.write_bytes(b"no picture")
+    link.symlink_to("nowhere.png")
 
-    with pytest.raises(DataError, match=r"2 of 20 images cannot be read, .*; expected at most 5% of them"):
-        load_images(tiny(data=root))
+    first = r"3 of 26 images cannot be read, such as '.*a/000.png' \(the file is empty\)"
+    advice = f"these are 11.5%, expected at most 5%; repair or remove those that '{listed}' lists"
+    with pytest.raises(DataError, match=f"{first}; {advice}"):
+        load_images(tiny(data=root), skipped_file=listed)
+
+    reasons = dict(line.split(b"\t") for line in listed.read_bytes().splitlines())
+    assert reasons[bytes(empty)] == b"the file is empty"
+    assert reasons[bytes(foreign)].startswith(b"cannot identify")
+    assert reasons[bytes(link)].startswith(b"[Errno 2]")
+    assert len(reasons) == 3
 
 
 def test_a_class_of_broken_pictures_is_an_error(make_tree: MakeTree, tiny: MakeConfig):

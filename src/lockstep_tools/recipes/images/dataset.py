@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.collectives.communicator import Communicator, all_gather_object
+from lockstep.atomic_files import atomic_file
+from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import DataError
 from lockstep.extras import find_package, require
 from lockstep.replicas.cpu.memory import available_mb
@@ -38,6 +40,7 @@ FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 _DECODERS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 MAX_BROKEN = 0.05
 """Fraction of the images that may be broken and are skipped; more is an error."""
+_NAME_ERRORS = "surrogateescape"  # names of an archive from an older Windows may be bytes that are not UTF-8
 _CHUNK = 16  # images that a worker sends together
 _MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
 
@@ -85,11 +88,16 @@ class ImageDataset:
 
 
 def load_images(
-    config: ImagesConfig, *, workers: Communicator | None = None, show_progress: bool = False
+    config: ImagesConfig,
+    *,
+    workers: Communicator | None = None,
+    skipped_file: Path | None = None,
+    show_progress: bool = False,
 ) -> ImageDataset:
     """Finds, splits and decodes the images of the config, or the embedded digits. Every worker must call it.
 
-    Each worker reads the images itself, so that each host may have a copy of them.
+    Each worker reads the images itself, so that each host may have a copy of them. The chief writes all images that
+    cannot be read to ``skipped_file``, also if they are too many to train, see ``write_skipped``.
 
     Raises:
         DataError: the images cannot be used, or are not the same on all workers.
@@ -106,8 +114,8 @@ def load_images(
     pixels, broken = _decode([image for _, image in images], config, show_progress=show_progress)
     if workers is not None:
         broken = _agree_on_broken(images, broken, workers)
-    if broken:
-        _report_broken(broken, images, warned=workers is None or workers.leads)
+    reasons = {images[index][1].path: reason for index, reason in broken.items()}
+    _report_broken(reasons, len(images), workers, skipped_file)
     decoded = _divide(splits, pixels, broken)
     for label, name in enumerate(classes):
         if label not in decoded["train"].labels:
@@ -117,7 +125,7 @@ def load_images(
     return ImageDataset(
         splits=decoded,
         classes=classes,
-        broken={images[index][1].path: reason for index, reason in broken.items()},
+        broken=reasons,
         source=source,
         only_trained=tuple(name for label, name in enumerate(classes) if label not in decoded["test"].labels),
         loose=0 if config.data is None else num_loose(config.data.expanduser()),
@@ -131,8 +139,8 @@ def _agree_on_broken(
 
     The copy of one host may be damaged: without this its worker would train on other batches than the others do.
     """
-    names = "\0".join(f"{split}/{image.name}" for split, image in images)
-    sent = {"images": len(images), "names": hashlib.sha256(names.encode()).hexdigest(), "broken": dict(broken)}
+    digest = _name_digest("\0".join(f"{split}/{image.name}" for split, image in images)).hex()
+    sent = {"images": len(images), "names": digest, "broken": dict(broken)}
     received = all_gather_object(workers, "the images", sent)
     for worker, report in zip(workers.names, received, strict=True):
         if report["names"] != received[0]["names"]:
@@ -147,14 +155,36 @@ def _agree_on_broken(
     return dict(sorted(reasons.items()))
 
 
-def _report_broken(broken: Mapping[int, str], images: Sequence[tuple[Split, ImageFile]], *, warned: bool) -> None:
-    index, reason = next(iter(broken.items()))
-    message = (
-        f"{len(broken):,} of {len(images):,} images cannot be read, such as {str(images[index][1].path)!r} ({reason})"
-    )
-    if len(broken) > MAX_BROKEN * len(images):
-        raise DataError(f"{message}; expected at most {MAX_BROKEN:.0%} of them; repair or remove them")
-    if warned:
+def write_skipped(file: Path, broken: Mapping[Path, str]) -> None:
+    """Writes a line for each broken image: path, a tab, reason. Without any, only an earlier list is replaced.
+
+    A name that is not UTF-8 is written with its own bytes.
+    """
+    if broken or file.exists():
+        lines = (f"{path}\t{reason}\n".encode(errors=_NAME_ERRORS) for path, reason in broken.items())
+        with atomic_file(file) as unfinished:
+            unfinished.write_bytes(b"".join(lines))
+
+
+def _report_broken(broken: Mapping[Path, str], images: int, workers: Communicator | None, file: Path | None) -> None:
+    """Writes the list of broken images to ``file``, and warns of them. Every worker must call it.
+
+    Raises a DataError if they are more than ``MAX_BROKEN`` of all.
+    """
+    if file is not None:
+        write = partial(write_skipped, file, broken)
+        write() if workers is None else run_on_chief(workers, "write the list of broken images", write)
+    if not broken:
+        return
+    path, reason = next(iter(broken.items()))
+    share = len(broken) / images
+    message = f"{len(broken):,} of {images:,} images cannot be read, such as {str(path)!r} ({reason})"
+    if share > MAX_BROKEN:
+        them = "them" if file is None else f"those that {str(file)!r} lists with their reasons"
+        raise DataError(
+            f"{message}; these are {100 * share:.3g}%, expected at most {MAX_BROKEN:.0%}; repair or remove {them}"
+        )
+    if workers is None or workers.leads:
         warnings.warn(f"{message}; they are skipped", stacklevel=3)
 
 
@@ -217,7 +247,8 @@ def _images_by_class(split: Path) -> dict[str, list[Path]]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in FORMATS and path.is_file()
+    # A link to a file that is not there counts: it is reported as unreadable, where leaving it out would be silent.
+    return path.suffix.lower() in FORMATS and (path.is_file() or not path.exists())
 
 
 def complete_splits(splits: Splits, *, valid_fraction: float, test_fraction: float) -> Splits:
@@ -245,11 +276,15 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
     held: set[str] = set()
     for names in by_class.values():
         number = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
-        held.update(sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:number])
+        held.update(sorted(names, key=_name_digest)[:number])
     return (
         tuple(image for image in images if image.name not in held),
         tuple(image for image in images if image.name in held),
     )
+
+
+def _name_digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors=_NAME_ERRORS)).digest()
 
 
 def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
@@ -390,18 +425,18 @@ def write_digits(folder: Path) -> dict[Split, int]:
     The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
     with ``data=folder`` gets the same pixels as a run without data.
     """
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
     _, splits = read_digits()
     try:
         for image in (image for images in splits.values() for image in images):
-            (partial / image.path).parent.mkdir(parents=True, exist_ok=True)
-            image.embedded.save(partial / image.path)
-        partial.rename(folder)
+            (unfinished / image.path).parent.mkdir(parents=True, exist_ok=True)
+            image.embedded.save(unfinished / image.path)
+        unfinished.rename(folder)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
             f"the digits cannot be written to {str(folder)!r} ({reason}); give a new or an empty folder"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return {split: len(images) for split, images in splits.items()}

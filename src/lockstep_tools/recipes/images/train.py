@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.atomic_files import atomic_write
-from lockstep.collectives.communicator import Communicator, run_on_chief
+from lockstep.collectives.communicator import Communicator
 from lockstep.strategies.base import Strategy
 from lockstep.train.callbacks import Callback
 from lockstep.train.classification import Accuracy
@@ -53,6 +52,7 @@ def build_images(
     dataset: ImageDataset | None = None,
     *,
     workers: Communicator | None = None,
+    skipped_file: Path | None = None,
     show_progress: bool = False,
 ) -> ImagesTask:
     """Finds and decodes the images (unless they are given), and makes the model. Every worker must call it.
@@ -63,7 +63,7 @@ def build_images(
         warn_of_ignored(config, ("hidden", "width_multiplier", "output_stride"))
         config = replace(config, size=config.size or preparation_of(config.pretrained).size)
     if dataset is None:
-        dataset = load_images(config, workers=workers, show_progress=show_progress)
+        dataset = load_images(config, workers=workers, skipped_file=skipped_file, show_progress=show_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = _new_module(config, dataset.classes)
@@ -170,18 +170,16 @@ def train_images(
         callbacks: callbacks that run before those of the recipe, early stopping and TensorBoard.
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for weights, config and class names at the end, as transformers reads them; None writes none.
-        skipped_file: file that lists the images that cannot be read, a line each: the path, a tab and the reason. None,
-            or no such image, writes none.
+        skipped_file: file that lists the images that cannot be read, a line each: the path, a tab and the reason. It is
+            written before the training, also if they are too many to train. None, or no such image, writes none.
         verbose: 0 silent, 1 a live line per epoch, 2 a plain line per epoch.
         choose_batch_size: chooses another batch size than the config's, before the training.
 
     Raises:
         CheckpointError: the backup is of a run with other settings.
+        DataError: the images cannot be used, or more than a twentieth of them cannot be read.
     """
-    task = build_images(config, workers=strategy.workers, show_progress=verbose == 1)
-    if skipped_file is not None:
-        write = partial(write_skipped, skipped_file, task.dataset.broken)
-        run_on_chief(strategy.workers, "write the list of broken images", write)
+    task = build_images(config, workers=strategy.workers, skipped_file=skipped_file, show_progress=verbose == 1)
     if choose_batch_size is not None:
         config = training.with_batch_size(config, task, strategy, choose_batch_size)
         task = build_images(config, task.dataset)
@@ -198,12 +196,6 @@ def train_images(
         only_trained=dataset.only_trained,
         loose=dataset.loose,
     )
-
-
-def write_skipped(file: Path, broken: Mapping[Path, str]) -> None:
-    """Writes path and reason of the broken images. Without any, only the list of an earlier run is replaced."""
-    if broken or file.exists():
-        atomic_write(file, "".join(f"{path}\t{reason}\n" for path, reason in broken.items()))
 
 
 def check_exactness(config: ImagesConfig, strategy: Strategy, steps: int = 3) -> ExactnessReport:
