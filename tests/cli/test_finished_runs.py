@@ -1,13 +1,17 @@
-"""The results of a finished run are not replaced by the next one, of any recipe, unless ``--overwrite`` says so."""
+"""A finished run of any recipe is not replaced without ``--overwrite``, and ``--resume`` refuses other settings."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from lockstep_tools.cli import main
+from lockstep_tools.cli.train import TrainingCommand
 
 pytestmark = pytest.mark.slow
 
@@ -85,10 +89,47 @@ def rows_of(folder: Path) -> list[list[str]]:
     return [line.split(",")[:-3] for line in (folder / "out" / "history.csv").read_text().splitlines()]
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("recipe", [IMAGES, TEXT, REVIEWS])
+def test_resume_refuses_other_settings_and_need_not_train_again(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *recipe.split(), *SMALL]
+
+    def run(*others: str) -> tuple[int, str]:
+        code = main([*words, *others])
+        return code, capsys.readouterr().err
+
+    with monkeypatch.context() as patch:  # Ctrl-C after the training, before the results are written
+        patch.setattr(TrainingCommand, "_write", interrupt)
+        assert run() == (130, "lockstep: interrupted; the same command with --resume continues it\n")
+    saved = files_of(tmp_path / "out")
+
+    for changed, value in (("--seed", "1"), ("--epochs", "2")):
+        code, said = run(changed, value, "--resume")
+        name = changed.removeprefix("--")
+        assert (code, said.count("\n")) == (1, 1)
+        assert f"of a run with {name}=" in said
+        assert f"this run has {name}={value}" in said
+        assert "resume with the saved settings, or start anew in another folder" in said
+    code, said = run()
+    assert (code, "add --resume to continue it" in said) == (2, True)
+    assert {path: content for path, content in files_of(tmp_path / "out").items() if path in saved} == saved
+
+    assert run("--resume") == (0, "")
+    assert len(rows_of(tmp_path)) == 2
+    code, said = run("--resume")
+    assert (code, "has the results of a finished run" in said) == (2, True)
+
+
 def test_reviews_go_on_in_the_folder_of_an_interrupted_run(run_lockstep, tmp_path: Path):
     words = ["train", *REVIEWS.split(), *SMALL]
-    assert run_lockstep(*words).returncode == 0
-    first = rows_of(tmp_path)
+    assert run_lockstep(*words, "--epochs", "2").returncode == 0
+    whole = rows_of(tmp_path)
 
     finished = run_lockstep(*words, "--epochs", "2", "--resume")
     assert finished.returncode == 2
@@ -96,15 +137,15 @@ def test_reviews_go_on_in_the_folder_of_an_interrupted_run(run_lockstep, tmp_pat
 
     for path in ("result.json", "history.csv", "curves.png"):
         (tmp_path / "out" / path).unlink()
-    shutil.rmtree(tmp_path / "out" / "model")
+    for folder in (tmp_path / "out" / "model", max((tmp_path / "out" / "checkpoints").glob("*/checkpoint-*"))):
+        shutil.rmtree(folder)
     refused = run_lockstep(*words, "--epochs", "2")
     assert refused.returncode == 2
     assert "has the backup of an interrupted run, 'out/checkpoints/" in refused.stderr
     assert "add --resume to continue it" in refused.stderr
 
     assert run_lockstep(*words, "--epochs", "2", "--resume").returncode == 0
-    assert rows_of(tmp_path)[:2] == first
-    assert len(rows_of(tmp_path)) == 3
+    assert rows_of(tmp_path) == whole
     assert (
         len(list((tmp_path / "out" / "checkpoints").iterdir())) == len(list((tmp_path / "out" / "logs").iterdir())) == 1
     )

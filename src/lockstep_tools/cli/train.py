@@ -51,7 +51,6 @@ from lockstep_tools.cli.flags import (
     check_folder,
     check_no_results,
     command,
-    results_in,
 )
 from lockstep_tools.cli.training_flags import NO_BACKUP, NO_MESH, BackupPlan, MeshFlags
 from lockstep_tools.recipes.images import dataset as images_data
@@ -321,10 +320,9 @@ class TrainingCommand(ABC):
             find_package("matplotlib", "plots")
             find_package("tensorboard", "train")
         folders = self.choose_folders(output)
-        with closing(self._strategy()) as strategy:
+        with closing(self._strategy()) as strategy, naming_what_resumes(partial(self.resume_flag, output)):
             self._say("reading the data and building the model; then the first step")
-            with naming_what_resumes(partial(self.resume_flag, output)):
-                trained = self.train(strategy, folders, 0 if self.quiet else 1)
+            trained = self.train(strategy, folders, 0 if self.quiet else 1)
             if strategy.workers.is_chief:
                 self._write(trained, strategy, folders, time.monotonic() - began)
                 self._report(trained, folders)
@@ -547,10 +545,8 @@ class TrainReviews(TrainingCommand):
 
     def newest_backup(self, output: Path) -> Path | None:
         """The newest checkpoint of the Trainer, unless it is of a finished run, which keeps its checkpoints."""
-        newest = reviews_recipe.newest_checkpoint(output / "checkpoints")
-        finished = finished_run(output / "result.json")
-        if finished is None:
-            finished = "~" if results_in(output) else ""  # "~" comes after all names of runs
+        newest, record = reviews_recipe.newest_checkpoint(output / "checkpoints"), output / "result.json"
+        finished = finished_run(record) or ("~" if record.exists() else "")  # "~" comes after all names of runs
         return None if newest is None or newest.parent.name <= finished else newest
 
     def check_backup(self, output: Path) -> None:
@@ -568,6 +564,8 @@ class TrainReviews(TrainingCommand):
 
     def train(self, strategy: Strategy, folders: RunFolders, verbose: Verbose) -> Trained:
         resume = self._resumes_from(folders.output)
+        if resume is not None:
+            self._say(f"going on from {resume}")
         task = build_reviews(self.config, device=strategy.devices[0].torch_device)
         self._say(f"{_reviews_overview(task)}\n")
         config = self.config
@@ -584,6 +582,7 @@ class TrainReviews(TrainingCommand):
             log_dir=folders.logs,
             output_dir=folders.model,
             resume=resume,
+            resume_finished=self.newest_backup(folders.output) is None,
             bar=ProgressBar(verbose) if verbose else None,
         )
         if verbose:

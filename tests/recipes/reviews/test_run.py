@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback, pipeline
 from transformers.utils import logging
 
-from lockstep.errors import ConfigError, NonFiniteLossError
+from lockstep.errors import CheckpointError, ConfigError, NonFiniteLossError
 from lockstep.strategies.base import Strategy
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import build_reviews
 from lockstep_tools.recipes.reviews.train import ReviewsResult, check_resume, train_reviews
+from lockstep_tools.recipes.training import ResumeCheck
 
 if TYPE_CHECKING:
     from tests.recipes.reviews.conftest import MakeConfig
@@ -102,10 +104,31 @@ def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(
     assert [event.step for event in events.Scalars("batch_loss")] == [8, 10, 16]
 
 
+def test_a_checkpoint_of_other_settings_or_reviews_is_refused(
+    tiny: MakeConfig, make_strategy: MakeStrategy, csv_file: Path, tmp_path: Path
+):
+    config, saved = tiny(epochs=1), tmp_path / "checkpoints" / "checkpoint-8"
+    train(config, make_strategy(2), checkpoint_dir=saved.parent)
+
+    other = tmp_path / "other.csv"
+    other.write_text(csv_file.read_text().replace("房间很好", "房间不好"))
+    changed = {"data": other, "epochs": 2, "per_device_train_batch_size": 6, "hidden": 32}
+    old = r"of a run with hidden=16, epochs=1, global_batch_size=10, reviews='\w{16}'"
+    new = r"and this run has hidden=32, epochs=2, global_batch_size=12, reviews='\w{16}'; resume with"
+    with pytest.raises(CheckpointError, match=f"{old}, {new}"):
+        train(replace(config, **changed), make_strategy(2), resume=saved)
+
+    one_replica = replace(config, per_device_train_batch_size=10, per_device_eval_batch_size=7, epochs=2)
+    with pytest.raises(CheckpointError, match="of a run with epochs=1, and this run has epochs=2; resume with"):
+        train(one_replica, make_strategy(1), resume=saved)
+    longer = train(one_replica, make_strategy(1), resume=saved, resume_finished=True)
+    assert longer.history.epoch == [0, 1]
+
+
 @pytest.mark.slow
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"is not a checkpoint of a Trainer: it has no trainer_state\.json"):
-        check_resume(tmp_path)
+        check_resume(tmp_path, ResumeCheck(dict), finished=False)
 
 
 @pytest.mark.slow

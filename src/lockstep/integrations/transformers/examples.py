@@ -55,17 +55,13 @@ class Division:
 def count_examples(loader: Any, replicas: int) -> None:
     """Has a DataLoader, or one that accelerate has prepared, divide batches by example where rows are something else.
 
-    It sets the loader's ``collate_fn``. Other loaders, and those that make no batches, stay as they are.
+    It sets the loader's ``collate_fn``, for one replica too: checkpoints name what is in it by its place, which must be
+    the same on any number of replicas. Other loaders, and those that make no batches, stay as they are.
     """
     base = getattr(loader, "base_dataloader", loader)
     collator = getattr(base, "collate_fn", None)
     batches = isinstance(base, DataLoader) and base.batch_sampler is not None
-    if (
-        collator is not None
-        and replicas > 1
-        and batches
-        and not (isinstance(collator, partial) and collator.func is _collated)
-    ):
+    if collator is not None and batches and not (isinstance(collator, partial) and collator.func is _collated):
         base.collate_fn = partial(_collated, collator, replicas, _Known())
 
 
@@ -94,7 +90,7 @@ def _collated(collator: Callable[[Any], Any], replicas: int, known: _Known, exam
     """The batch of some examples, with its division if rows are not examples."""
     batch = collator(examples)
     number = len(examples)
-    if not isinstance(batch, Mapping) or all(size == number for size in row_counts(batch)):
+    if replicas == 1 or not isinstance(batch, Mapping) or all(size == number for size in row_counts(batch)):
         return batch
     division = _divided(collator, batch, examples, replicas, known)
     return batch if division is None else {**batch, _KEY: division}

@@ -7,6 +7,7 @@ tokens on average instead of 60.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,12 @@ class ReviewRows(Dataset[dict[str, Any]]):
     def lengths(self) -> Tensor:
         """The number of tokens of each row, [rows] int64."""
         return self._rows.lengths
+
+    def update_digest(self, digest: hashlib._Hash) -> None:
+        """Adds tokens, lengths and classes of all rows, without masks."""
+        for numbers in (self._rows.tokens, self.lengths, torch.tensor(self._classes)):
+            values: Any = numbers.numpy()
+            digest.update(values)
 
     def set_epoch(self, epoch: int) -> None:
         """Masks the tokens of that epoch, counted from 0."""

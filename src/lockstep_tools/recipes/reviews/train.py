@@ -6,9 +6,11 @@ It prints nothing but the progress. Checkpoints are those of the Trainer.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,10 +27,24 @@ from lockstep_tools.recipes.from_hub import quiet_transformers
 from lockstep_tools.recipes.memory import trained_parameters
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import ReviewsTask, build_collator, max_row_length
-from lockstep_tools.recipes.training import SAMPLE_ROWS, ChooseBatchSize, Result, num_parameters
+from lockstep_tools.recipes.training import (
+    SAMPLE_ROWS,
+    ChooseBatchSize,
+    Result,
+    ResumeCheck,
+    num_parameters,
+    settings_except,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+
+_MAY_CHANGE = (
+    *("data", "encoding", "pretrained", "gradient_checkpointing"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size"),
+)
+"""Settings that may differ in a resumed run: paths, how the same numbers are computed, and the rows of one replica."""
 
 
 def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: Strategy, choose: ChooseBatchSize) -> int:
@@ -51,13 +67,36 @@ def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: St
     return max(1, choose(model, (x, y), len(task.train)) // strategy.num_replicas_in_sync)
 
 
-def check_resume(folder: Path | None) -> None:
-    """Checks that a folder to resume from is a checkpoint of a Trainer."""
-    if folder is not None and not (folder / "trainer_state.json").is_file():
+def run_settings(config: ReviewsConfig, task: ReviewsTask, strategy: Strategy) -> dict[str, Any]:
+    """Returns name -> value of everything that the results depend on, except the devices; a hash of tokens and labels.
+
+    The batch size is that of all replicas, so a run may go on with more or fewer of them.
+    """
+    size = config.per_device_train_batch_size * strategy.num_replicas_in_sync
+    digest = hashlib.sha256()
+    for rows in (task.train, task.valid):
+        rows.update_digest(digest)
+    return {**settings_except(config, _MAY_CHANGE), "global_batch_size": size, "reviews": digest.hexdigest()[:16]}
+
+
+def check_resume(folder: Path, check: ResumeCheck, *, finished: bool) -> None:
+    """Checks that a folder to resume from is a checkpoint of a Trainer, of a run with the settings of this one.
+
+    A ``finished`` run may go on for another number of epochs.
+
+    Raises:
+        ConfigError: the folder is no checkpoint.
+        CheckpointError: the settings differ.
+    """
+    from lockstep_tools.recipes.reviews.trainer import saved_settings
+
+    if not (folder / "trainer_state.json").is_file():
         raise ConfigError(
             f"resume={str(folder)!r} is not a checkpoint of a Trainer: it has no trainer_state.json; give a folder such"
             " as runs/reviews/checkpoints/20260101-120000/checkpoint-109"
         )
+    saved = saved_settings(folder)
+    check.load_state_dict({name: saved[name] for name in saved if not (finished and name == "epochs")})
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -104,6 +143,7 @@ def train_reviews(
     log_dir: Path | None = None,
     output_dir: Path | None = None,
     resume: Path | None = None,
+    resume_finished: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     bar: Callback | None = None,
 ) -> ReviewsResult:
@@ -117,13 +157,24 @@ def train_reviews(
         checkpoint_dir: folder for the Trainer's last three checkpoints; None keeps none.
         log_dir: folder for TensorBoard logs; None writes none.
         output_dir: folder for the model and its tokenizer at the end, as ``pipeline`` reads them; None writes none.
-        resume: the checkpoint of an earlier run to resume from.
+        resume: the checkpoint of an interrupted run with the same settings to resume from.
+        resume_finished: whether ``resume`` is of a finished run, which may go on for another number of epochs.
         callbacks: callbacks of transformers.
         bar: a progress bar of ``lockstep.train``.
-    """
-    from lockstep_tools.recipes.reviews.trainer import HistoryCallback, ReviewsTrainer, training_arguments
 
-    check_resume(resume)
+    Raises:
+        CheckpointError: ``resume`` is of a run with other settings.
+    """
+    from lockstep_tools.recipes.reviews.trainer import (
+        HistoryCallback,
+        ReviewsTrainer,
+        SettingsCallback,
+        training_arguments,
+    )
+
+    check = ResumeCheck(partial(run_settings, config, task, strategy))
+    if resume is not None:
+        check_resume(resume, check, finished=resume_finished)
     is_chief = strategy.workers.is_chief
     with quiet_transformers(), ExitStack() as stack:
         if bar is not None:
@@ -131,7 +182,9 @@ def train_reviews(
         if checkpoint_dir is None:  # the best epoch is read back from its checkpoint
             checkpoint_dir = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
         args = training_arguments(config, checkpoint_dir, on_cpu=strategy.devices[0].kind == "CPU")
-        trainer = ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=[*callbacks])
+        trainer = ReviewsTrainer(
+            config, task, args=args, strategy=strategy, callbacks=[*callbacks, SettingsCallback(check)]
+        )
         logger = None
         if log_dir is not None and is_chief:
             logger = stack.enter_context(closing(TensorBoard(log_dir, update_freq="batch")))

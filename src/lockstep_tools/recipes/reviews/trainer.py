@@ -24,9 +24,9 @@ from lockstep.train.logs import History, StepClock
 from lockstep_tools.recipes.reviews.batches import LengthGroupedSampler, ReviewRows
 from lockstep_tools.recipes.reviews.config import ReviewsConfig
 from lockstep_tools.recipes.reviews.task import ReviewsTask, build_collator
-from lockstep_tools.recipes.training import LOGGED_EVERY
+from lockstep_tools.recipes.training import LOGGED_EVERY, ResumeCheck
 
-_SAVED_AS = "lockstep.History"
+_SAVED_AS, _SETTINGS = "lockstep.History", "lockstep.settings"
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -104,6 +104,24 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
         "report_to": "none",
     }
     return TrainingArguments(**{**settings, **others})
+
+
+class SettingsCallback(TrainerCallback):
+    """Saves a run's settings in the Trainer's checkpoints, as ``ResumeCheck`` does in those of a ``Model``."""
+
+    def __init__(self, check: ResumeCheck) -> None:
+        self._check = check
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        saved: Any = state.stateful_callbacks  # by name
+        saved[_SETTINGS] = self._check.state_dict()
+
+
+def saved_settings(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that saved a checkpoint; empty for a run of transformers' own Trainer."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    settings: dict[str, Any] = (state.get("stateful_callbacks") or {}).get(_SETTINGS, {})
+    return settings
 
 
 class _TrainerView:
