@@ -33,6 +33,12 @@ def test_the_file_holds_the_text_and_nothing_is_beside_it(tmp_path: Path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_name_that_is_not_utf_8_is_written_with_its_bytes(tmp_path: Path):
+    name = os.fsdecode(b"\xd6\xd0.png")  # in GBK
+
+    assert atomic_write(tmp_path / "list.txt", f"{name}\u4e2d\n").read_bytes() == b"\xd6\xd0.png\xe4\xb8\xad\n"
+
+
 def test_a_failure_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path):
     path = tmp_path / "a.json"
     atomic_write(path, "old")

@@ -43,9 +43,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, text: str) -> Path:
-    """Writes ``text`` to ``path`` as UTF-8 like ``atomic_file``, replaces what is there, and returns ``path``."""
+    """Writes ``text`` to ``path`` as UTF-8 like ``atomic_file``, replaces what is there, and returns ``path``.
+
+    Names of files in the text that are not UTF-8, as Python reads them, are written with their own bytes.
+    """
     with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8", newline="")
+        partial.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
     return path
 
 

@@ -96,6 +96,7 @@ def _overview(predictions: Predictions) -> str:
     counts = likeliest.bincount(minlength=len(predictions.classes)).tolist()
     rows = [[name, f"{count:,}"] for name, count in zip(predictions.classes, counts, strict=True) if count]
     table = console.text_table(["class", "images"], rows)
-    broken = "".join(f"\nnot read: {path} ({reason})" for path, reason in list(predictions.broken.items())[:10])
+    first = [f"\nnot read: {path} ({reason})" for path, reason in list(predictions.broken.items())[:10]]
+    broken = "".join(first).encode(errors="backslashreplace").decode()  # a name may be bytes that are not UTF-8
     rest = len(predictions.broken) - 10
     return table + broken + (f"\nand {rest:,} more, which the table lists" if rest > 0 else "")

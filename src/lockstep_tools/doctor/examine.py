@@ -14,6 +14,7 @@ from lockstep_tools.doctor.section import Section, Trouble
 from lockstep_tools.doctor.software import examine_software
 
 Probe = Callable[[], Section]
+_KILL_S = 1.0  # to kill a process whose time is up
 
 
 def examine(timeout_s: float) -> list[Section]:
@@ -32,28 +33,31 @@ def examine(timeout_s: float) -> list[Section]:
 def run_probes(probes: Mapping[str, Probe], timeout_s: float) -> list[Section]:
     """The sections of the probes, by title. A probe that fails or takes too long gives a section with a trouble."""
     sections: dict[str, Section] = {}
+    late = f"it took longer than {timeout_s:g} s; --timeout-s gives it more"
 
     def run(title: str, probe: Probe) -> None:
         try:
             sections[title] = probe()
+        except subprocess.TimeoutExpired:
+            sections[title] = _failed(title, late)
         except Exception as error:  # noqa: BLE001 - the others are to be shown whatever a machine does to one
             sections[title] = _failed(title, f"{type(error).__name__}: {error}")
 
-    deadline = time.monotonic() + timeout_s
+    # Longer than the probe in a process has: it is killed before this process may end.
+    deadline = time.monotonic() + timeout_s + _KILL_S
     # Threads that do not keep the process alive: a look-up may hang for a minute, and cannot be interrupted.
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in probes.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = f"it took longer than {timeout_s:g} s; --timeout-s gives it more"
     return [sections.get(title) or _failed(title, late) for title in probes]
 
 
 def examine_in_process(module: str, timeout_s: float) -> Section:
     """The section that a module prints as JSON, in a process that is killed when its time is up.
 
-    Raises RuntimeError with the last line of its error output if it fails.
+    Raises RuntimeError with the last line of its error output if it fails, and TimeoutExpired.
     """
     command = [sys.executable, "-m", module]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

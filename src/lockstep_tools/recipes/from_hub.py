@@ -23,8 +23,7 @@ def load_named(name: str, kind: Any, **settings: Any) -> Any:
         try:
             return kind.from_pretrained(name, local_files_only=True, **settings)
         except failures:
-            # A name on Hugging Face has at most one slash, inside; everything else can only be a path.
-            if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
+            if Path(name).exists() or not may_be_on_hub(name):
                 raise
         return kind.from_pretrained(name, **settings)
     except failures as error:
@@ -33,6 +32,11 @@ def load_named(name: str, kind: Any, **settings: Any) -> Any:
             f"pretrained={name!r} could not be loaded ({type(error).__name__}: {reason}); expected a folder written by"
             " save_pretrained, or a Hugging Face name; check the path, or the name and the network"
         ) from error
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether a name may be one on Hugging Face, which has at most one slash, inside; others can only be paths."""
+    return name.count("/") <= 1 and not name.startswith(("/", ".", "~"))
 
 
 def check_embeddings(name: str, embeddings: int, tokens: int) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.atomic_files import atomic_file
+from lockstep.atomic_files import atomic_write
 from lockstep.collectives.communicator import Communicator, all_gather_object, run_on_chief
 from lockstep.errors import DataError
 from lockstep.extras import find_package, require
@@ -40,7 +40,6 @@ FORMATS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif"})
 _DECODERS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 MAX_BROKEN = 0.05
 """Fraction of the images that may be broken and are skipped; more is an error."""
-_NAME_ERRORS = "surrogateescape"  # names of an archive from an older Windows may be bytes that are not UTF-8
 _CHUNK = 16  # images that a worker sends together
 _MEMORY_FRACTION = 0.8  # of the free memory; the model and its batches need some too
 
@@ -156,14 +155,9 @@ def _agree_on_broken(
 
 
 def write_skipped(file: Path, broken: Mapping[Path, str]) -> None:
-    """Writes a line for each broken image: path, a tab, reason. Without any, only an earlier list is replaced.
-
-    A name that is not UTF-8 is written with its own bytes.
-    """
+    """Writes a line for each broken image: path, a tab, reason. Without any, only an earlier list is replaced."""
     if broken or file.exists():
-        lines = (f"{path}\t{reason}\n".encode(errors=_NAME_ERRORS) for path, reason in broken.items())
-        with atomic_file(file) as unfinished:
-            unfinished.write_bytes(b"".join(lines))
+        atomic_write(file, "".join(f"{path}\t{reason}\n" for path, reason in broken.items()))
 
 
 def _report_broken(broken: Mapping[Path, str], images: int, workers: Communicator | None, file: Path | None) -> None:
@@ -284,7 +278,8 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
 
 
 def _name_digest(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors=_NAME_ERRORS)).digest()
+    # A name from an archive of an older Windows may be bytes that are not UTF-8.
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:

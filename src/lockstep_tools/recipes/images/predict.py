@@ -24,7 +24,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.extras import require
 from lockstep.strategies.base import Strategy
 from lockstep.train.model import Model
-from lockstep_tools.recipes.from_hub import load_named
+from lockstep_tools.recipes.from_hub import load_named, may_be_on_hub
 from lockstep_tools.recipes.images.batches import to_float
 from lockstep_tools.recipes.images.config import ImagesConfig
 from lockstep_tools.recipes.images.dataset import ImageFile, decode, images_in, open_upright
@@ -98,7 +98,7 @@ def _check_is_name(name: str, path: Path) -> None:
         )
     if path.exists():
         raise ConfigError(f"{name!r} is a file; {expected}")
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")):
+    if not may_be_on_hub(name):
         raise ConfigError(f"the folder {name!r} does not exist; {expected}")
 
 

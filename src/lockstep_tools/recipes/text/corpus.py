@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from lockstep.collectives.communicator import Communicator
+from lockstep.collectives.communicator import Communicator, run_on_chief
 from lockstep.errors import DataError
 
 _SPLITS = ("train", "valid", "test")
@@ -131,8 +131,9 @@ def lines_as_tf_data(file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
-    """Returns what ``read`` returns on the chief. Every worker must call it."""
-    sent = json.dumps(astuple(read())) if workers.leads else ""
+    """Returns what ``read`` returns on the chief. Every worker must call it; an error of the chief ends them all."""
+    text = run_on_chief(workers, "read the text", read)
+    sent = "" if text is None else json.dumps(astuple(text))
     train, valid, test, source, dropped = json.loads(workers.broadcast_bytes("the text", sent.encode()))
     return TextSplits(tuple(train), tuple(valid), tuple(test), source, tuple(dropped))
 
