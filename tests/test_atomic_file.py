@@ -44,7 +44,7 @@ def test_a_failure_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path):
     atomic_write(path, "old")
 
     with pytest.raises(UnicodeEncodeError):
-        atomic_write(path, "new \udcff")
+        atomic_write(path, "new \ud800")
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lockstep_tools.cli import main
-from lockstep_tools.cli.train import TrainingCommand
+from lockstep_tools.cli.training_command import TrainingCommand
 
 pytestmark = pytest.mark.slow
 

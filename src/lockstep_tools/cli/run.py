@@ -151,7 +151,7 @@ def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | R
     command's ResumeFlag, or an exit code if there is nothing to run.
     """
     from lockstep_tools.cli.app import parse  # imports this module
-    from lockstep_tools.cli.train import TrainingCommand
+    from lockstep_tools.cli.training_command import TrainingCommand
 
     job = parse(arguments or ["--help"])
     if not isinstance(job, TrainingCommand):

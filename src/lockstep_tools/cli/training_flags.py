@@ -63,8 +63,8 @@ class BackupPlan:
 
     def newest(self, output: Path) -> Path | None:
         """The newest backup; None if there is none."""
-        kept = [] if self.backup == "none" else CheckpointFolder(output / _FOLDER).paths()
-        return kept[-1] if kept else None
+        backups = [] if self.backup == "none" else CheckpointFolder(output / _FOLDER).paths()
+        return backups[-1] if backups else None
 
     def remove(self, output: Path) -> None:
         """Removes the backup. Called after the results are written, since the test may be interrupted too."""
@@ -114,8 +114,8 @@ class MeshFlags:
 
     @property
     def _degrees(self) -> Mapping[str, int]:
-        given = {"replicas": self.replicas, "pipeline": self.pipeline, "tensor": self.tensor}
-        return {name: degree for name, degree in given.items() if degree is not None}
+        degrees = {"replicas": self.replicas, "pipeline": self.pipeline, "tensor": self.tensor}
+        return {name: degree for name, degree in degrees.items() if degree is not None}
 
     @property
     def _by_axis(self) -> dict[str, int]:

@@ -236,9 +236,9 @@ class ResumeCheck(Callback):
         """Raises CheckpointError if the settings of the saved run differ from those of this run."""
         changed = [name for name, value in self._settings.items() if name in state and state[name] != value]
         if changed:
-            saved, own = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (state, self._settings))
+            saved, now = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (state, self._settings))
             raise CheckpointError(
-                f"the backup is of a run with {saved}, and this run has {own}; resume with the saved settings, or start"
+                f"the backup is of a run with {saved}, and this run has {now}; resume with the saved settings, or start"
                 " anew in another folder"
             )
 

@@ -102,13 +102,13 @@ def load_images(
         DataError: the images cannot be used, or are not the same on all workers.
     """
     if config.data is None:
-        source, (classes, found) = "scikit-learn's digits", read_digits()
+        source, (classes, images_by_split) = "scikit-learn's digits", read_digits()
     else:
-        source, (classes, found) = str(config.data), scan_folder(config.data.expanduser())
+        source, (classes, images_by_split) = str(config.data), scan_folder(config.data.expanduser())
     for split, fraction in (("valid", config.valid_fraction), ("test", config.test_fraction)):
-        if split in found and fraction != getattr(ImagesConfig, f"{split}_fraction"):
+        if split in images_by_split and fraction != getattr(ImagesConfig, f"{split}_fraction"):
             warnings.warn(f"{split}_fraction={fraction:g} has no effect: the images have a {split} split", stacklevel=3)
-    splits = complete_splits(found, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
+    splits = complete_splits(images_by_split, valid_fraction=config.valid_fraction, test_fraction=config.test_fraction)
     images = [(split, image) for split, files in splits.items() for image in files]
     pixels, broken = _decode([image for _, image in images], config, show_progress=show_progress)
     if workers is not None:
@@ -199,9 +199,9 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
             the training split does not have.
     """
     check_data(folder)
-    found = {split: (path, _images_by_class(path)) for split, path in split_folders(folder).items()}
-    classes = tuple(sorted(found["train"][1]))
-    for path, by_class in found.values():
+    parts = {split: (path, _images_by_class(path)) for split, path in split_folders(folder).items()}
+    classes = tuple(sorted(parts["train"][1]))
+    for path, by_class in parts.values():
         if len(classes) < 2 or not by_class.keys() <= set(classes) or not all(by_class.values()):
             counts = ", ".join(f"{name}: {len(images)}" for name, images in list(by_class.items())[:10]) or "none"
             inside = [str(path / name) for name in by_class if folders_in(path / name)]
@@ -216,7 +216,7 @@ def scan_folder(folder: Path) -> tuple[tuple[str, ...], Splits]:
             for label, name in enumerate(classes)
             for path in by_class.get(name, ())
         )
-        for split, (root, by_class) in found.items()
+        for split, (root, by_class) in parts.items()
     }
     return classes, splits
 

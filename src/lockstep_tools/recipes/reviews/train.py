@@ -56,7 +56,9 @@ def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: St
     with strategy.scope():
         model = Model(copy.deepcopy(task.model))
         model.compile(
-            lambda parameters: torch.optim.AdamW((each for each in parameters if each.requires_grad), config.rate),
+            lambda parameters: torch.optim.AdamW(
+                (parameter for parameter in parameters if parameter.requires_grad), config.rate
+            ),
             "cross_entropy",
             precision=config.precision,
             clip_norm=clip_norm,
@@ -101,12 +103,12 @@ def check_resume(folder: Path, check: ResumeCheck, *, finished: bool) -> None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder with a folder for each run, named by its time; None without one."""
-    kept = [
+    checkpoints = [
         (path.parent.name, int(path.name.rpartition("-")[2]), path)
         for path in folder.glob("*/checkpoint-*")
         if (path / "trainer_state.json").is_file()
     ]
-    return max(kept)[-1] if kept else None
+    return max(checkpoints)[-1] if checkpoints else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +233,8 @@ def classify(model: Any, tokenizer: Any, texts: Sequence[str], *, max_tokens: in
         "text-classification", model=model.eval(), tokenizer=tokenizer, device=model.device
     )
     # One at a time: for a list the pipeline sets an environment variable for good.
-    found = [pipeline(text, truncation=True, max_length=max_tokens)[0] for text in texts]
+    answers = [pipeline(text, truncation=True, max_length=max_tokens)[0] for text in texts]
     return tuple(
-        Classified(text=text, label=best["label"], score=float(best["score"]))
-        for text, best in zip(texts, found, strict=True)
+        Classified(text=text, label=answer["label"], score=float(answer["score"]))
+        for text, answer in zip(texts, answers, strict=True)
     )
