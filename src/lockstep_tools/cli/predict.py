@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.extras import find_package
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep_tools.cli.app import COMMANDS
-from lockstep_tools.cli.devices import take_own_devices
+from lockstep_tools.cli.devices import declared_workers, take_devices
 from lockstep_tools.cli.flags import DevicesFlag, FolderFlag, check_file, check_folder, command
 from lockstep_tools.recipes.images.predict import (
     Predictions,
@@ -64,12 +64,17 @@ class Predict:
         check_number("batch_size", self.batch_size, least=1, most=UNBOUNDED, whole=True, optional=False)
 
     def __call__(self) -> int:
+        if (workers := declared_workers() or 1) > 1:
+            raise ConfigError(
+                f"lockstep predict runs in one process, and the environment declares {workers} workers, which would all"
+                " write the same files; run it without lockstep run"
+            )
         output = self.output.expanduser()
         self._check_output(output)
         find_package("PIL", "images")
         files = find_files([path.expanduser() for path in self.paths])
         classifier = load_trained(self.model)
-        devices = take_own_devices(self.devices)
+        devices = take_devices(self.devices)
         with closing(MirroredStrategy(devices, seed=0)) as strategy:
             predictions = predict_files(classifier, files, strategy, batch_size=self.batch_size)
         with atomic_file(output / SHEET) as partial:

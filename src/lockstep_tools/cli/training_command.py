@@ -53,7 +53,7 @@ from lockstep_tools.report import epochs_table, metrics_line, write_curves, writ
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolders:
-    """The folders of a run: ``--output``, and one in it for logs of this run alone: TensorBoard draws a line for each."""
+    """The folders of a run: ``--output``, and in it one for the logs of this run, which TensorBoard draws as a line."""
 
     output: Path
     logs: Path

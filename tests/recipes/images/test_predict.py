@@ -19,6 +19,7 @@ from PIL import Image
 from lockstep.config import LogicalDevice
 from lockstep.errors import ConfigError, DataError
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep_tools.cli import main
 from lockstep_tools.recipes.images.predict import (
     Predictions,
     draw_contact_sheet,
@@ -155,3 +156,13 @@ def test_letters_that_pillow_s_font_lacks_are_drawn_with_one_of_the_system(
         names = draw_contact_sheet(russian)
 
     assert names.tobytes() != numbers.tobytes()
+
+
+def test_several_workers_are_refused_before_they_write_the_same_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+
+    assert main(["predict", "model", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert "the environment declares 2 workers" in capsys.readouterr().err
