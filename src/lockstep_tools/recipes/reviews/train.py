@@ -167,12 +167,7 @@ def train_reviews(
     Raises:
         CheckpointError: ``resume`` is of a run with other settings.
     """
-    from lockstep_tools.recipes.reviews.trainer import (
-        HistoryCallback,
-        ReviewsTrainer,
-        SettingsCallback,
-        training_arguments,
-    )
+    from lockstep_tools.recipes.reviews import trainer as trainers
 
     check = ResumeCheck(partial(run_settings, config, task, strategy))
     if resume is not None:
@@ -183,18 +178,15 @@ def train_reviews(
             stack.enter_context(closing(bar))
         if checkpoint_dir is None:  # the best epoch is read back from its checkpoint
             checkpoint_dir = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-reviews-")))
-        args = training_arguments(config, checkpoint_dir, on_cpu=strategy.devices[0].kind == "CPU")
-        trainer = ReviewsTrainer(
-            config, task, args=args, strategy=strategy, callbacks=[*callbacks, SettingsCallback(check)]
-        )
+        args = trainers.training_arguments(config, checkpoint_dir, on_cpu=strategy.devices[0].kind == "CPU")
+        added = [*callbacks, trainers.SettingsCallback(check)]
+        trainer = trainers.ReviewsTrainer(config, task, args=args, strategy=strategy, callbacks=added)
         logger = None
         if log_dir is not None and is_chief:
-            logger = stack.enter_context(closing(TensorBoard(log_dir, update_freq="batch")))
-            if resume is not None:
-                logger.load_state_dict({"run": str(log_dir)})
+            logger = stack.enter_context(closing(_tensorboard(log_dir, resumed=resume is not None)))
         rows = trainer.args.train_batch_size * config.accumulate
         shown = bar if is_chief else None
-        recorder = HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
+        recorder = trainers.HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
         trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         fingerprint = trainer.fingerprint()
@@ -218,6 +210,14 @@ def train_reviews(
             trained_parameters=trained,
             classified=classify(model, task.tokenizer, texts, max_tokens=max_row_length(config, model)),
         )
+
+
+def _tensorboard(log_dir: Path, *, resumed: bool) -> TensorBoard:
+    """A logger that begins logs in a folder, or goes on in those of the resumed run."""
+    logger = TensorBoard(log_dir, update_freq="batch")
+    if resumed:
+        logger.load_state_dict({"run": str(log_dir)})
+    return logger
 
 
 def _write(folder: Path, model: Any, task: ReviewsTask) -> None:
