@@ -17,17 +17,19 @@ ROOT = Path(__file__).parents[1]
 CLASSIFIERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
 VERSIONS = [found[1] for name in CLASSIFIERS if (found := re.fullmatch(r".*Python :: (3\.\d+)", name))]
 IMPORT_ALL = """
-import importlib, pathlib, pkgutil, lockstep, lockstep.errors
-for file in pathlib.Path(lockstep.__file__).parent.rglob("*.py"):
-    compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
-for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.", onerror=lambda name: None):
-    try:
-        module.name.endswith("__main__") or importlib.import_module(module.name)
-    except lockstep.errors.MissingExtraError:
-        continue
-    except ModuleNotFoundError as error:
-        if error.name.startswith("lockstep"):
-            raise
+import importlib, os, pathlib, pkgutil, lockstep, lockstep.errors, lockstep_tools
+os.environ["KERAS_BACKEND"] = "torch"  # whatever ~/.keras/keras.json says
+for package in (lockstep, lockstep_tools):
+    for file in pathlib.Path(package.__file__).parent.rglob("*.py"):
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
+        try:
+            module.name.endswith("__main__") or importlib.import_module(module.name)
+        except lockstep.errors.MissingExtraError:
+            continue
+        except ModuleNotFoundError as error:
+            if error.name.startswith("lockstep"):
+                raise
 print("imported", lockstep.__version__)
 """
 
