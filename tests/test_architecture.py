@@ -55,6 +55,7 @@ READS_ENVIRONMENT = (
     "cluster/",
     "doctor/",  # tells which variables are set
     "launch/",
+    "tracebacks.py",  # LOCKSTEP_TRACEBACK
 )
 WRITES_FILES = (
     "atomic_files.py",

@@ -1,22 +1,25 @@
-"""Shorter tracebacks of errors of this package, in IPython and notebooks, and after Ctrl-C.
+"""Shorter tracebacks, where Python or IPython prints one that has frames of this package, and after Ctrl-C.
 
-An error that this package raises on purpose and nobody catches is printed with the frames of the user's program alone.
-The exception keeps its frames: a debugger, pytest and ``logging.exception`` have all of them.
+An error that this package raises on purpose and nobody catches is printed with the frames of the user's program alone,
+and any other with those that one device would show: the user's, and torch's below them. The exception keeps its frames:
+a debugger, pytest and ``logging.exception`` have all of them. With ``LOCKSTEP_TRACEBACK=full`` all are printed.
 
 IPython leaves out a frame whose locals hold ``__tracebackhide__``, unless it is the last, and says how many it left
 out. So a traceback that ends in functions of this package which torch has called in place of its own ends with torch's
 call, and that of an error that this package raises on purpose with the user's.
-``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. Elsewhere other errors keep all frames; a
-KeyboardInterrupt keeps the user's alone, since where this package was waiting says nothing.
+``get_ipython().InteractiveTB.skip_hidden = False`` shows all frames. A KeyboardInterrupt keeps the user's frames alone,
+since where this package was waiting says nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, TracebackException
+from traceback import FrameSummary, StackSummary, TracebackException, format_exception
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,6 +31,15 @@ LOCKSTEP_FOLDERS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("lo
 
 _BETWEEN = (threading.__file__, contextlib.__file__)  # call the user's functions for this package
 _CALLS_FORWARD = "/torch/nn/modules/module.py"
+_CALLS_MODE = "/torch/overrides.py"  # between a function of torch and the replica's function mode, which calls it anew
+
+FULL_VARIABLE = "LOCKSTEP_TRACEBACK"
+"""The environment variable with which tracebacks have all frames, if it is "full"."""
+
+
+def shows_all_frames() -> bool:
+    """Whether the user has asked for all frames."""
+    return os.environ.get(FULL_VARIABLE) == "full"
 
 
 class OwnFramesHidden:
@@ -38,7 +50,9 @@ class OwnFramesHidden:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         ipython = sys.modules.get("IPython")
         shell = ipython and ipython.get_ipython()
-        if error is not None and shell is not None:
+        if error is None or shows_all_frames():
+            return
+        if shell is not None:
             hide_own_frames(error)
             shown = _without_hidden_end(error.__traceback__)
             if shell.InteractiveTB.skip_hidden and _ends_in_torch(shown):
@@ -49,9 +63,10 @@ class OwnFramesHidden:
 
 def rendered_by_ipython(error: BaseException, base: type[BaseException]) -> list[str]:
     """The lines that IPython shows of an error which this package raised on purpose, of class ``base``."""
-    hide_own_frames(error)
     formatter: Any = sys.modules["IPython"].get_ipython().InteractiveTB
-    if not formatter.skip_hidden:
+    if not shows_all_frames():
+        hide_own_frames(error)
+    if shows_all_frames() or not formatter.skip_hidden:
         lines: list[str] = formatter.structured_traceback(type(error), error, error.__traceback__)
         return lines
     cause = error.__cause__
@@ -74,15 +89,18 @@ def _cause_for_user(cause: BaseException | None, base: type[BaseException]) -> B
 
 
 def shorten_uncaught(base: type[BaseException]) -> None:
-    """From now on Python prints uncaught exceptions of class ``base`` with ``format_for_user``; others as before.
+    """From now on Python prints uncaught exceptions as ``format_for_user`` does; those without frames of ours as before.
 
     A ``sys.excepthook`` that another package has set is called with the shorter traceback.
     """
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, base) or sys.stderr is None:
+        if sys.stderr is None or shows_all_frames():
             previous(kind, error, traceback)
+        elif not isinstance(error, base):
+            with _as_on_one_device(error):
+                previous(kind, error, _frames_of_one_device(traceback))
         elif previous is sys.__excepthook__:
             sys.stderr.write(format_for_user(error, traceback, base))
         else:
@@ -92,17 +110,61 @@ def shorten_uncaught(base: type[BaseException]) -> None:
 
 
 def format_for_user(error: BaseException, traceback: TracebackType | None, base: type[BaseException]) -> str:
-    """The text of an uncaught exception as Python prints it; with the user's frames alone if it is of class ``base``.
+    """The text of an uncaught exception as Python prints it, without frames of this package.
 
-    Its causes keep the user's frames too. A cause without any is shown by its message, and one of class ``base`` not at
-    all: the message of the error that it led to has what it says.
+    One of class ``base`` and its causes keep the user's frames alone. A cause without any is shown by its message, and
+    one of class ``base`` not at all: the message of the error that it led to has what it says.
     """
+    if shows_all_frames():
+        return "".join(format_exception(type(error), error, traceback))
+    if not isinstance(error, base):
+        with _as_on_one_device(error):
+            return "".join(format_exception(type(error), error, _frames_of_one_device(traceback)))
     whole = TracebackException(type(error), error, traceback)
-    if isinstance(error, base):
-        if frames := _user_frames(whole.stack, ends_with_user=True):
-            whole.stack = frames
-        _shorten_causes(whole, error, base)
+    if frames := _user_frames(whole.stack, ends_with_user=True):
+        whole.stack = frames
+    _shorten_causes(whole, error, base)
     return "".join(whole.format())
+
+
+@contextlib.contextmanager
+def _as_on_one_device(error: BaseException) -> Iterator[None]:
+    """A block in which an exception, and those that led to it, have the traceback that one device would show."""
+    whole = [(link, link.__traceback__) for link in _chain(error)]
+    for link, traceback in whole:
+        link.__traceback__ = _frames_of_one_device(traceback)
+    try:
+        yield
+    finally:
+        for link, traceback in whole:
+            link.__traceback__ = traceback
+
+
+def _frames_of_one_device(traceback: TracebackType | None) -> TracebackType | None:
+    """A copy of the traceback without frames of this package and what calls for it; unchanged if it has none.
+
+    A last frame of this package stays, unless torch has called it in place of its own function.
+    """
+    entries = _entries(traceback)
+    shown: list[TracebackType] = []
+    for entry in entries:
+        if not _is_own(entry):
+            shown.append(entry)
+        elif shown and _file(shown[-1]).endswith(_CALLS_MODE):
+            del shown[-2:]  # the function of torch that asked the mode has a second frame below, from the mode's call
+    if len(shown) == len(entries):
+        return traceback
+    calls = [entry for entry in shown[:-1] if not _is_between(_file(entry))]
+    last = [] if _stands_for_torch(entries) else entries[-1:]
+    return _chained([*calls, *shown[-1:], *(last if _is_own(entries[-1]) else [])])
+
+
+def _stands_for_torch(entries: list[TracebackType]) -> bool:
+    """Whether a traceback's frames of this package at its end begin with the function mode that torch asks."""
+    first = len(entries)
+    while first and _is_own(entries[first - 1]):
+        first -= 1
+    return first < len(entries) and entries[first].tb_frame.f_code.co_name == "__torch_function__"
 
 
 def _shorten_causes(shown: TracebackException, error: BaseException, base: type[BaseException]) -> None:
@@ -126,8 +188,19 @@ def _user_frames(stack: StackSummary, *, ends_with_user: bool) -> StackSummary:
 
 
 def _is_hidden_file(frame: FrameSummary) -> bool:
-    name = frame.filename
-    return name.startswith(LOCKSTEP_FOLDERS) or name.endswith(_CALLS_FORWARD) or name in _BETWEEN
+    return frame.filename.startswith(LOCKSTEP_FOLDERS) or _is_between(frame.filename)
+
+
+def _is_between(name: str) -> bool:
+    return name.endswith(_CALLS_FORWARD) or name in _BETWEEN
+
+
+def _is_own(entry: TracebackType) -> bool:
+    return _file(entry).startswith(LOCKSTEP_FOLDERS)
+
+
+def _file(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
 
 
 def _without_hidden_end(traceback: TracebackType | None) -> TracebackType | None:
@@ -169,14 +242,20 @@ def hide_own_frames(error: BaseException) -> None:
 
     After Ctrl-C all frames below the caller's are marked: where the program was waiting says nothing.
     """
-    seen: set[int] = set()
+    for link in _chain(error):
+        _hide(link.__traceback__, all_frames=isinstance(link, KeyboardInterrupt))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those that led to it."""
+    chain: dict[int, BaseException] = {}
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            pending += [each.__cause__, each.__context__]
-            _hide(each.__traceback__, all_frames=isinstance(each, KeyboardInterrupt))
+        link = pending.pop()
+        if link is not None and id(link) not in chain:
+            chain[id(link)] = link
+            pending += [link.__cause__, link.__context__]
+    return list(chain.values())
 
 
 def _hide(traceback: TracebackType | None, *, all_frames: bool) -> None:
