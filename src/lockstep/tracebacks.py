@@ -89,9 +89,10 @@ def _cause_for_user(cause: BaseException | None, base: type[BaseException]) -> B
 
 
 def shorten_uncaught(base: type[BaseException]) -> None:
-    """From now on Python prints uncaught exceptions as ``format_for_user`` does; those without frames of ours as before.
+    """From now on Python prints uncaught exceptions as ``format_for_user`` does.
 
-    A ``sys.excepthook`` that another package has set is called with the shorter traceback.
+    Those without frames of this package are printed as before. A ``sys.excepthook`` that another package has set is
+    called with the shorter traceback.
     """
     previous = sys.excepthook
 

@@ -33,7 +33,7 @@ class Squeezed(nn.Linear):
         return super().forward(x).squeeze()
 
 
-def notes(call: Callable[[], Any], error: type[Exception]) -> str:
+def notes(call: Callable[[], Any], error: type[Exception] | tuple[type[Exception], ...]) -> str:
     with pytest.raises(error) as caught:
         call()
     return "\n".join(caught.value.__notes__)
@@ -52,7 +52,7 @@ def test_a_lone_row_without_its_dimension(make_strategy: MakeStrategy):
         F.binary_cross_entropy_with_logits(mirrored(x), y, reduction="none")
 
     told = notes(lambda: run(strategy, step, BATCHES), ValueError)
-    assert "has 1 of the 2 rows of its batch" in told
+    assert "has 1 of the 2 rows of the batch" in told
     assert "squeeze(1)" in told
 
 
@@ -64,7 +64,7 @@ def test_a_loss_of_a_lone_row_that_is_a_scalar(make_strategy: MakeStrategy):
         ls.compute_average_loss(mirrored(x).square(), global_batch_size=2)
 
     told = notes(lambda: run(strategy, step, BATCHES), ls.errors.ConfigError)
-    assert "has 1 of the 2 rows of its batch" in told
+    assert "has 1 of the 2 rows of the batch" in told
     assert "squeeze(1)" in told
 
 
@@ -76,15 +76,38 @@ def test_fit_says_it_too(make_strategy: MakeStrategy, method: str):
         model.compile(torch.optim.SGD(module.parameters(), 0.1), nn.BCEWithLogitsLoss())
 
     told = notes(lambda: getattr(model, method)(BATCHES, verbose=0), ValueError)
-    assert "has 1 of the 2 rows of its batch" in told
+    assert "has 1 of the 2 rows of the batch" in told
 
 
 def test_a_size_of_the_whole_batch(make_strategy: MakeStrategy):
     told = notes(lambda: run(make_strategy(2), lambda x, y: x.view(9, 5), BATCHES), RuntimeError)
 
-    assert re.search("has [45] of the 9 rows of its batch", told)
+    assert re.search("has [45] of the 9 rows of the batch", told)
     assert ".view(9, ...)" in told
     assert "squeeze" not in told
+    assert "\n" not in told  # one note
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (lambda x, y: x.view(45), ".view(9, ...)"),
+        (lambda x, y: x + torch.zeros(9, 5), ".view(9, ...)"),
+        (lambda x, y: x.view(-1, 3, 5), "groups of rows"),
+        (lambda x, y: x[0::2] - x[1::2], "groups of rows"),
+        (lambda x, y: x.view(9, 7), None),
+        (lambda x, y: F.linear(x, torch.zeros(1, 3)), None),
+        (lambda x, y: x - torch.zeros(3), None),
+        (lambda x, y: x[:, 7], None),
+    ],
+)
+def test_the_advice_is_for_mistakes_that_the_size_of_a_shard_makes(
+    make_strategy: MakeStrategy, step: Callable[[Tensor, Tensor], Tensor], advice: str | None
+):
+    told = notes(lambda: run(make_strategy(2), step, BATCHES), (RuntimeError, IndexError))
+
+    assert re.search("^raised in replica [01] .*, which has [45] of the 9 rows of the batch", told)
+    assert (advice in told) if advice else told.endswith("rows of the batch")
 
 
 def test_a_shorter_longest_row(make_strategy: MakeStrategy):
@@ -98,7 +121,7 @@ def test_a_shorter_longest_row(make_strategy: MakeStrategy):
 
     batch = (torch.zeros(4, 7, 3), torch.tensor([7, 6, 3, 2]), torch.zeros(4, 7, 4))
     told = notes(lambda: run(strategy, step, [batch]), RuntimeError)
-    assert "has 2 of the 4 rows of its batch" in told
+    assert "has 2 of the 4 rows of the batch" in told
     assert "total_length=" in told
 
 
@@ -109,8 +132,8 @@ def test_other_errors_and_other_batches_have_no_such_note(make_strategy: MakeStr
     def alone(x: Tensor) -> Tensor:
         return x.view(2, 2)
 
-    assert "of its batch" not in notes(lambda: run(make_strategy(2), other, BATCHES), KeyError)
-    assert "of its batch" not in notes(lambda: make_strategy(2).run(alone, (X,)), RuntimeError)
+    assert "of the batch" not in notes(lambda: run(make_strategy(2), other, BATCHES), KeyError)
+    assert "of the batch" not in notes(lambda: make_strategy(2).run(alone, (X,)), RuntimeError)
     with pytest.raises(RuntimeError) as caught:
         run(make_strategy(1), lambda x, y: x.view(2, 2), BATCHES)
-    assert not any("of its batch" in note for note in getattr(caught.value, "__notes__", ()))
+    assert not any("of the batch" in note for note in getattr(caught.value, "__notes__", ()))

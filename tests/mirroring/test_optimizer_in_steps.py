@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -87,6 +88,40 @@ def test_groups_are_copied_and_pickled_as_plain_dicts(make_strategy: MakeStrateg
     assert type(torch.load(file, weights_only=False)[0]) is dict
     assert copy.deepcopy(optimizer.param_groups)[0]["lr"] == 0.1
     assert type(copy.deepcopy(optimizer.param_groups)[0]) is dict
+
+
+class RecordedScaler(torch.amp.GradScaler):
+    """Notes whether it made its scale in a replica."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.in_replica: list[bool] = []
+
+    def _lazy_init_scale_growth_tracker(self, device: torch.device) -> None:
+        self.in_replica.append(ls.get_replica_context() is not None)
+        super()._lazy_init_scale_growth_tracker(device)
+
+
+@pytest.mark.parametrize("place", ["closure", "object", "partial"])
+def test_a_scaler_makes_its_scale_before_replicas_could_do_so_at_once(make_strategy: MakeStrategy, place: str):
+    strategy, scaler = make_strategy(2), RecordedScaler()
+    mirrored, optimizer = mirrored_pair(strategy)
+
+    def scaled(loss_scaler: torch.amp.GradScaler, batch: Any) -> None:
+        loss_scaler.scale(loss_of(mirrored, batch)).backward()
+        optimizer.sum_gradients()
+
+    class Loop:
+        def __init__(self) -> None:
+            self.scaler = scaler
+
+        def step(self, batch: Any) -> None:
+            scaled(self.scaler, batch)
+
+    steps = {"closure": lambda batch: scaled(scaler, batch), "object": Loop().step, "partial": partial(scaled, scaler)}
+    strategy.run(steps[place], (next(iter(strategy.distribute_dataset(BATCHES))),))
+
+    assert scaler.in_replica == [False]
 
 
 @pytest.mark.parametrize("call", ["step", "unscale_"])

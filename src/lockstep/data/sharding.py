@@ -8,7 +8,6 @@ a shard empty. No row is dropped, padded or duplicated. ``has_rows`` lets a step
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,8 +30,7 @@ from lockstep.data.structure import (
     take_rows,
 )
 from lockstep.data.typed_batches import Attributes
-from lockstep.errors import DataError, LockstepError
-from lockstep.introspection import is_kind
+from lockstep.errors import DataError
 
 _MOST_LEAVES_SHOWN = 8
 
@@ -251,14 +249,6 @@ def _listed(items: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-_NOTE = (
-    "this replica's shard has 0 rows, since the batch has fewer rows than the {replicas} replicas; where the step "
-    "cannot take 0 rows, make every batch of at least {replicas} rows (drop_last=True, or another batch_size), or "
-    "run forward and backward only where there are rows (if ls.has_rows(batch): ...); optimizer.step() and other "
-    "collectives belong in every replica"
-)
-
-
 def has_rows(batch: Any) -> bool:
     """Whether a replica's shard has rows: none of a batch that has fewer rows than there are replicas.
 
@@ -284,63 +274,3 @@ def has_rows(batch: Any) -> bool:
             "a tensor of it"
         )
     return any(rows)
-
-
-_PART = "this replica's shard has {rows} of the {batch} rows of its batch; "
-_ONE_ROW = (
-    "if the step or module loses dim 0 of one row, name the dimension that goes (.squeeze(1) for .squeeze()), or give "
-    "batches that leave no shard with 1 row (drop_last=True, or another batch_size); "
-)
-_FIXED = (
-    "a size of the whole batch (.view({batch}, ...), .reshape, .expand) does not fit its shards, so take it from the "
-    "tensor (len(x), or -1); and the longest row of a shard can be shorter than that of the batch, so give "
-    "pad_packed_sequence total_length=x.size(1), and pad masks and targets to the same length; pairs or groups of rows "
-    "may be cut by the border of a shard, so give batches [groups, rows of a group, ...]"
-)
-_SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
-_SPEAKS_OF_SHAPES = re.compile(r"\b(sizes?|shapes?|dim(ension)?s?|length|elements|batch)\b", re.IGNORECASE)
-
-
-class WithRows:
-    """The base class of an argument of steps that is a shard, and no structure of tensors."""
-
-    rows: int
-
-
-def note_shard(
-    body: Callable[[], Any], replica: int, shards: Sequence[Sequence[Any]], replicas: int
-) -> Callable[[], Any]:
-    """``body``, one replica's part of a run, with a note on errors that may come from what its shard is of the batch.
-
-    ``shards`` has the leaves of each local replica's arguments; ``replicas`` is the number in all workers, 0 if the
-    arguments are no part of a batch.
-    """
-
-    def noted() -> Any:
-        try:
-            return body()
-        except Exception as error:
-            if note := _note(error, replica, shards, replicas):
-                error.add_note(note)
-            raise
-
-    return noted if replicas > 1 else body
-
-
-def _note(error: Exception, replica: int, shards: Sequence[Sequence[Any]], replicas: int) -> str:
-    if any(rows_of(leaf) == 0 for leaf in shards[replica]):
-        return _NOTE.format(replicas=replicas)
-    speaks_of_shapes = isinstance(error, _SHAPE_ERRORS) and _SPEAKS_OF_SHAPES.search(str(error))
-    if not speaks_of_shapes:
-        return ""
-    sizes = [next((rows for leaf in leaves if (rows := _rows_in(leaf)) is not None), 0) for leaves in shards]
-    rows, batch = sizes[replica], sum(sizes) if len(shards) == replicas else 0
-    # Our own errors say what to do about a shape, but not that a lost dimension may be that of the only row.
-    if not rows or rows == batch or (isinstance(error, LockstepError) and rows > 1):
-        return ""
-    text = (_PART + (_ONE_ROW if rows == 1 else "") + _FIXED).format(rows=rows, batch=batch)
-    return text.replace("of the 0 rows", "of the rows").replace("view(0, ", "view(rows, ")
-
-
-def _rows_in(leaf: Any) -> int | None:
-    return leaf.rows if is_kind(leaf, WithRows) else rows_of(leaf)

@@ -42,6 +42,8 @@ from lockstep.replicas.threads import CallerState, Profile, ReplicaThreads
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
 
+ErrorNote = Callable[[str, int, BaseException], str]
+"""Makes the note on an error of a replica, given the replica's name and local number; empty for none."""
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
 SHORT_STEP_S = 0.02
@@ -195,11 +197,12 @@ class ReplicaRunner:
         fn: Callable[..., Any],
         bodies: Sequence[Callable[[], Any]],
         rows: Sequence[int | None],
+        note: ErrorNote,
     ) -> list[Any]:
         """Returns the bodies' results in replica order, or raises the first failing replica's own error.
 
         The bodies call ``fn``, by which the issue policy knows a step again. ``rows`` has each replica's shard length,
-        None where unknown, for messages.
+        None where unknown, for messages; ``note`` makes the note on an error.
         """
         self._threads.check_process()
         if self._threads.closed:
@@ -218,7 +221,7 @@ class ReplicaRunner:
                 end_openmp_team()
             began = time.perf_counter()
             with compiled_code_for(len(self._devices)):  # dynamo's settings are part of the context, which is copied
-                run = _Run(self._names, self._timeout_s, self._streams, caller)
+                run = _Run(self._names, self._timeout_s, self._streams, caller, note)
             self._current = run.barrier
             for gpu in self._on_gpus:
                 gpu.begin_run()
@@ -307,10 +310,12 @@ class ReplicaRunner:
 class _Run:
     """The state of one run: its barrier, its results, and the caller's state."""
 
-    def __init__(self, names: Sequence[str], timeout_s: float, streams: RunStreams, caller: CallerState) -> None:
+    def __init__(
+        self, names: Sequence[str], timeout_s: float, streams: RunStreams, caller: CallerState, note: ErrorNote
+    ) -> None:
         self.barrier = ReplicaBarrier(names, timeout_s, streams if streams.any_meeting else None)
         self.results: list[Any] = [None] * len(names)
-        self._names, self._caller = names, caller
+        self._names, self._caller, self._note = names, caller, note
         self._contexts = [copy_context() for _ in names]
         self._profiles = [Profile.of_caller() for _ in names]
 
@@ -345,8 +350,10 @@ class _Run:
                 self.results[replica] = self._contexts[replica].run(in_slot)
             except BaseException as raised:  # noqa: BLE001  leave hands it to the caller of run
                 if not isinstance(raised, ReplicaStopped):
+                    note = self._note(self._names[replica], replica, raised)
                     with suppress(Exception):  # its class may refuse
-                        raised.add_note(f"raised in {self._names[replica]}")
+                        if note:
+                            raised.add_note(note)
                 return raised
             return None
 

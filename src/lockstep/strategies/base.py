@@ -35,7 +35,8 @@ from lockstep.collectives.replica_barrier import IssueGate, ReplicaBarrier
 from lockstep.config import LogicalDevice, default_devices, release_devices, resolve_devices
 from lockstep.data.dataset import DistributedDataset, InputContext, PerReplicaDataset, Shard
 from lockstep.data.layout import Lists
-from lockstep.data.sharding import note_shard, shard_sizes
+from lockstep.data.shard_notes import ShardNotes
+from lockstep.data.sharding import shard_sizes
 from lockstep.data.structure import distributed_leaves, rows_of, shard_leaves
 from lockstep.errors import ConfigError, UsageError
 from lockstep.introspection import attribute_of
@@ -53,7 +54,7 @@ from lockstep.replicas.device.memory import DeviceMemory
 from lockstep.replicas.hooks import current_observer
 from lockstep.replicas.rng.mode import Guard, ReplicaRng
 from lockstep.replicas.rng.state import ReplicaGenerators
-from lockstep.replicas.runner import ReplicaRunner
+from lockstep.replicas.runner import ErrorNote, ReplicaRunner
 from lockstep.replicas.threads import intra_op_threads
 from lockstep.strategies.first_run import FirstRun
 from lockstep.strategies.row_check import RowCheck
@@ -152,9 +153,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def _execute(
-        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+        self,
+        fn: Callable[..., Any],
+        bodies: Sequence[Callable[[], Any]],
+        rows: Sequence[int | None],
+        note: ErrorNote,
     ) -> list[Any]:
-        """Runs one body in each replica's context and returns their results."""
+        """Runs one body in each replica's context and returns their results; ``note`` makes the note on an error."""
 
     @abstractmethod
     def _guard_steps(self, guards: Sequence[Guard]) -> None:
@@ -246,11 +251,13 @@ class Strategy(ABC):
         if observer is not None:
             observer.run_begins(self, views)
         shards, distributed = shard_leaves((args, kwargs), len(self.devices))
-        of_batch = self.num_replicas_in_sync if distributed else 0
-        bodies = [
-            note_shard(partial(fn, *view[0], **view[1]), replica, shards, of_batch)
-            for replica, view in enumerate(views)
-        ]
+        bodies: list[Callable[[], Any]] = [partial(fn, *view[0], **view[1]) for view in views]
+        notes = ShardNotes(
+            shards=shards,
+            replicas=self.num_replicas_in_sync,
+            distributed=distributed,
+            worker=None if self.workers.is_single else self.workers.processes.index,
+        )
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
         bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs) if distributed else None)
@@ -259,7 +266,7 @@ class Strategy(ABC):
             for surround in self._surrounds:
                 in_replica = around.enter_context(surround(self, fn, rows))
                 bodies = [partial(_guarded, in_replica, body) for body in bodies]
-            results = merge(self._execute(fn, bodies, rows))
+            results = merge(self._execute(fn, bodies, rows, notes.note))
         self._mirrored.sum_after_run(self)
         return results
 
@@ -511,12 +518,16 @@ class ThreadedStrategy(Strategy):
         return self._runner.function_modes
 
     def _execute(
-        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+        self,
+        fn: Callable[..., Any],
+        bodies: Sequence[Callable[[], Any]],
+        rows: Sequence[int | None],
+        note: ErrorNote,
     ) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
             self.workers.set_status(f"a run of {name} ({call_site()})")
-        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows)
+        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows, note)
 
 
 def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
@@ -610,7 +621,11 @@ class DefaultStrategy(Strategy):
         return ()
 
     def _execute(
-        self, fn: Callable[..., Any], bodies: Sequence[Callable[[], Any]], rows: Sequence[int | None]
+        self,
+        fn: Callable[..., Any],
+        bodies: Sequence[Callable[[], Any]],
+        rows: Sequence[int | None],
+        note: ErrorNote,
     ) -> list[Any]:
         device = self.devices[0]
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)

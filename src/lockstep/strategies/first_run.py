@@ -110,6 +110,7 @@ class FirstRun:
             yield
             self._warn_of_losses(cycle=self.cycle)
             return
+        self._begin_scalers()
         captures = {key: (value, state_of(value)) for key, value in self._captured()}
         buffers = [[_counting_buffers(copy) for copy in module.copies] for module in self._modules]
         before = [[{name: buffer.clone() for name, buffer in copy.items()} for copy in copies] for copies in buffers]
@@ -222,6 +223,16 @@ class FirstRun:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
             self._inputs[context.local_replica].append(tensors)
 
+    def _begin_scalers(self) -> None:
+        """Has each GradScaler that the step reaches make its scale, which it otherwise does at its first use.
+
+        Two replicas that use it at once may both begin to, and one of them ends in torch's AssertionError
+        "_growth_tracker initialized before _scale".
+        """
+        weights = [weight for module in self._modules for weight in module.module.parameters()]
+        for _, scaler in captured_by(self._fn, _is_scaler) if weights else ():
+            scaler.scale(torch.ones((), device=weights[0].device))
+
     def _captured(self) -> Iterator[tuple[tuple[int, str, str], Any]]:
         """Of the step, and of each hook, the values that they reach outside of the modules, by the keys of Captured."""
         parts = [part for module in self._modules for part in module.module.modules()]
@@ -234,7 +245,7 @@ class FirstRun:
         yield from (((0, "", name), value) for name, value in captured_by(self._fn))
         owner = attribute_of(self._fn, "__self__")
         if is_kind(owner, nn.Module) and _is_of_the_user(owner) and id(owner) not in value_ids:
-            mutable = _mutable_in(f"{type(owner).__name__}.", vars(owner).items())
+            mutable = _wanted_in(f"{type(owner).__name__}.", vars(owner).items(), _is_mutable)
             yield from (((0, "", name), value) for name, value in mutable)
 
     def _changed(self, before: Captures) -> Iterator[tuple[str, str, Any]]:
@@ -424,13 +435,25 @@ def _draws(functions: Iterable[tuple[CodeType, dict[str, Any]]], name: str) -> l
     return list(lines)
 
 
-def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def _is_mutable(value: Any) -> bool:
+    """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
+    simple = value is None or is_kind(value, (*_CONTAINERS, Tensor)) or type(value) in (int, float)
+    return simple or _is_array(value) or _is_generator(value)
+
+
+def _is_scaler(value: Any) -> bool:
+    return is_kind(value, torch.amp.GradScaler)
+
+
+def captured_by(fn: Any, wanted: Callable[[Any], bool] = _is_mutable) -> Iterator[tuple[str, Any]]:
     """Names and values that a function can reach and change: in its closure, its object and its module's globals.
 
-    These are containers, numbers, tensors, random generators and None, also as attributes of the user's objects.
+    These are containers, numbers, tensors, random generators and None, or what else is ``wanted``, also as attributes
+    of the user's objects.
     """
     while is_kind(fn, partial):
-        yield from _mutable_in("", ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args)))
+        arguments = ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args))
+        yield from _wanted_in("", arguments, wanted)
         fn = fn.func
     plain = plain_function(fn)
     code: CodeType | None = attribute_of(plain, "__code__")
@@ -438,28 +461,24 @@ def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
     if code is not None and code.co_filename.startswith(LIBRARIES):
         return
     if owner is not None and not is_kind(owner, (nn.Module, ModuleType)):
-        yield from _mutable_in(f"{type(owner).__name__}.", (attributes_of(owner) or {}).items())
+        yield from _wanted_in(f"{type(owner).__name__}.", (attributes_of(owner) or {}).items(), wanted)
     if code is not None:
         cells = zip(code.co_freevars, plain.__closure__ or (), strict=True)
-        yield from _mutable_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)])
-        yield from _mutable_in("", [(name, plain.__globals__.get(name)) for name in code.co_names])
+        yield from _wanted_in("", [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)], wanted)
+        yield from _wanted_in("", [(name, plain.__globals__.get(name)) for name in code.co_names], wanted)
 
 
-def _mutable_in(prefix: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Those of the given names and values that a program can change, and such attributes of the user's objects."""
+def _wanted_in(
+    prefix: str, items: Iterable[tuple[str, Any]], wanted: Callable[[Any], bool]
+) -> Iterator[tuple[str, Any]]:
+    """Those of the given names and values that are wanted, and such attributes of the user's objects."""
     for name, value in items:
-        if _is_mutable(value):
+        if wanted(value):
             yield prefix + name, value
         elif not is_kind(value, nn.Module) and _is_of_the_user(value):
             for attribute, member in (attributes_of(value) or {}).items():
-                if _is_mutable(member):
+                if wanted(member):
                     yield f"{prefix}{name}.{attribute}", member
-
-
-def _is_mutable(value: Any) -> bool:
-    """Whether it is a container, tensor, array or generator, or a number or None, whose name may be bound anew."""
-    simple = value is None or is_kind(value, (*_CONTAINERS, Tensor)) or type(value) in (int, float)
-    return simple or _is_array(value) or _is_generator(value)
 
 
 def _is_of_the_user(value: Any) -> bool:

@@ -27,7 +27,8 @@ from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, t
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
 from lockstep.data.layout import BatchLayout
-from lockstep.data.sharding import WithRows, batch_rows, local_rows, local_shards
+from lockstep.data.shard_notes import WithRows
+from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
 from lockstep.integrations.transformers.examples import Division, division_of, row_counts
 from lockstep.strategies.base import Strategy
