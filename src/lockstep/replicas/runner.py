@@ -252,6 +252,11 @@ class ReplicaRunner:
             raise run.barrier.cause
 
     @property
+    def thread_ids(self) -> tuple[int | None, ...]:
+        """The number that the system gave each replica's thread."""
+        return self._threads.ids
+
+    @property
     def generators(self) -> ReplicaGenerators:
         return ReplicaGenerators([random.generator for random in self._random], self._gpu)
 

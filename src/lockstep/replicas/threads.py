@@ -243,6 +243,11 @@ class ReplicaThreads:
         return not self._finalizer.alive
 
     @property
+    def ids(self) -> tuple[int | None, ...]:
+        """The number that the system gave each thread, by which a profiler knows it."""
+        return tuple(thread.native_id for thread in self._threads)
+
+    @property
     def has_current(self) -> bool:
         return threading.current_thread() in self._threads
 

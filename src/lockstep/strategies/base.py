@@ -146,6 +146,11 @@ class Strategy(ABC):
     def threads_per_replica(self) -> tuple[int, ...]:
         """The number of intra-op threads of each local replica on a CPU."""
 
+    @property
+    @abstractmethod
+    def thread_ids(self) -> tuple[int | None, ...]:
+        """The number that the system gave each local replica's thread; empty if a replica has none of its own."""
+
     def computing_alike(self) -> AbstractContextManager[None]:
         """A block outside replicas in which torch rounds alike on every layout of ``replicas=``: on their threads."""
         alike = self.workers.any_layout and get_replica_context() is None
@@ -501,6 +506,10 @@ class ThreadedStrategy(Strategy):
     def threads_per_replica(self) -> tuple[int, ...]:
         return self._runner.threads
 
+    @property
+    def thread_ids(self) -> tuple[int | None, ...]:
+        return self._runner.thread_ids
+
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         self._outside("device_memory")
         return self._runner.device_memory()
@@ -596,6 +605,10 @@ class DefaultStrategy(Strategy):
     @property
     def threads_per_replica(self) -> tuple[int, ...]:
         return (torch.get_num_threads(),)
+
+    @property
+    def thread_ids(self) -> tuple[int | None, ...]:
+        return ()
 
     def device_memory(self) -> tuple[DeviceMemory, ...]:
         device = self.devices[0]

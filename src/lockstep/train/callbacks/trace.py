@@ -9,7 +9,7 @@ https://ui.perfetto.dev, chrome://tracing, and TensorBoard with the plugin torch
 from __future__ import annotations
 
 import json
-import re
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lockstep.atomic_files import atomic_file
 from lockstep.errors import ConfigError
 from lockstep.train.callbacks.base import Callback, Logs
 
-_THREAD_OF_REPLICA = re.compile(r"replica (\d+)")
+_OF_TRACKS = ("thread_name", "thread_sort_index")
 ProfileBatch = int | tuple[int, int]
 
 
@@ -98,24 +98,21 @@ class StepTrace(Callback):
             raise ConfigError(f"TensorBoard(log_dir) cannot be written to: {error}; choose another folder") from error
 
     def _with_replicas(self, trace: dict[str, Any]) -> dict[str, Any]:
-        """The trace with the name and device of its replica for each track, some of which the profiler names twice.
+        """The trace with the name and device of its replica for each track.
 
-        It also names threads of earlier traces, which have no events in this one.
+        The profiler itself names a thread once a process, by an address that a later thread may have again: of a second
+        strategy in one process it names few threads, and others by what ran at their address before.
         """
-        events: list[dict[str, Any]] = trace["traceEvents"]
+        strategy, events = self.model.strategy, trace["traceEvents"]
         working = {event["tid"] for event in events if event.get("ph") == "X"}
-        names = [event for event in events if event.get("name") == "thread_name" and event["tid"] in working]
-        replicas = {
-            event["tid"]: int(match.group(1))
-            for event in names
-            if (match := _THREAD_OF_REPLICA.search(event["args"]["name"]))
-        }
-        first, devices = self.model.strategy.workers.first_replica, self.model.strategy.devices
-        for event in names:
-            replica = replicas.get(event["tid"])
-            if replica is not None:
-                event["args"]["name"] = f"replica {replica} ({devices[replica - first].name})"
-        for event in events:
-            if event.get("name") == "thread_sort_index" and event["tid"] in replicas:
-                event["args"]["sort_index"] = replicas[event["tid"]]
-        return trace
+        tracks: dict[Any, tuple[int, str]] = {}
+        for local, (thread, device) in enumerate(zip(strategy.thread_ids, strategy.devices, strict=False)):
+            if thread in working:
+                replica = strategy.workers.first_replica + local
+                tracks[thread] = replica, f"replica {replica} ({device.name})"
+        named = [event for event in events if event.get("name") not in _OF_TRACKS or event["tid"] not in tracks]
+        for thread, (replica, name) in tracks.items():
+            track = {"ph": "M", "ts": 0, "pid": os.getpid(), "tid": thread}
+            named.append({**track, "name": "thread_name", "args": {"name": name}})
+            named.append({**track, "name": "thread_sort_index", "args": {"sort_index": replica}})
+        return {**trace, "traceEvents": named}
