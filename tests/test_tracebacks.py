@@ -152,34 +152,87 @@ def test_without_ipython_every_frame_is_shown():
     assert "run" in shown_frames(caught.value)
 
 
-def test_uncaught_errors_of_ours_end_with_the_users_call_and_others_keep_their_frames(
-    python: Callable[..., Popen[str]],
-):
-    program = """
+PROGRAM = """
+import sys
+import traceback
+import torch
 import lockstep as ls
 
-def main():
+strategy = ls.MirroredStrategy(replicas=2)
+mirrored = strategy.mirror(torch.nn.Sequential(torch.nn.Linear(3, 1)))
+
+def ours():
     ls.MirroredStrategy(replicas=0)
 
-def step():
+def own():
     raise ValueError("mine")
 
-try:
-    main()
-except ls.errors.ConfigError:
-    ls.MirroredStrategy(replicas=2).run(step)
+def after_ours():
+    try:
+        ours()
+    except ValueError:
+        strategy.run(own)
+
+def forward():
+    mirrored(torch.ones(2, 4))
+
+def backward():
+    torch.ones(2, requires_grad=True).backward()
+
+def lacking(argument):
+    pass
+
+def without_ours():
+    torch.nn.Linear(3, 1)(torch.ones(4))
+
+def shown(call, *args):
+    print(call.__name__, *(arg.__name__ for arg in args), file=sys.stderr)
+    try:
+        call(*args)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if args:
+            assert "runner.py" in "".join(traceback.format_exception(error))
+
+shown(after_ours)
+for step in (own, forward, backward, lacking):
+    shown(strategy.run, step)
+shown(without_ours)
+ours()
 """
-    ours, others = python("-c", program.partition("try:")[0] + "main()"), python("-c", program)
-
-    frames = [line.split(", in ")[1] for line in errors_of(ours) if line.startswith("  File")]
-    assert frames[-2:] == ["<module>", "main"]
-    frames = [line.split(", in ")[1] for line in errors_of(others) if line.startswith("  File")]
-    assert frames[-1] == "step"
-    assert len(frames) > 5
 
 
-def errors_of(program: Popen[str]) -> list[str]:
-    return program.communicate(timeout=60)[1].splitlines()
+def test_uncaught_errors_have_the_frames_that_one_device_would_show(python: Callable[..., Popen[str]]):
+    frames = functions_in(python("-c", PROGRAM))
+
+    assert frames["after_ours"] == ["after_ours", "ours", "shown", "after_ours", "own"]
+    assert frames["run own"] == ["shown", "own"]
+    assert frames["run forward"] == ["shown", "forward", "forward", "forward"]  # of Sequential and Linear
+    assert frames["run backward"] == ["shown", "backward", "backward", "backward", "_make_grads"]
+    assert frames["run lacking"] == ["shown", "run"]  # the last frame stays
+    assert frames["without_ours"][:2] == ["shown", "without_ours"]
+    assert "_call_impl" in frames["without_ours"]
+    assert "forward" in frames["without_ours"]
+    assert frames["without_ours"][-2:] == ["<module>", "ours"]
+
+
+def test_a_variable_brings_all_frames_back(python: Callable[..., Popen[str]]):
+    frames = functions_in(python("-c", PROGRAM, LOCKSTEP_TRACEBACK="full"))
+
+    assert {"in_slot", "_call_impl"} <= set(frames["run forward"])
+    assert frames["without_ours"][-1] == "check_number"
+
+
+def functions_in(program: Popen[str]) -> dict[str, list[str]]:
+    """The functions that a program's tracebacks show, under the line that it prints before each."""
+    frames: dict[str, list[str]] = {}
+    lines = []
+    for line in program.communicate(timeout=60)[1].splitlines():
+        if line.startswith("  File"):
+            lines.append(line.partition(", in ")[2])
+        elif line.replace("_", "").replace(" ", "").isalpha():
+            lines = frames.setdefault(line, [])
+    return frames
 
 
 def fitted(loss_of: float, *callbacks: ls.Callback) -> None:

@@ -100,8 +100,8 @@ def shorten_uncaught(base: type[BaseException]) -> None:
         if sys.stderr is None or shows_all_frames():
             previous(kind, error, traceback)
         elif not isinstance(error, base):
-            with _as_on_one_device(error):
-                previous(kind, error, _frames_of_one_device(traceback))
+            with _as_on_one_device(error, base):
+                previous(kind, error, frames_of_one_device(traceback))
         elif previous is sys.__excepthook__:
             sys.stderr.write(format_for_user(error, traceback, base))
         else:
@@ -119,8 +119,8 @@ def format_for_user(error: BaseException, traceback: TracebackType | None, base:
     if shows_all_frames():
         return "".join(format_exception(type(error), error, traceback))
     if not isinstance(error, base):
-        with _as_on_one_device(error):
-            return "".join(format_exception(type(error), error, _frames_of_one_device(traceback)))
+        with _as_on_one_device(error, base):
+            return "".join(format_exception(type(error), error, frames_of_one_device(traceback)))
     whole = TracebackException(type(error), error, traceback)
     if frames := _user_frames(whole.stack, ends_with_user=True):
         whole.stack = frames
@@ -129,11 +129,15 @@ def format_for_user(error: BaseException, traceback: TracebackType | None, base:
 
 
 @contextlib.contextmanager
-def _as_on_one_device(error: BaseException) -> Iterator[None]:
-    """A block in which an exception, and those that led to it, have the traceback that one device would show."""
+def _as_on_one_device(error: BaseException, base: type[BaseException]) -> Iterator[None]:
+    """A block in which an exception, and those that led to it, have the traceback that one device would show.
+
+    One of class ``base`` has the user's frames alone.
+    """
     whole = [(link, link.__traceback__) for link in _chain(error)]
     for link, traceback in whole:
-        link.__traceback__ = _frames_of_one_device(traceback)
+        users = _without_own_frames(traceback) if isinstance(link, base) else None
+        link.__traceback__ = users or frames_of_one_device(traceback)
     try:
         yield
     finally:
@@ -141,10 +145,11 @@ def _as_on_one_device(error: BaseException) -> Iterator[None]:
             link.__traceback__ = traceback
 
 
-def _frames_of_one_device(traceback: TracebackType | None) -> TracebackType | None:
+def frames_of_one_device(traceback: TracebackType | None) -> TracebackType | None:
     """A copy of the traceback without frames of this package and what calls for it; unchanged if it has none.
 
-    A last frame of this package stays, unless torch has called it in place of its own function.
+    A last frame of this package stays, unless torch has called it in place of its own function. All frames stay where
+    the user has asked for them.
     """
     entries = _entries(traceback)
     shown: list[TracebackType] = []
@@ -153,7 +158,7 @@ def _frames_of_one_device(traceback: TracebackType | None) -> TracebackType | No
             shown.append(entry)
         elif shown and _file(shown[-1]).endswith(_CALLS_MODE):
             del shown[-2:]  # the function of torch that asked the mode has a second frame below, from the mode's call
-    if len(shown) == len(entries):
+    if len(shown) == len(entries) or shows_all_frames():
         return traceback
     calls = [entry for entry in shown[:-1] if not _is_between(_file(entry))]
     last = [] if _stands_for_torch(entries) else entries[-1:]

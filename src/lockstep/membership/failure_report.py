@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.errors import ClusterError
+from lockstep.tracebacks import frames_of_one_device
 
 _TRACEBACK_LINES = 12
 MESSAGE_LENGTH = 600
@@ -108,5 +109,6 @@ def last_traceback_lines(error: BaseException) -> str:
     """The last lines of the traceback of an exception's first cause, with the innermost call."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = "".join(tracebacks.format_exception(error, chain=False)).rstrip().splitlines()
+    shown = frames_of_one_device(error.__traceback__)
+    lines = "".join(tracebacks.format_exception(type(error), error, shown, chain=False)).rstrip().splitlines()
     return "\n".join(lines[-_TRACEBACK_LINES:])
