@@ -203,7 +203,10 @@ def test_commands_in_the_text_have_flags_that_exist(command_help: ModuleType):
 
 
 def test_every_variable_that_is_read_is_in_the_reference():
-    sources = [ROOT / "src/lockstep/console.py", *(ROOT / "src/lockstep/cluster").glob("*.py")]
+    sources = [
+        *(ROOT / "src/lockstep" / name for name in ("console.py", "tracebacks.py")),
+        *(ROOT / "src/lockstep/cluster").glob("*.py"),
+    ]
     sources += (ROOT / "src/lockstep/launch").glob("*.py")  # the architecture test: only these read the environment
     texts = {text for source in sources for text in re.findall(r'"([A-Z][A-Z0-9_]{3,})"', source.read_text())}
     page = (DOCS / "reference" / "environment.md").read_text().partition("## Variables of other libraries")[0]

@@ -230,7 +230,7 @@ def test_ctrl_c_in_one_worker_ends_the_other(start_job: Any, worker: int, loop: 
     [
         (own_loop, "step", 1, "ValueError: no such picture"),
         (own_loop, "loop", 0, "ValueError: no such picture"),
-        (fit, "step", 0, r"ValueError: no such picture \[raised in replica 1 \(cpu:1\)\]"),
+        (fit, "step", 0, r"ValueError: no such picture \[raised in replica 1 \(cpu:1\) of worker 0\]"),
         (fit, "data", 1, "ValueError: no such picture"),
         (
             fit,

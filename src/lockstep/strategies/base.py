@@ -242,7 +242,7 @@ class Strategy(ABC):
 
         Raises:
             TypeError: ``fn`` is no function, ``args`` not a tuple or list, or ``kwargs`` not a dict by names.
-            BaseException: the exception of a replica that failed, with a note that names the replica and its device.
+            BaseException: the exception of a replica that failed; if there are others, with a note that names it.
             CollectiveError: the replicas did not meet at the same collective.
             UsageError: called inside a replica, or inside another strategy's scope.
         """
