@@ -96,7 +96,7 @@ def test_a_size_of_the_whole_batch(make_strategy: MakeStrategy):
         (lambda x, y: x.view(-1, 3, 5), "groups of rows"),
         (lambda x, y: x[0::2] - x[1::2], "groups of rows"),
         (lambda x, y: x.view(9, 7), None),
-        (lambda x, y: F.linear(x, torch.zeros(1, 3)), None),
+        (lambda x, y: F.linear(x, torch.zeros(1, 9)), None),
         (lambda x, y: x - torch.zeros(3), None),
         (lambda x, y: x[:, 7], None),
     ],
