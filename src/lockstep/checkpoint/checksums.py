@@ -25,7 +25,7 @@ _SUMS = "lockstep_crc32"
 
 def metadata_with_sums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The metadata of a safetensors file of these tensors, by key, which may be on any device."""
-    return {"format": "pt", _SUMS: json.dumps({key: _sum_of(each) for key, each in tensors.items()})}
+    return {"format": "pt", _SUMS: json.dumps({key: _sum_of(tensor) for key, tensor in tensors.items()})}
 
 
 def sum_of_header(file: Path) -> int:

@@ -252,13 +252,13 @@ class VariableAdapter(StateAdapter):
 class PlainAdapter(StateAdapter):
     """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on other workers the chief's.
 
-    ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
+    ``get`` returns the state and ``set_state`` takes it; ``kind`` must be the same when it is restored.
     """
 
     def __init__(
-        self, kind: str, get: Callable[[], Any], put: Callable[[Any], object], *, per_worker: bool = False
+        self, kind: str, get: Callable[[], Any], set_state: Callable[[Any], object], *, per_worker: bool = False
     ) -> None:
-        self._kind, self._get, self._put, self._per_worker = kind, get, put, per_worker
+        self._kind, self._get, self._set_state, self._per_worker = kind, get, set_state, per_worker
 
     def state(self) -> AdapterState:
         value = {"kind": self._kind, "state": self._get()}
@@ -274,7 +274,7 @@ class PlainAdapter(StateAdapter):
             )
 
     def load(self, entry: SavedState) -> None:
-        self._put((entry.worker if self._per_worker else entry.shared)["state"])
+        self._set_state((entry.worker if self._per_worker else entry.shared)["state"])
 
 
 class RngAdapter(StateAdapter):

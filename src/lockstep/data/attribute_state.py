@@ -233,12 +233,12 @@ class Look:
 
     def _add_linked(self, value: Any) -> None:
         """Objects of one class that are linked, of which only the identity is known."""
-        left = [value]
-        while left and len(self._linked) < _MAX_LINKED:
-            value = left.pop()
+        to_visit = [value]
+        while to_visit and len(self._linked) < _MAX_LINKED:
+            value = to_visit.pop()
             if id(value) not in self._visited and id(value) not in self._linked:
                 self._linked[id(value)] = value
-                left += [part for part in content_of(value).values() if type(part) is type(value)]
+                to_visit += [part for part in content_of(value).values() if type(part) is type(value)]
 
     def has(self, value: Any) -> bool:
         """Whether an object was at some place."""
@@ -376,9 +376,9 @@ def _roots(source: Any) -> Iterator[tuple[str, Any]]:
     for name in (*_ROWS, *_ORDER):  # a sampler may hold the dataset
         yield name, getattr(source, name, None)
     if _package(type(source)) not in _LOADERS:  # a class of the user's
-        ours = vars(DataLoader(range(1)))  # type: ignore[arg-type]
+        torch_attributes = vars(DataLoader(range(1)))  # type: ignore[arg-type]
         for name, value in list(vars(source).items()):
-            if name not in ours and not name.startswith("_DataLoader"):
+            if name not in torch_attributes and not name.startswith("_DataLoader"):
                 yield name, value
 
 

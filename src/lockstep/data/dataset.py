@@ -101,7 +101,7 @@ class Position:
         passed: how many global batches, or rounds, have been handed out or left out.
         part: this worker's index and the number of workers where each reads data of its own; None where all read the
             same.
-        lists: what the lists in the batches so far held, as ``BatchLayout.known``.
+        lists: what the lists in the batches so far held, as ``BatchLayout.modes``.
         source: the state of the source itself, None if it has none.
         ended: whether all batches have been handed out.
         attributes: of samplers and datasets, and what they were when the iteration began.
@@ -226,7 +226,7 @@ class DistributedIterable:
                 f"the saved position is that of {_described(part)}, but this is {_described(self._sync.part)}; resume "
                 'on as many workers as it was saved on, with the same shard=, or read all data on each (shard="batch")'
             )
-        self._reader.layout.known.update(position.get("lists", {}))
+        self._reader.layout.modes.update(position.get("lists", {}))
         self.load_attributes(position)
         state = position.get("source")
         if state is None or self._stateful is None:
@@ -251,7 +251,7 @@ class DistributedIterable:
         self, random: RandomState, passed: int, source: dict[str, Any] | None = None, look: Look | None = None
     ) -> Position:
         attributes = None if look is None else (self._attributes, look)
-        return Position(random, passed, self._sync.part, self._reader.layout.known, source, attributes=attributes)
+        return Position(random, passed, self._sync.part, self._reader.layout.modes, source, attributes=attributes)
 
     def _tell_of_reading_again(self, passed: int) -> None:
         source = self._reader.dataset

@@ -105,8 +105,8 @@ class _Queue(Generic[T]):
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: T) -> None:
-        """Adds an item, then waits until there is space for another one or no more is wanted."""
+    def add(self, item: T) -> None:
+        """Adds an item, then waits until there is space for another one or the queue is closed."""
         with self._changed:
             if not self._ended:
                 self._items.append(item)
@@ -115,7 +115,7 @@ class _Queue(Generic[T]):
                 self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
 
     @property
-    def wanted(self) -> bool:
+    def is_open(self) -> bool:
         return not self._ended
 
     def finish(self, error: BaseException | None) -> None:
@@ -161,9 +161,9 @@ def _fill(source: Iterator[T], queue: _Queue[T]) -> None:
                         "data that is read ahead draws from torch's default generator, which is the loop's; distribute "
                         "it with prefetch=0, load it in processes (num_workers), or give it a torch.Generator"
                     )
-                queue.put(item)
+                queue.add(item)
                 del item  # while the next one is made, this one is the consumer's alone
-                if not queue.wanted:
+                if not queue.is_open:
                     return
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised

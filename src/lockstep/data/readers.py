@@ -125,7 +125,7 @@ class PerReplicaReader(Reader):
         last = _leave_out(batches, skip * self._replicas)
         self.left_out = None if last is None else to_devices(self._joined([last]))
         rounds = iter(lambda: list(islice(batches, self._replicas)), [])
-        return (to_devices(self._joined(each)) for each in rounds)
+        return (to_devices(self._joined(batches_of_round)) for batches_of_round in rounds)
 
     def _joined(self, batches: Sequence[Any]) -> Any:
         return join_batches(batches, self._replicas, self.layout)
@@ -164,7 +164,7 @@ def _printable(index: Any) -> Any:
     if type(index) in _PLAIN:
         return index
     if isinstance(index, (tuple, list)):
-        return [_printable(each) for each in index]
+        return [_printable(part) for part in index]
     return index.tolist() if isinstance(index, torch.Tensor) else type(index).__name__
 
 

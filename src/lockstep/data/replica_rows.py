@@ -85,7 +85,7 @@ class ReplicaRowsReader(Reader):
         self._rows = _SeededRows(loader.dataset, loader.collate_fn)
         self._sampler = _PartSampler()
         self._process_seeds = torch.Generator()  # not the caller's: what processes draw is seeded with each part
-        self._own: DataLoader[Any] | None = None  # with processes
+        self._process_loader: DataLoader[Any] | None = None  # with processes
         self._seed: int | None = None
         self._sample: RowSample | None = None
 
@@ -148,8 +148,8 @@ class ReplicaRowsReader(Reader):
         return _Part(replicas, 0 if workers.is_single else index_digest(indices))
 
     def _load_in_processes(self, parts: Iterator[_Part], sample: RowSample | None) -> Iterator[Any]:
-        if self._own is None:
-            self._own = DataLoader(
+        if self._process_loader is None:
+            self._process_loader = DataLoader(
                 self._rows,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]  # its items are parts, not indices
                 generator=self._process_seeds,
@@ -158,7 +158,7 @@ class ReplicaRowsReader(Reader):
                 **{name: getattr(self._loader, name) for name in _OF_PROCESSES},
             )
         self._sampler.parts = parts if sample is None else chain([sample], parts)
-        return iter(self._own)
+        return iter(self._process_loader)
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
         for part in loaded:
@@ -240,13 +240,13 @@ def _restored(dataset: Any) -> Iterator[None]:
 
 def _states_within(dataset: Any) -> Iterator[Callable[[], object]]:
     numpy = sys.modules.get("numpy")
-    seen: set[int] = set()
+    visited: set[int] = set()
     open_ = [dataset]
-    while open_ and len(seen) < _MOST_OBJECTS:
+    while open_ and len(visited) < _MOST_OBJECTS:
         value = open_.pop()
-        if id(value) in seen or isinstance(value, (type, ModuleType, torch.Tensor)):
+        if id(value) in visited or isinstance(value, (type, ModuleType, torch.Tensor)):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
         elif isinstance(value, random.Random):
@@ -276,8 +276,8 @@ def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
     Python's and NumPy's are the whole process's: in a thread that reads ahead they are left to the loop, and torch's
     default is the thread's own. No lock is held, since a process may be forked from another thread at any time.
     """
-    here = own_generator.get()
-    of_thread = None if here is None else here()
+    thread_generator = own_generator.get()
+    of_thread = None if thread_generator is None else thread_generator()
     default = of_thread or torch.default_generator
     lent = [_Lent(partial(default.set_state, default.get_state()), default.manual_seed), *_lent_by(holders)]
     if of_thread is None:
@@ -288,14 +288,14 @@ def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
 
     def seed_all(seed: int) -> None:
         lent[0].seed(seed)
-        for place, each in enumerate(lent[1:]):
-            each.seed(derived_seed(seed, place))
+        for place, generator in enumerate(lent[1:]):
+            generator.seed(derived_seed(seed, place))
 
     try:
         yield seed_all
     finally:
-        for each in lent:
-            each.put_back()
+        for generator in lent:
+            generator.put_back()
 
 
 def _lent_by(holders: Sequence[Any]) -> Iterator[_Lent]:
@@ -312,8 +312,8 @@ def _lent_by(holders: Sequence[Any]) -> Iterator[_Lent]:
             yield _Lent(partial(setattr, bits, "state", bits.state), partial(_seed_numpys, bits))
 
 
-def _seed_torchs(generator: torch.Generator, own: int, seed: int) -> None:
-    generator.manual_seed(derived_seed(seed, own))
+def _seed_torchs(generator: torch.Generator, number: int, seed: int) -> None:
+    generator.manual_seed(derived_seed(seed, number))
 
 
 def _seed_numpys(bits: Any, seed: int) -> None:

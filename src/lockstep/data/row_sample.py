@@ -78,8 +78,8 @@ def has_known_keys(loader: DataLoader[Any]) -> bool:
 
 def choose_keys(loader: DataLoader[Any], batch: Sequence[Any], seed: int) -> list[Any]:
     """The keys of a few rows: of all that the sampler may give where that is known, else of its first ``batch``."""
-    known = _keys_of(loader)
-    keys: Sequence[Any] = batch if known is None else known
+    all_keys = _keys_of(loader)
+    keys: Sequence[Any] = batch if all_keys is None else all_keys
     if not len(keys):
         return []
     drawn = torch.randint(len(keys), (ROWS - 3,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -179,9 +179,11 @@ def compare_rows(workers: Communicator, rows: SampledRows, read: Callable[[RowSa
     gathered = all_gather_object(workers, "a few rows of the data", [rows.digest, rows.descriptions])
     if any(digest != rows.digest for digest, _ in gathered):
         return ""  # the order of the data is the fault, which the next exchange tells
-    each = [descriptions for _, descriptions in gathered]
+    by_worker = [descriptions for _, descriptions in gathered]
     places = [
-        place for place, row in enumerate(each[0]) if any(difference(row, other[place]) > _ROUNDED for other in each)
+        place
+        for place, row in enumerate(by_worker[0])
+        if any(difference(row, other[place]) > _ROUNDED for other in by_worker)
     ]
     if not places:
         return ""
@@ -192,17 +194,17 @@ def compare_rows(workers: Communicator, rows: SampledRows, read: Callable[[RowSa
     ]
     drawn_anywhere = map(any, zip(*all_gather_object(workers, "rows that were read again", drawn), strict=True))
     constant = [place for place, is_drawn in zip(places, drawn_anywhere, strict=True) if not is_drawn]
-    return _complaint(workers, rows.sample, each, constant) if constant else ""
+    return _complaint(workers, rows.sample, by_worker, constant) if constant else ""
 
 
 def _complaint(
     workers: Communicator, sample: RowSample, rows: Sequence[Sequence[RowDescription]], places: Sequence[int]
 ) -> str:
     """Raises a ClusterError, or returns a warning, about rows that each worker reads always alike, and that differ."""
-    found = [
+    differences = [
         (difference(rows[0][place], row[place]), worker, place) for place in places for worker, row in enumerate(rows)
     ]
-    farthest, worker, place = max(found, default=(0.0, 0, 0))
+    farthest, worker, place = max(differences, default=(0.0, 0, 0))
     if farthest <= _ROUNDED:
         return ""
     what = (

@@ -140,9 +140,9 @@ def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout)
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item) for batch in batches]
-    empty = with_no_rows(given[0])
-    joined = _joined([*given, *[empty] * (num_replicas - len(given))])
+    tensors = [map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item) for batch in batches]
+    empty = with_no_rows(tensors[0])
+    joined = _joined([*tensors, *[empty] * (num_replicas - len(tensors))])
     return _copied(joined) if layout.copies else joined
 
 
@@ -154,10 +154,10 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(shard), is_item=layout.is_item) for shard in shards]
-    for shard in given:
+    tensors = [map_leaves(as_tensor, layout.marked(shard), is_item=layout.is_item) for shard in shards]
+    for shard in tensors:
         _rows(shard, is_item=layout.is_item)
-    joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)])
+    joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(tensors, empty, strict=True)])
     return _copied(joined) if layout.copies else joined
 
 
@@ -193,11 +193,11 @@ def _attributes(batch: Any) -> list[Attributes | None]:
     """The attributes of the batch objects in a batch, in the order of ``map_leaves``."""
     values: list[Attributes | None] = []
 
-    def kept(attributes: Attributes | None) -> Attributes | None:
+    def attributes_of(attributes: Attributes | None) -> Attributes | None:
         values.append(attributes)
         return attributes
 
-    map_leaves(lambda _, leaf: leaf, batch, attributes=kept)
+    map_leaves(lambda _, leaf: leaf, batch, attributes=attributes_of)
     return values
 
 
@@ -205,15 +205,15 @@ def _rows(tensors: Any, *, is_item: bool) -> int:
     leaves = named_leaves(tensors, is_item=is_item)
     lengths = {name: rows for name, leaf in leaves if (rows := rows_of(leaf)) is not None}
     if not lengths:
-        found = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves]
+        texts = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves]
         raise DataError(
-            f"a batch of {_listed(found)} has no rows to divide; expected tensors with the examples along dim 0: "
+            f"a batch of {_listed(texts)} has no rows to divide; expected tensors with the examples along dim 0: "
             "batch the data with a DataLoader, and give a Hugging Face dataset torch format and .batch(size)"
         )
     if len(set(lengths.values())) > 1:
-        found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
+        texts = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
-            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), a "
+            f"the tensors of a batch disagree in length: {_listed(texts)}; give all the same number of rows (dim 0), a "
             'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows'
         )
     return next(iter(lengths.values()))
@@ -244,9 +244,9 @@ def as_tensor(name: str, leaf: Any) -> Any:
 
 
 def _listed(items: Sequence[str]) -> str:
-    shown = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
+    text = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
     more = len(items) - _MOST_LEAVES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def has_rows(batch: Any) -> bool:

@@ -53,8 +53,8 @@ def may_read_ahead(dataset: Any) -> bool:
     samplers over those, or with processes, which have copies of the dataset and of the generators.
     """
     if not isinstance(dataset, DataLoader):
-        ours = type(dataset).__module__.startswith("lockstep.")  # a recipe, which seeds every batch anew
-        return ours or _draws_nothing(dataset)
+        is_lockstep = type(dataset).__module__.startswith("lockstep.")  # a recipe, which seeds every batch anew
+        return is_lockstep or _draws_nothing(dataset)
     batches, rows = dataset.batch_sampler, dataset.sampler
     if type(dataset).__iter__ is not DataLoader.__iter__ or type(batches) not in (BatchSampler, type(None)):
         return False

@@ -62,9 +62,9 @@ class StatefulSource:
                 f"the saved position is of data with {_counted(shards)}, but it has {_counted(now)} now; give the data "
                 "that it was saved with"
             )
-        if (saved := _parts(state["own"])) != (ours := _parts(self._stateful.state_dict())):
+        if (saved := _parts(state["own"])) != (parts := _parts(self._stateful.state_dict())):
             raise CheckpointError(
-                f"the saved position is of a dataset made of {', '.join(saved)}, but it is made of {', '.join(ours)} "
+                f"the saved position is of a dataset made of {', '.join(saved)}, but it is made of {', '.join(parts)} "
                 "now; give the data that it was saved with"
             )
         self._stateful.load_state_dict(state["own"])
@@ -199,8 +199,8 @@ def _digest_of_shuffling(dataset: Any) -> int:
 
 def _parts(state: Any) -> list[str]:
     """The names of the parts that a state of an IterableDataset is of, from the last to the first."""
-    found = []
+    names = []
     while isinstance(state, Mapping) and "examples_iterable" in state:
         state = state["examples_iterable"]
-        found.append(str(state.get("type") if isinstance(state, Mapping) else state))
-    return found
+        names.append(str(state.get("type") if isinstance(state, Mapping) else state))
+    return names

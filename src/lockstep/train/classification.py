@@ -71,12 +71,12 @@ class Accuracy(_OfDecisions):
     def count(self, outputs: Tensor, targets: Tensor) -> None:
         """Counts the rows of a batch."""
         if self._are_yes_or_no:
-            decided, meant = self._yes_or_no(outputs, targets)
-            self.total += meant.numel()
+            predictions, labels = self._yes_or_no(outputs, targets)
+            self.total += labels.numel()
         else:
-            decided, meant, _ = self._classes(outputs, targets)
-            self.total += (meant != _IGNORED).sum()
-        self.correct += (decided == meant).sum()
+            predictions, labels, _ = self._classes(outputs, targets)
+            self.total += (labels != _IGNORED).sum()
+        self.correct += (predictions == labels).sum()
 
     def compute(self) -> Tensor:
         """The fraction of all that was counted."""
@@ -110,7 +110,8 @@ class F1(_OfDecisions):
     counted: Tensor
 
     def __init__(self, outputs: Outputs | None = None) -> None:
-        # One number per class, from the first update on: how often it was decided and meant, and how often each.
+        # One number per class, from the first update on: how often predictions and targets both name it, and how
+        # often each of them does. "found" is in saved states, so it keeps this name.
         super().__init__(outputs, "found", "counted")
 
     def count(self, outputs: Tensor, targets: Tensor) -> None:
@@ -121,15 +122,15 @@ class F1(_OfDecisions):
                     f"f1 got outputs of shape {tuple(outputs.shape)}; give (rows,), (rows, labels), or a torchmetrics "
                     "Metric, such as BinaryF1Score()"
                 )
-            decided, meant = (each.reshape(len(outputs), -1) for each in self._yes_or_no(outputs, targets))
-            self.found = self.found + (decided & meant).sum(0)
-            self.counted = self.counted + decided.sum(0) + meant.sum(0)
+            predictions, truth = (values.reshape(len(outputs), -1) for values in self._yes_or_no(outputs, targets))
+            self.found = self.found + (predictions & truth).sum(0)
+            self.counted = self.counted + predictions.sum(0) + truth.sum(0)
             return
-        decided, meant, classes = self._classes(outputs, targets)
-        counts, labels = (meant != _IGNORED).long(), meant.clamp(min=0)
+        predictions, truth, classes = self._classes(outputs, targets)
+        counts, labels = (truth != _IGNORED).long(), truth.clamp(min=0)
         zeros = torch.zeros(classes, dtype=torch.long, device=outputs.device)
-        self.found = self.found + zeros.scatter_add(0, labels, counts * (decided == meant))
-        self.counted = self.counted + zeros.scatter_add(0, labels, counts).scatter_add(0, decided, counts)
+        self.found = self.found + zeros.scatter_add(0, labels, counts * (predictions == truth))
+        self.counted = self.counted + zeros.scatter_add(0, labels, counts).scatter_add(0, predictions, counts)
 
     def compute(self) -> Tensor:
         """The score of all that was counted."""

@@ -283,4 +283,4 @@ class TrainLoop:
         self._setup.module.exchange_buffers()
         gathered = self._workers.all_gather_numbers("end of an epoch", [rows])
         self._stop.received()
-        return int(sum(each for (each,) in gathered))
+        return int(sum(worker_rows for (worker_rows,) in gathered))

@@ -48,13 +48,13 @@ def traced_shift(label_means: Sequence[LabelMean], targets: Any) -> bool | None:
     """
     if len(label_means) != 1 or not isinstance(targets, Tensor) or targets.dim() != 2 or targets.shape[1] < 2:
         return None
-    used = label_means[0].target.flatten()
+    loss_labels = label_means[0].target.flatten()
     following = F.pad(targets[:, 1:], (0, 1), value=label_means[0].ignored)
     same, shifts = (
-        used.shape == labels.shape and torch.equal(used, labels.to(used.dtype))
+        loss_labels.shape == labels.shape and torch.equal(loss_labels, labels.to(loss_labels.dtype))
         for labels in (targets.flatten(), following.flatten())
     )
-    shifts = shifts or (used.numel() != targets.numel() and used.numel() == targets[:, 1:].numel())
+    shifts = shifts or (loss_labels.numel() != targets.numel() and loss_labels.numel() == targets[:, 1:].numel())
     return shifts if same != shifts else None
 
 

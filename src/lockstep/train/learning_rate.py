@@ -255,18 +255,18 @@ def restoring(checkpoint: Checkpoint, data: DistributedIterable) -> Iterator[Non
     """
     workers = checkpoint.workers
     random, attributes = data.random_state(), data.attribute_state()
-    made = run_on_chief(workers, "folder of the range test", lambda: tempfile.mkdtemp(prefix="lockstep-range-test-"))
-    folder = all_gather_object(workers.processes, "folder of the range test", made)[0]
+    path = run_on_chief(workers, "folder of the range test", lambda: tempfile.mkdtemp(prefix="lockstep-range-test-"))
+    folder = all_gather_object(workers.processes, "folder of the range test", path)[0]
     try:
         saved = CheckpointManager(checkpoint, folder).save(0)
-        lost = False
+        is_lost = False
         try:
             yield
         except ClusterError:
-            lost = True
+            is_lost = True
             raise
         finally:
-            if not lost:
+            if not is_lost:
                 checkpoint.restore(saved)
                 data.load_attributes({"attributes": attributes})
                 data.load_random_state(random)

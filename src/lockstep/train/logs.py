@@ -142,8 +142,8 @@ def naming_step(epoch: int, step: int, batch: Any = None) -> Iterator[None]:
     try:
         yield
     except NonFiniteLossError as error:
-        found = _not_finite(batch)
-        advice = f"{found}; clean the data, or leave such rows out" if found else error.advice
+        place = _not_finite(batch)
+        advice = f"{place}; clean the data, or leave such rows out" if place else error.advice
         raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error.finding}", advice) from error
 
 
@@ -315,7 +315,7 @@ class History:
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> History:
         """The History that ``dataclasses.asdict`` made ``saved`` of."""
-        return cls(**{**saved, "timing": [EpochTiming(**each) for each in saved["timing"]]})
+        return cls(**{**saved, "timing": [EpochTiming(**entry) for entry in saved["timing"]]})
 
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""

@@ -126,7 +126,7 @@ class Model:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         above = cls.__mro__[: cls.__mro__.index(Model)]
-        _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
+        _refuse_own_steps((name for kind in above for name in vars(kind)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("train_step", "test_step"):
@@ -152,12 +152,12 @@ class Model:
             return self._module(*args, **kwargs)
         if self._module.is_part or self._module.shards_weights or self._module.pipeline is not None:
             raise UsageError("the model is divided among workers, and cannot be called by itself; call model.predict")
-        given = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
+        moved = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
         with module_mode(self._module, training=False), self._precision.autocast():
-            return self._module(*given[0], **given[1])
+            return self._module(*moved[0], **moved[1])
 
     def __repr__(self) -> str:
-        parameters = sum(each.numel() for each in self.module.parameters())
+        parameters = sum(parameter.numel() for parameter in self.module.parameters())
         parts = [type(self.module).__name__, f"{parameters:,} parameters", repr(self.strategy)]
         if self._setup is None:
             parts.append("not compiled")
@@ -261,9 +261,9 @@ class Model:
             check_computes_loss(self.module)
         loss, optimizer = ModuleLoss() if loss is None else loss_named(loss), optimizer_named(optimizer)
         graphs, compile_module = keras_execution(graphs, compile_module, jit_compile, run_eagerly)
-        given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
-        given["combines_rows"] = combines_rows
-        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
+        settings = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
+        settings["combines_rows"] = combines_rows
+        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **settings)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         if isinstance(loss, ModuleLoss):
             self._check_module_loss(compilation)
@@ -645,7 +645,7 @@ class Model:
 
     def _callbacks(
         self,
-        given: Sequence[Callback] | None,
+        user_callbacks: Sequence[Callback] | None,
         verbose: FitVerbose,
         data: EpochIterator | None,
         **params: Any,
@@ -656,11 +656,13 @@ class Model:
                 f"verbose={verbose!r} is unknown; choose 0 (silent), 1 or 'auto' (a live line) or 2 (plain lines)"
             )
         verbose = 1 if verbose == "auto" else verbose
-        if isinstance(given, Callback):
-            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
-        if given is not None and not isinstance(given, (list, tuple)):
-            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list of lockstep.Callback")
-        callbacks = list(given or ())
+        if isinstance(user_callbacks, Callback):
+            raise ConfigError(
+                f"callbacks is a {type(user_callbacks).__name__}; give a list, such as callbacks=[callback]"
+            )
+        if user_callbacks is not None and not isinstance(user_callbacks, (list, tuple)):
+            raise ConfigError(f"callbacks is a {type(user_callbacks).__name__}; give a list of lockstep.Callback")
+        callbacks = list(user_callbacks or ())
         if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(ProgressBar(verbose))
         params |= {"steps": None if data is None else data.steps, "verbose": verbose}

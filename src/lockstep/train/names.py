@@ -202,13 +202,13 @@ def metrics_named(metrics: Any, loss: object) -> Any:
     if isinstance(metrics, str):
         raise ConfigError(f"metrics is the string {metrics!r}; give a list, such as metrics=[{metrics!r}]")
     if isinstance(metrics, Sequence):
-        names = [each if isinstance(each, str) else _snake_case(each) for each in metrics]
+        names = [metric if isinstance(metric, str) else _snake_case(metric) for metric in metrics]
         if len(set(names)) < len(names):
             raise ConfigError(f"metrics has one name twice: {', '.join(names)}; give a dict of name to metric")
         metrics = dict(zip(names, metrics, strict=True))
     if not isinstance(metrics, Mapping):
         return metrics
-    return {key: _metric_named(each, loss) if isinstance(each, str) else each for key, each in metrics.items()}
+    return {key: _metric_named(metric, loss) if isinstance(metric, str) else metric for key, metric in metrics.items()}
 
 
 def takes_tensors(function: object) -> bool:
@@ -217,8 +217,8 @@ def takes_tensors(function: object) -> bool:
     if isinstance(function, ModuleLoss):
         return False
     home: str = (function if hasattr(function, "__code__") else type(function)).__module__
-    ours = ("torchmetrics.", "lockstep.train.")
-    return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)
+    packages = ("torchmetrics.", "lockstep.train.")
+    return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(packages)
 
 
 def without_partial(function: Any) -> Any:
@@ -235,18 +235,18 @@ def logits_of(outputs: Any) -> Any:
 
 
 def _metric_named(string: str, loss: object) -> Any:
-    known = {"accuracy": "Accuracy", "binary_accuracy": "Accuracy", "f1": "F1", "shifted_accuracy": "ShiftedAccuracy"}
+    classes = {"accuracy": "Accuracy", "binary_accuracy": "Accuracy", "f1": "F1", "shifted_accuracy": "ShiftedAccuracy"}
     plain = string.lower() if string.isupper() else string
     name = _OF_KERAS.get(plain, plain)
-    if name not in known and name not in _METRICS:
+    if name not in classes and name not in _METRICS:
         name = string
-    _check("metric", name, [*known, *_METRICS, *_OF_KERAS], "a torchmetrics Metric, such as MulticlassAUROC(10)")
-    if name in known:
+    _check("metric", name, [*classes, *_METRICS, *_OF_KERAS], "a torchmetrics Metric, such as MulticlassAUROC(10)")
+    if name in classes:
         classification = import_module("lockstep.train.classification")  # which imports this module
         outputs = _outputs_of(loss)
         if name == "binary_accuracy" and outputs != "logits":
             outputs = "probabilities"
-        return getattr(classification, known[name])(outputs)
+        return getattr(classification, classes[name])(outputs)
     module, of, settings = _METRICS[name]
     return getattr(require(f"torchmetrics.{module}", "train"), of)(**settings)
 
@@ -270,8 +270,8 @@ def _snake_case(metric: object) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _check(what: str, name: str, known: Iterable[str], otherwise: str) -> None:
-    if name not in known:
+def _check(what: str, name: str, choices: Iterable[str], otherwise: str) -> None:
+    if name not in choices:
         raise ConfigError(
-            f"{what} {name!r} is unknown; choose {', '.join(map(repr, sorted(known)))}, or give {otherwise}"
+            f"{what} {name!r} is unknown; choose {', '.join(map(repr, sorted(choices)))}, or give {otherwise}"
         )

@@ -72,8 +72,8 @@ class TrainStep:
         if self._loss is not None:
             raise UsageError("step.loss was called twice in one step; give it the outputs of all passes at once")
         batch = LabelledBatch(self.x, y, self.sample_weight if sample_weight is None else sample_weight)
-        found = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
-        rows = next((rows for rows in found if rows is not None), self._rows)
+        lengths = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
+        rows = next((rows for rows in lengths if rows is not None), self._rows)
         self._loss = ShardLoss(outputs, batch, rows, self._measure(outputs, batch, rows))
         return self._loss
 
@@ -102,4 +102,4 @@ def run_own_step(own_step: OwnStep, step: TrainStep) -> ShardLoss:
 def _gradients(module: MirroredModule) -> list[tuple[int, int] | None]:
     with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
         gradients = [parameter.grad for parameter in module.parameters()]
-    return [None if each is None else (id(each), each._version) for each in gradients]
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]

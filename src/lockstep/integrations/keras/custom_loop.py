@@ -76,7 +76,7 @@ class CustomSteps:
             "custom" if own_step is None else "own",
             self.default_generators.generators(),
             lambda: map(ModelVariables, self.models),
-            [each for model in self.models for metric in metrics_of(model) for each in metric.variables],
+            [variable for model in self.models for metric in metrics_of(model) for variable in metric.variables],
         )
 
         @contextmanager
@@ -118,9 +118,11 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
     """
     context, is_training = replica_of_step(), torch.is_grad_enabled()
 
-    def prepare(given: list[Any]) -> None:
-        first, *others = [[leaf for leaf in keras.tree.flatten(each) if keras.ops.is_tensor(leaf)] for each in given]
-        for leaf, *same in zip(first, *others, strict=False) if others and is_training else ():
+    def prepare(calls: list[Any]) -> None:
+        first, *other_tensors = [
+            [leaf for leaf in keras.tree.flatten(arguments) if keras.ops.is_tensor(leaf)] for arguments in calls
+        ]
+        for leaf, *same in zip(first, *other_tensors, strict=False) if other_tensors and is_training else ():
             if leaf.dim() and len(leaf) > 1 and all(other is leaf for other in same):
                 warnings.warn(
                     f"the step calls the model {model.name!r} on one batch of shape {tuple(leaf.shape)} in all "
@@ -130,7 +132,7 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
                 )
         with _without_scope(context.strategy.devices[0].torch_device):
             if not model.built:
-                build(model, *given[0])
+                build(model, *calls[0])
             model._distribution.compare_weights(model)
 
     context.meet(f"the first call of {model.name}", (args, kwargs), prepare)
@@ -150,14 +152,14 @@ def runs_own_code() -> bool:
 
 def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | None]) -> None:
     """Weights the replicas of a custom step by the rows of their shards; equally where there are none."""
-    if not any(own.assignments for own in run.replicas.values()):
+    if not any(values.assignments for values in run.replicas.values()):
         return
-    counts = [1 if each is None else each for each in rows]
+    counts = [1 if count is None else count for count in rows]
     total = int(strategy.reduce("sum", PerReplica(counts)))
     if not total:
         counts, total = [1] * len(counts), strategy.num_replicas_in_sync
-    for replica, own in run.replicas.items():
-        own.share = counts[replica] / total
+    for replica, values in run.replicas.items():
+        values.share = counts[replica] / total
 
 
 def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,23 +177,27 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
         if step.optimizer_gradients is not None:
-            step.optimizer_gradients.append([None if each is None else each.detach().clone() for each in grads])
+            step.optimizer_gradients.append(
+                [None if gradient is None else gradient.detach().clone() for gradient in grads]
+            )
             return None
         refuse_to_train(context.strategy.workers, f"{self.name}.apply")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        strategy, assigned = context.strategy, [each for each in variables if id(each) in step.assignments]
+        strategy, assigned = context.strategy, [variable for variable in variables if id(variable) in step.assignments]
 
         @torch.no_grad()
-        def update(given: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:
-            gradients = [each for each, _ in given]
+        def update(shares_of_replicas: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:
+            gradients = [gradients_of_replica for gradients_of_replica, _ in shares_of_replicas]
             with _without_scope(variables[0]._value.device):
                 if assigned:
-                    for each, value in zip(assigned, summed(strategy, [parts for _, parts in given]), strict=True):
-                        each.assign(value)
-                own = gradients[0] if step.kind == "own" else _sums(strategy, gradients, variables)
-                original(self, own, variables)
+                    for variable, value in zip(
+                        assigned, summed(strategy, [parts for _, parts in shares_of_replicas]), strict=True
+                    ):
+                        variable.assign(value)
+                totals = gradients[0] if step.kind == "own" else _sums(strategy, gradients, variables)
+                original(self, totals, variables)
 
-        parts = [step.part(each) for each in assigned]
+        parts = [step.part(variable) for variable in assigned]
         context.meet(f"{self.name}.apply", (list(grads), parts), update)
         step.forget((*variables, *self.variables))
         return None
@@ -200,23 +206,25 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums(
-    strategy: Strategy, given: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
+    strategy: Strategy, gradients_of_replicas: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
 ) -> list[Tensor | None]:
     """The sums of the replicas' gradients of each variable; None where no replica has one."""
     parts = [
         [
             *(
-                torch.zeros_like(each._value, device=device) if gradient is None else gradient.detach()
-                for each, gradient in zip(variables, own, strict=True)
+                torch.zeros_like(variable._value, device=device) if gradient is None else gradient.detach()
+                for variable, gradient in zip(variables, gradients, strict=True)
             ),
-            torch.tensor([float(gradient is not None) for gradient in own], device=device),
+            torch.tensor([float(gradient is not None) for gradient in gradients], device=device),
         ]
-        for own, device in zip(given, (each.torch_device for each in strategy.devices), strict=True)
+        for gradients, device in zip(
+            gradients_of_replicas, (replica_device.torch_device for replica_device in strategy.devices), strict=True
+        )
     ]
-    *sums, used = summed(strategy, parts)
+    *sums, use_counts = summed(strategy, parts)
     return [
-        each.to(variable._value.device) if is_used else None
-        for each, variable, is_used in zip(sums, variables, used.tolist(), strict=True)
+        total.to(variable._value.device) if is_used else None
+        for total, variable, is_used in zip(sums, variables, use_counts.tolist(), strict=True)
     ]
 
 
@@ -244,7 +252,7 @@ def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises a UsageError if a step updates the weights of a Keras model by an optimizer of torch."""
     step = get_stateless_scope()
     if isinstance(step, ReplicaVariables) and step.holds(
-        {id(p) for each in optimizer.param_groups for p in each["params"]}
+        {id(p) for group in optimizer.param_groups for p in group["params"]}
     ):
         raise UsageError(
             f"torch's {type(optimizer).__name__}.step was called in a replica on the weights of a Keras model, which "
@@ -258,7 +266,7 @@ def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callab
     @wraps(original)
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         in_replica = get_replica_context() is not None
-        values = {id(each._value): each.value for each in self.variables} if in_replica else {}
+        values = {id(variable._value): variable.value for variable in self.variables} if in_replica else {}
         for name, parameter in original(self, *args, **kwargs):
             yield name, values.get(id(parameter), parameter)
 

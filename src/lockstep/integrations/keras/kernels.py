@@ -46,8 +46,8 @@ def needs_modes(model: Any) -> bool:
 
 def _is_keras_alone(layer: Any) -> bool:
     calls_others = (keras.layers.Lambda, keras.layers.TorchModuleWrapper)
-    parts = (type(layer), *(each for each in vars(layer).values() if callable(each)))
-    return not isinstance(layer, calls_others) and all(each.__module__.startswith(_KNOWN) for each in parts)
+    parts = (type(layer), *(value for value in vars(layer).values() if callable(value)))
+    return not isinstance(layer, calls_others) and all(part.__module__.startswith(_KNOWN) for part in parts)
 
 
 def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Any:

@@ -132,8 +132,8 @@ def _ids_of_scope(layer: Any) -> set[int]:
     """
     scope = get_stateless_scope()
     if scope is None:
-        own: set[int] = layer.__dict__.setdefault("_loss_ids", set())
-        return own
+        ids: set[int] = layer.__dict__.setdefault("_loss_ids", set())
+        return ids
     of_layers: dict[Any, set[int]] = scope.__dict__.setdefault("_lockstep_loss_ids", {})
     return of_layers.setdefault(layer, set())
 

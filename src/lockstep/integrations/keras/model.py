@@ -89,7 +89,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         if model._distribution.strategy is not strategy:
             raise UsageError("this model belongs to another strategy already; build it anew for this one")
         return model
-    stateful = [each.name for each in model._flatten_layers() if getattr(each, "stateful", False)]
+    stateful = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     if stateful:
         raise ConfigError(
             f"the layer {stateful[0]!r} is stateful: it keeps a state for each row of a batch, and replicas divide the "
@@ -164,15 +164,15 @@ class Distribution:
                 "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
             )
         rows = batch_rows(data, is_item=True)
-        own = local_rows(rows, workers)
+        local = local_rows(rows, workers)
         shards = [
             keras.tree.map_structure(lambda leaf, at=at: _rows(leaf, at, copies=workers.any_layout), data)
             for at in (
                 (begin, size) if size else (0, 1)
-                for begin, size in zip(accumulate(own.sizes, initial=own.start), own.sizes, strict=False)
+                for begin, size in zip(accumulate(local.sizes, initial=local.start), local.sizes, strict=False)
             )
         ]
-        return (PerReplica(shards), PerReplica(own.sizes)), rows
+        return (PerReplica(shards), PerReplica(local.sizes)), rows
 
     def compare_weights(self, model: Any) -> None:
         """Raises a UsageError if workers have models with different variables. Compares them once."""
@@ -191,7 +191,7 @@ class Distribution:
         if workers.is_single:
             return None
         digests = workers.all_gather_bytes(name, digest().to_bytes(4, "big"))
-        return next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
+        return next((name for name, value in zip(workers.names, digests, strict=True) if value != digests[0]), None)
 
 
 class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -373,8 +373,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _results(self, step: Step) -> dict[str, Any]:
         """The numbers of a step that has been merged."""
-        own: dict[str, Any] | None = step.run.replicas[0].results
-        return self.get_metrics_result() if own is None else own
+        results: dict[str, Any] | None = step.run.replicas[0].results
+        return self.get_metrics_result() if results is None else results
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
@@ -388,7 +388,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                 "the model was compiled with jit_compile=True and has batch norms of sync_batchnorm=True, in which "
                 "replicas meet and compiled code cannot; leave one of the two out"
             )
-        if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
+        if float8 := [variable.path for variable in self.trainable_variables if variable.overwrite_with_gradient]:
             raise ConfigError(
                 f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
                 "train with a policy of float32 or mixed_bfloat16"
@@ -466,9 +466,9 @@ def _check_given(x: Any, batch_size: int | None, callbacks: Any) -> None:
             f"batch_size={batch_size} was given beside a {type(x).__name__}, which makes batches by itself; leave "
             "batch_size out, and have it make global batches, which are divided among the replicas"
         )
-    for each in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
-        if isinstance(each, Callback):
-            name = type(each).__name__
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        if isinstance(callback, Callback):
+            name = type(callback).__name__
             place = "lockstep.integrations.keras" if name == "BackupAndRestore" else "keras.callbacks"
             counterpart = name if hasattr(keras.callbacks, name) else "Callback"
             raise ConfigError(
@@ -484,8 +484,8 @@ def _on_host(leaf: Any) -> Any:
 
 def _digest(variables: Sequence[Any]) -> int:
     digest = 0
-    for each in variables:
-        digest = zlib.crc32(each.numpy().tobytes(), digest)
+    for variable in variables:
+        digest = zlib.crc32(variable.numpy().tobytes(), digest)
     return digest
 
 

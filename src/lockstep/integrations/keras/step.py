@@ -53,7 +53,7 @@ class Step:
         """Forward and backward."""
         with self.run.in_replica(rows / self.rows) as values:
             loss = self._loss(values, data, rows, training=True)
-            weights = [values.value(each) for each in self.variables.trainable]
+            weights = [values.value(variable) for variable in self.variables.trainable]
             if weights:  # as in Keras, which trains nothing where all layers are frozen
                 values.gradients = torch.autograd.grad(loss * (values.share * self.scale), weights, allow_unused=True)
 

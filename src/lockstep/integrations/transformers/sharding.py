@@ -47,7 +47,7 @@ Items = Literal["labels", "shifted labels", "rows"]
 class CountedItems(Tensor):
     """The number of items of a batch, a 0-dim tensor that notices when something computes with it."""
 
-    used = False
+    is_used = False
 
     @classmethod
     def __torch_function__(
@@ -57,7 +57,7 @@ class CountedItems(Tensor):
         if getattr(func, "__name__", "") != "__get__":
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, cls):
-                    value.used = True
+                    value.is_used = True
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -79,12 +79,12 @@ class Share:
     @property
     def factor(self) -> float:
         """The factor of the shard's loss, if the number of items is that of the whole batch."""
-        return 1.0 if self._items is not None and self._items.used else self._count / self._total
+        return 1.0 if self._items is not None and self._items.is_used else self._count / self._total
 
     @property
     def weight(self) -> float:
         """The divisor of the shard's loss, if the number of items is that of the shard."""
-        return float(self._items) if self._items is not None and self._items.used else self._count
+        return float(self._items) if self._items is not None and self._items.is_used else self._count
 
 
 _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
@@ -256,9 +256,9 @@ class LossCheck:
             stacklevel=4,
         )
 
-    def _warn(self, found: Sequence[tuple[float, float] | None]) -> None:
+    def _warn(self, differences: Sequence[tuple[float, float] | None]) -> None:
         """Warns once, if a replica has found a difference."""
-        apart = next((each for each in found if each is not None), None)
+        apart = next((difference for difference in differences if difference is not None), None)
         if apart is None or self._warned:
             return
         self._warned = True
@@ -289,7 +289,7 @@ def loss_difference(
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
     except FAILURES:  # the step itself will raise it
         return None
-    rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
+    rough = any(parameter.dtype in _LOW for parameter in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
     return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
 
@@ -325,13 +325,13 @@ def joined(
     is that of the batch, where a row is not an example.
     """
     local = [tuple(part) for part in parts if part is not None]
-    met = all_gather_object(workers, "the outputs for a batch", local)
-    found = [Prediction(*part) for worker in met for part in worker]
-    rows = [part.rows for part in found]
+    gathered = all_gather_object(workers, "the outputs for a batch", local)
+    predictions = [Prediction(*part) for worker in gathered for part in worker]
+    rows = [part.rows for part in predictions]
     return (
-        _mean_loss(found, device),
-        _joined([part.logits for part in found], rows, device, division),
-        _joined([part.labels for part in found], rows, device, division),
+        _mean_loss(predictions, device),
+        _joined([part.logits for part in predictions], rows, device, division),
+        _joined([part.labels for part in predictions], rows, device, division),
     )
 
 
@@ -356,7 +356,7 @@ def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device
 def _joined_leaf(values: Sequence[Any], rows: Sequence[int], device: torch.device, division: Division | None) -> Any:
     if not isinstance(values[0], Tensor):
         return values[0]
-    here = [value.to(device) for value in values]
-    if here[0].ndim:
-        return examples.joined(here, rows, division)
-    return sum(value * (count / sum(rows)) for value, count in zip(here, rows, strict=True))
+    values_on_device = [value.to(device) for value in values]
+    if values_on_device[0].ndim:
+        return examples.joined(values_on_device, rows, division)
+    return sum(value * (count / sum(rows)) for value, count in zip(values_on_device, rows, strict=True))

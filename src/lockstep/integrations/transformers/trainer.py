@@ -60,7 +60,7 @@ class Trainer(transformers.Trainer):
         self,
         model: Any = None,
         args: TrainingArguments | None = None,
-        *others: Any,
+        *positional: Any,
         strategy: Strategy | None = None,
         **named: Any,
     ) -> None:
@@ -77,7 +77,7 @@ class Trainer(transformers.Trainer):
         arguments.check_model(model)
         self._one_process = arguments.OneProcess(args, self.strategy)
         sync.begin_random_numbers(self.strategy, args.seed)
-        super().__init__(model, args, *others, **named)
+        super().__init__(model, args, *positional, **named)
         self._callbacks = self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -154,11 +154,11 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         super().__init__()
-        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
+        names = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
         self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         for name, hook in self._hooks.items():
-            if name not in known or not callable(hook):
-                raise ConfigError(f"LambdaCallback({name}={hook!r}); give functions for some of {', '.join(known)}")
+            if name not in names or not callable(hook):
+                raise ConfigError(f"LambdaCallback({name}={hook!r}); give functions for some of {', '.join(names)}")
             setattr(self, name, hook)
 
     def wants_batch_logs(self) -> bool:
@@ -172,15 +172,17 @@ class CallbackList:
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
-        given: Sequence[Any] = callbacks
-        for each in given:
-            if not isinstance(each, Callback):
-                kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+        instances: Sequence[Any] = callbacks
+        for instance in instances:
+            if not isinstance(instance, Callback):
+                kind = (
+                    f"the class {instance.__name__}" if isinstance(instance, type) else f"a {type(instance).__name__}"
+                )
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
         parts = [part for callback in callbacks for part in callback.expanded()]
-        here = [callback for callback in parts if leads or not callback.chief_only]
-        self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
+        local_callbacks = [callback for callback in parts if leads or not callback.chief_only]
+        self._callbacks = tuple(sorted(local_callbacks, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))
             _call(callback, "set_model", model)
@@ -226,11 +228,11 @@ class CallbackList:
             _call(callback, hook, *args, copy_logs(logs))
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for callback in self._callbacks:
             kind = type(callback).__name__
-            seen[kind] += 1
-            yield kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback
+            counts[kind] += 1
+            yield kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback
 
 
 def _call(callback: Callback, hook: str, *args: Any) -> Any:

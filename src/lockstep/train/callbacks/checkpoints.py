@@ -321,19 +321,21 @@ class _EndedBackup:
     one removes nothing.
     """
 
-    _left: ClassVar[dict[Path, _EndedBackup]] = {}  # by folder: the next fit must not take them for an interruption's
+    # By folder. Without this the next fit in the same process would take a finished fit's backup for one that an
+    # interruption left, and go on from its end.
+    _ended_backups: ClassVar[dict[Path, _EndedBackup]] = {}
 
     def __init__(self, module: object, folder: Path, run: str, *, with_folder: bool) -> None:
         self._folder = folder.absolute()  # the program may change its working directory
         self._run, self._with_folder = run, with_folder
-        self._left[self._folder] = self
+        self._ended_backups[self._folder] = self
         # Not atexit, which processes of multiprocessing, such as the workers of ls.launch, do not call.
         self._finalize = Finalize(module, self._remove_unless_failing, exitpriority=0)
 
     @classmethod
     def remove_if_in(cls, folder: Path) -> None:
         """Removes the backups of the fit that ended with this folder, if there was one."""
-        if (ended := cls._left.get(folder.absolute())) is not None:
+        if (ended := cls._ended_backups.get(folder.absolute())) is not None:
             ended._finalize.cancel()
             ended._remove()
 
@@ -344,7 +346,7 @@ class _EndedBackup:
                 self._remove()
 
     def _remove(self) -> None:
-        self._left.pop(self._folder, None)
+        self._ended_backups.pop(self._folder, None)
         CheckpointFolder(self._folder).remove_all(run=self._run, with_folder=self._with_folder)
 
 
