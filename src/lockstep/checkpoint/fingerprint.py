@@ -23,7 +23,7 @@ from lockstep.checkpoint.format import TAG, flatten
 from lockstep.checkpoint.sharded_io import balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, adapter_for, by_name
 from lockstep.collectives.communicator import error_text, raise_gathered_errors
-from lockstep.data.resume import default_state
+from lockstep.data.random_state import default_state
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.module.wrappers import inner_tensors

@@ -24,9 +24,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
+from lockstep.data.random_state import generators_of, numpy_state
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
-from lockstep.data.resume import generators_of, numpy_state
 from lockstep.data.row_sample import (
     Readings,
     RowSample,
@@ -79,8 +79,8 @@ class ReplicaRowsReader(Reader):
     With one worker it gives batches, with several ``CheckedBatch``.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
-        super().__init__(loader, layout)
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, list_reader: ListReader) -> None:
+        super().__init__(loader, list_reader)
         self._loader, self._workers = loader, workers
         self._rows = _SeededRows(loader.dataset, loader.collate_fn)
         self._sampler = _PartSampler()
@@ -162,7 +162,7 @@ class ReplicaRowsReader(Reader):
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
         for part in loaded:
-            shards = join_shards(part.batches, part.empty, self.layout)
+            shards = join_shards(part.batches, part.empty, self.list_reader)
             digest = part.digest
             del part
             yield to_devices(shards) if self._workers.is_single else CheckedBatch(to_devices(shards), digest)

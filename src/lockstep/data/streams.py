@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.resume import all_generators
+from lockstep.data.random_state import all_generators
 from lockstep.errors import CheckpointError, DataError
 
 # The states of these do not bring back what comes next (datasets 5.2): the rows in a shuffle buffer are lost, and

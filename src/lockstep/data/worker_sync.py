@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.random_state import default_state, set_default_state
 from lockstep.data.readers import CheckedBatch, Reader
-from lockstep.data.resume import default_state, set_default_state
 from lockstep.data.row_sample import compare_rows
 from lockstep.data.sharding import with_no_rows
 from lockstep.data.sources import batches_in

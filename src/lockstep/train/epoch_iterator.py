@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.checks import check_number
 from lockstep.data.dataset import DataIteration, DistributedDataset, DistributedIterable
-from lockstep.data.resume import without_default
+from lockstep.data.random_state import without_default
 from lockstep.errors import CheckpointError, DataError
 from lockstep.strategies.base import Strategy
 

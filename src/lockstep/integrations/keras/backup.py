@@ -20,7 +20,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checks import check_path, shown
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.random_state import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.integrations.keras.model import DistributedModel
 from lockstep.integrations.keras.variables import ModelVariables

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.shard_notes import WithRows
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
@@ -145,12 +145,14 @@ class Shard(WithRows):
     division: Division | None = None  # of the whole batch, where a row is not an example
 
 
-def divided(batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, items: Items) -> PerReplica[Shard]:
+def divided(
+    batch: Mapping[str, Any], workers: Communicator, list_reader: ListReader, *, items: Items
+) -> PerReplica[Shard]:
     """The shards of this worker's replicas: views of the whole collated batch, which is equal on all workers.
 
-    ``layout`` finds the lists of one item per example, such as texts or boxes; ``items`` is what a mean loss averages.
-    With one replica in all the batch is the shard, whatever its rows are. Otherwise a DataError is raised if the
-    tensors disagree in length.
+    ``list_reader`` finds the lists of one item per example, such as texts or boxes; ``items`` is what a mean loss
+    averages. With one replica in all the batch is the shard, whatever its rows are. Otherwise a DataError is raised if
+    the tensors disagree in length.
     """
     plain, division = division_of(batch)
     if division is not None:
@@ -159,10 +161,10 @@ def divided(batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout
         rows = max(row_counts(plain), default=1)
         count = _count_items(plain, rows, items=items)
         return PerReplica([Shard(inputs=plain, rows=rows, count=count, total=count)])
-    marked = layout.marked(plain)
+    marked = list_reader.marked(plain)
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
-    local = local_shards(marked, lambda _: cut, layout)
+    local = local_shards(marked, lambda _: cut, list_reader)
     total = _count_items(marked, rows, items=items)
     shards = []
     for replica, size in enumerate(cut.sizes):
@@ -297,7 +299,7 @@ def loss_difference(
 def _halves(shard: Shard, *, items: Items) -> PerReplica[Shard]:
     order = None if shard.division is None else shard.division.order
     if order is None:
-        return divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), items=items)
+        return divided(shard.inputs, SingleWorkerCommunicator(2), ListReader(records_are_rows=True), items=items)
     parts = examples.halves(shard.inputs, shard.rows, order)
     division = Division(examples=shard.rows, parts=parts, order=order)
     return _by_example(division, SingleWorkerCommunicator(2), items=items)

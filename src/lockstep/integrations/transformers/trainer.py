@@ -26,7 +26,7 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object, refuse_to_save, refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.readers import batch_digest
 from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError
@@ -70,7 +70,7 @@ class Trainer(transformers.Trainer):
         self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
-        self._layout = BatchLayout(records_are_rows=True, copies=self._workers.any_layout)
+        self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = False
         self._loss_check = sharding.LossCheck(0)
         arguments.check_arguments(args, workers=self._workers.size)
@@ -338,7 +338,9 @@ class Trainer(transformers.Trainer):
 
     def _divided(self, inputs: dict[str, Any], items: sharding.Items | None = None) -> PerReplica[sharding.Shard]:
         """The shards of a batch, weighed by ``items``; None is what the loss averages as far as is known."""
-        return sharding.divided(inputs, self._workers, self._layout, items=items or self._loss_check.items(self.model))
+        return sharding.divided(
+            inputs, self._workers, self._list_reader, items=items or self._loss_check.items(self.model)
+        )
 
     @property
     def _mirrored_module(self) -> MirroredModule:

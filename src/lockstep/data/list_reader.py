@@ -47,7 +47,7 @@ _CHANNELS = (1, 3, 4)
 """The length of an image's dim 0."""
 
 
-class BatchLayout:
+class ListReader:
     """Finds the lists of rows in the batches of one source. What one batch shows holds for the batches after it.
 
     Args:
@@ -61,7 +61,7 @@ class BatchLayout:
 
     Attributes:
         is_item, copies: as given, as ``items`` and ``copies``.
-        known: what the lists of earlier batches held, "rows" or "columns", by name.
+        modes: what the lists of earlier batches held, "rows" or "columns", by name.
 
     Raises:
         ConfigError: ``lists`` is unknown.
@@ -83,7 +83,7 @@ class BatchLayout:
         self.modes: dict[str, _Mode] = {}
 
     @classmethod
-    def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False, copies: bool = False) -> BatchLayout:
+    def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False, copies: bool = False) -> ListReader:
         if not isinstance(dataset, DataLoader) or lists != "auto":
             return cls(lists, items=items, copies=copies)
         if dataset.collate_fn is default_collate:
