@@ -23,8 +23,6 @@ import keras
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.torch.layer import TorchLayer
-from keras.src.losses import loss as keras_losses
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -162,7 +160,7 @@ def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | N
         values.share = counts[replica] / total
 
 
-def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Optimizer.apply``, which in a replica is one update with the sums of all replicas' gradients."""
 
     @wraps(original)
@@ -228,7 +226,7 @@ def _sums(
     ]
 
 
-def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
     """``reduce_weighted_values`` of Keras, without the means of a shard, which do not add up to that of the batch."""
 
     @wraps(original)
@@ -260,7 +258,7 @@ def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
-def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+def of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
     """``named_parameters`` of a layer, which in a replica are the values that its gradients are computed for."""
 
     @wraps(original)
@@ -289,11 +287,3 @@ def _without_scope(device: torch.device) -> Iterator[None]:
             yield
     finally:
         global_state.set_global_attribute(_SCOPE, scope)
-
-
-# Keras has no other place between a gradient and its use, nor between the values of a loss and their mean. Outside
-# replicas nothing changes.
-for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-    _optimizer.apply = _updating_once(_optimizer.apply)
-keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
-TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by

@@ -20,8 +20,6 @@ from typing import Any
 import keras
 import torch
 import torch.nn.functional as F
-from keras.src.backend.torch import nn as keras_nn
-from keras.src.backend.torch import random as keras_random
 from torch import Tensor
 
 from lockstep._torch_compat import EnableTorchFunction
@@ -67,7 +65,7 @@ def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: T
     return keras.ops.cast(outputs.movedim(1, layer.axis), layer.compute_dtype)
 
 
-def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``_transpose_spatial_inputs`` of Keras, without the copy in replicas."""
 
     @wraps(original)
@@ -79,7 +77,7 @@ def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return transpose
 
 
-def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``_transpose_conv_kernel`` of Keras, with strides that torch's backward takes for a single row.
 
     It refuses those of a kernel with one output channel, in Keras alone too, where a batch of one row is rare.
@@ -95,7 +93,7 @@ def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tenso
     return transpose
 
 
-def _with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of Keras that draws from torch's default generator: the replica's own, also where modes are off."""
 
     @wraps(original)
@@ -104,13 +102,3 @@ def _with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(*args, **kwargs)
 
     return draw
-
-
-_REPLACED: dict[Any, dict[str, Callable[[Any], Any]]] = {
-    keras_nn: {"_transpose_spatial_inputs": _without_copy, "_transpose_conv_kernel": _with_plain_strides},
-    keras_random: dict.fromkeys(("dropout", "gamma", "beta", "binomial"), _with_modes),
-}
-for _module, _functions in _REPLACED.items():
-    for _name, _replaced in _functions.items():
-        if hasattr(_module, _name):  # what a later Keras lacks, it does not need
-            setattr(_module, _name, _replaced(getattr(_module, _name)))

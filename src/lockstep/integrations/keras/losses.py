@@ -61,7 +61,7 @@ def losses_of_shard(shard: Shard) -> Iterator[None]:
         current_shard.reset(token)
 
 
-def _of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
+def of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
     """``reduce_weighted_values`` of Keras, for the shard of the block above."""
 
     @wraps(original)
@@ -100,7 +100,7 @@ def _count(values: Tensor, sample_weight: Any, mask: Any, reduction: str) -> Ten
     return count
 
 
-def _of_means(original: Callable[..., None]) -> Callable[..., None]:
+def of_means(original: Callable[..., None]) -> Callable[..., None]:
     """``Mean.update_state`` of Keras, in which the mean of a shard counts by its share of the batch."""
 
     @wraps(original)
@@ -113,7 +113,7 @@ def _of_means(original: Callable[..., None]) -> Callable[..., None]:
     return update_state
 
 
-def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+def of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     """``apply_mask`` of Keras, which multiplies the weights of the batch in place, so that metrics get other ones."""
 
     @wraps(original)
@@ -125,7 +125,7 @@ def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _ids_of_scope(layer: Any) -> set[int]:
+def ids_of_scope(layer: Any) -> set[int]:
     """The ``id`` of each loss that a layer has added, by which Keras tells whose they are: in a scope, those of it.
 
     Keras keeps one set for each layer. Replicas would share it, and once the losses are gone, others get their ids.
@@ -136,10 +136,3 @@ def _ids_of_scope(layer: Any) -> set[int]:
         return ids
     of_layers: dict[Any, set[int]] = scope.__dict__.setdefault("_lockstep_loss_ids", {})
     return of_layers.setdefault(layer, set())
-
-
-# Keras has no other place between the values of a loss and their mean. Outside the block above nothing changes.
-keras_losses.apply_mask = _of_masks(keras_losses.apply_mask)
-keras_losses.reduce_weighted_values = _of_shard(keras_losses.reduce_weighted_values)
-keras.metrics.Mean.update_state = _of_means(keras.metrics.Mean.update_state)
-keras.layers.Layer._loss_ids = property(_ids_of_scope, lambda layer, ids: layer.__dict__.update(_loss_ids=ids))

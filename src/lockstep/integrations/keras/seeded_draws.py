@@ -14,7 +14,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from keras.src.backend.torch import random as keras_random
 from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -47,7 +46,7 @@ class _Draws(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if seed is None else _OPERATORS[func](seed, *args, **arguments)
 
 
-def _standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """``torch_seed_generator`` of Keras, whose generator stands for the seed while a model is traced."""
 
     @wraps(original)
@@ -60,9 +59,6 @@ def _standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return stand_in
 
     return generator
-
-
-keras_random.torch_seed_generator = _standing_for_seed(keras_random.torch_seed_generator)
 
 
 @torch.library.custom_op(
