@@ -225,6 +225,7 @@ def element_sum(box: Tensor, offsets: Sizes, whole: Sizes) -> int:
             numbers.pop()
             numbers[-1] *= length
         lengths[-1] *= length
+    # torch may keep a negated tensor as its source and a flag; the bits below would be those of the source.
     words = box.resolve_neg().contiguous().view(-1).view(_INTEGERS[box.element_size()]).view(sizes)
     rows = max(1, _AT_ONCE.get(box.device.type, 2**15) // prod(sizes[1:]))
     places = torch.zeros((), dtype=torch.int64, device=box.device)

@@ -54,6 +54,8 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
         tensors = contiguous_tensors({key: view for key, (_, view) in file.items()})
         metadata = metadata_with_sums(tensors) | {"DCP_VERSION": "1.0", PLACES: json.dumps(places)}
         require("safetensors.torch", "train").save_file(tensors, str(path), metadata=metadata)
+        # The chief renames the folder when all workers have written. A rename can reach the disk before the content of
+        # a file that was not synced, and a host that loses power then would leave a checkpoint that looks whole.
         with path.open("rb") as written:
             os.fsync(written.fileno())
 
@@ -92,6 +94,7 @@ def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any,
     written = [0] * len(listed_by_all)
     boxes = set()
     for (*box, elements), candidates in holders.items():
+        # min takes the first of equals, so all workers come to the same choice without an exchange.
         writer = min(candidates, key=written.__getitem__)
         written[writer] += elements
         if writer == worker:

@@ -117,6 +117,7 @@ class ShardedOptimizerAdapter(StateAdapter):
         shards, values = self._own_state()
         local = {"groups": groups, "state": flatten(values)[0]}
         gathered = all_gather_object(self._workers, "the optimizer's state", local)
+        # From the last worker to the first: where several have a parameter, the value of the first one stays.
         values_by_name = {
             name: value for worker_state in reversed(gathered) for name, value in worker_state["state"].items()
         }

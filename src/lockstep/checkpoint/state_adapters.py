@@ -302,6 +302,7 @@ class RngAdapter(StateAdapter):
         """
         set_random_state(None, entry.worker["process"])
         on_gpus = entry.worker["gpus"]
+        # There is one state for each GPU of the process that saved; with fewer GPUs torch raises an error.
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
         states = entry.random_of_replicas

@@ -68,6 +68,8 @@ def write_file(target: Path, header: FileHeader, stream: Iterable[tuple[str, Ten
         with atomic_file(target) as partial, partial.open("wb") as file:
             file.write(header.text)
             for key, tensor in stream:
+                # Each tensor is written to its place, so they can come in any order, one at a time
+                # (test_a_file_written_in_any_order_is_what_safetensors_reads).
                 file.seek(header.begins[key])
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as error:
@@ -107,6 +109,7 @@ class FileHeader:
             for key, tensor in described.items()
         }
         text = json.dumps({_METADATA: {"format": "pt"}, **entries}).encode()
+        # Spaces, as safetensors itself pads a header, so that the tensors behind it are aligned.
         text += b" " * (-len(text) % _ALIGNMENT)
         begin = _LENGTH + len(text)
         begins = {key: begin + start for key, (start, _) in spans.items()}
@@ -184,6 +187,7 @@ def contiguous_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_memory(key, value)
         tensor = value.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
+        # safetensors refuses tensors that share memory, and would write all of the memory of a view.
         alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in storages
         tensor = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
         storages.add(tensor.untyped_storage().data_ptr())

@@ -33,6 +33,7 @@ def random_state(dataset: Any) -> RandomState:
     _, values, spare = random.getstate()
     state = {DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
     numpy_random = numpy_state()
+    # A program may have put another generator there, by numpy.random.set_bit_generator. Its state has another form.
     if numpy_random and numpy_random["bit_generator"] == "MT19937":
         state["numpy"] = torch.tensor([*numpy_random["state"]["key"].tolist(), numpy_random["state"]["pos"]])
         state["numpy normal"] = _spare_normal(numpy_random["gauss"] if numpy_random["has_gauss"] else None)
@@ -74,6 +75,8 @@ def _spare_normal(value: float | None) -> Tensor:
 
 def default_state() -> Tensor:
     """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
+    # While a replica draws, the default generator holds the replica's numbers (replicas/rng/mode.py). Without the lock
+    # these could be taken for the caller's.
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()
 

@@ -128,6 +128,8 @@ class ReplicaRowsReader(Reader):
             seed = drawn_seed(self._loader.generator)
         self._seed = seed
         self._process_seeds.manual_seed(seed)
+        # The sampler is asked for what is passed over, so that it draws as it did; no row of it is loaded
+        # (test_what_is_passed_over_is_not_loaded).
         for _ in islice(batches, skip):
             pass
         if self._sample is None and not self._workers.is_single:
@@ -142,6 +144,8 @@ class ReplicaRowsReader(Reader):
         blocks = list(pairwise(accumulate(shard_sizes(len(indices), workers.num_replicas), initial=0)))
         first, number = workers.first_replica, workers.replicas[workers.index]
         replicas = tuple(
+            # An empty shard loads one row, to have the structure of the others
+            # (test_shards_without_rows_have_the_structure_of_the_others).
             _ReplicaRows(indices[start:stop] or indices[:1], derived_seed(seed, batch, replica), start == stop)
             for replica, (start, stop) in enumerate(blocks[first : first + number], first)
         )
@@ -194,6 +198,8 @@ class _SeededRows(Dataset[_LoadedPart]):
     def read(self, sample: RowSample) -> list[Readings]:
         """Reads rows without collating them, and leaves all generators as they were."""
         at_once = getattr(self.dataset, "__getitems__", None)
+        # These rows are read only to be compared. All generators of the data are put back, those of its transforms too
+        # (test_the_generators_of_the_data_stay_where_they_are).
         with _restored(self.dataset), _seeding((self.dataset, self._collate_fn)) as seed_all:
             rows: list[Readings] = []
             for key, seed in zip(sample.keys, sample.seeds, strict=True):

@@ -82,6 +82,7 @@ def choose_keys(loader: DataLoader[Any], batch: Sequence[Any], seed: int) -> lis
     keys: Sequence[Any] = batch if all_keys is None else all_keys
     if not len(keys):
         return []
+    # A generator of its own: which rows are compared must not change what the training draws.
     drawn = torch.randint(len(keys), (ROWS - 3,), generator=torch.Generator().manual_seed(seed)).tolist()
     places = dict.fromkeys([0, len(keys) - 1, len(keys) // 2, *drawn])
     return [keys[place] for place in places]
@@ -145,6 +146,7 @@ def _digested(shape: str, numbers: Tensor) -> str:
 def _projected(numbers: Tensor) -> tuple[float, float]:
     """The sum of the elements with fixed weights between -1 and 1, and the norm."""
     flat = _sampled(torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    # A NaN would make every difference a NaN, which is above no bound, so the row would pass as equal.
     flat = flat.nan_to_num(0.0, posinf=_LARGE, neginf=-_LARGE)
     weights = torch.arange(1, len(flat) + 1, dtype=torch.float64).mul_(2.399963).cos_()  # the golden angle
     return float(flat @ weights), float(flat.norm())

@@ -134,6 +134,7 @@ def part_of_worker(source: Any, workers: Communicator) -> Any:
     part = split_dataset_by_node(dataset, rank=workers.index, world_size=workers.size, strategy="shards")
     if source is dataset:
         return part
+    # A copy, as the program may go on to read its own loader as a whole.
     loader = copy.copy(source)
     vars(loader)["dataset"] = part  # torch refuses to set it, as a sampler may belong to it; a stream has none
     return loader

@@ -59,6 +59,7 @@ class Transfer:
                 return value if driver_of(device) is None else tree_map(lambda leaf: move(leaf, device), value)
             if is_plain(value) and device.physical in self._copying and value.device.type == "cpu":
                 driver, _, stream = self._copying[device.physical]
+                # Only a copy from pinned memory runs beside the step; one from pageable memory makes the host wait.
                 sources.append(driver.pinned(value))
                 in_flight.copies.append(driver.to_device(sources[-1], device, stream))
                 return in_flight.copies[-1]
@@ -78,6 +79,7 @@ class Transfer:
             self._in_flight[id(moved)] = in_flight
             # The sources live until they have been copied: else their memory might be reused and overwritten.
             self._read_from.append((in_flight.marks, sources))
+            # Asked, not waited for: memory that is still being copied is let go after a later batch.
             while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
                 self._read_from.popleft()
         return moved
@@ -103,4 +105,6 @@ class Transfer:
             stream = mark.driver.current_stream(mark.device)
             for copy in in_flight.copies:
                 if copy.device == mark.device:
+                    # Without this the allocator knows only the stream of the copy, and may hand the memory out again
+                    # while the step still reads it (test_what_reaches_a_gpu_is_complete_and_stays_while_it_is_read).
                     mark.driver.use_on(copy, stream)

@@ -110,6 +110,7 @@ def _alike(value: Any, other: Any, depth: int = 0) -> bool:
         return bool(value.shape == other.shape and value.tobytes() == other.tobytes())
     if type(value) is types.MethodType:
         return value.__func__ is other.__func__
+    # Item by item, as the == of a class of the program may run any code, or return an array.
     parts, other_parts = _parts(value), _parts(other)
     if not parts and not isinstance(value, (dict, list, tuple, set, frozenset, types.FunctionType)):
         return any("__dict__" in vars(kind) for kind in type(value).__mro__)  # else it may hold anything, in C

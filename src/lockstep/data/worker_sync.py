@@ -92,10 +92,13 @@ class SameDataSync(WorkerSync):
             self._workers.set_status(f"the wait for batch {batches_read} of its data")
             for checked in batches:
                 batches_read += 1
+                # It travels with the next exchange, whatever that is for (test_no_batch_costs_an_exchange_of_its_own).
                 self._workers.add_digest(checked.digest)
                 yield checked.batch
                 del checked  # while the next one is made
                 self._workers.set_status(f"the wait for batch {batches_read} of its data")
+        # A worker whose data ends early comes to this call while others come to the next step's; the name says after
+        # how many batches (test_an_end_that_comes_early_is_named).
         self._workers.all_gather_numbers(f"the end of the data, after {batches_read} global batches")
 
 

@@ -156,6 +156,8 @@ FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, Attribute
 @contextmanager
 def checked_alone(context: ReplicaContext) -> Iterator[None]:
     """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
+    # The comparison leaves no trace: the step after it has the random numbers that it would have had, and a collective
+    # in the loss is an error instead of a wait for replicas that do not compare.
     with rows_not_followed(), preserving_rng(context), in_context(context.alone()):
         yield
 

@@ -218,6 +218,7 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
     if part is None:  # loading gives the chief's weights to the other workers, which pass their own
         module.load_state_dict(weights or state)
         return
+    # One tensor after another, so that no worker but the chief holds the whole model beside its own part.
     for name, like in state.items():
         tensor = torch.empty_like(like, device="cpu")
         if weights is not None:

@@ -158,6 +158,7 @@ class F1(_OfDecisions):
                     "Metric, such as BinaryF1Score()"
                 )
             predictions, truth = (values.reshape(len(outputs), -1) for values in self._yes_or_no(outputs, targets))
+            # Not in place: the state begins as a single 0, and has a number for each class from the first update on.
             self.found = self.found + (predictions & truth).sum(0)
             self.counted = self.counted + predictions.sum(0) + truth.sum(0)
             return

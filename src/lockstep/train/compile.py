@@ -84,6 +84,7 @@ class Precision:
         """
         if self.scaler is None:
             count = max(float(context.strategy.reduce("sum", counts)), 1.0)
+            # A power of two, so that the scaling itself rounds nothing.
             scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
             self.scaler = torch.amp.GradScaler(self._device_type, init_scale=scale)
         self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
@@ -189,6 +190,7 @@ def make_setup(
     lr_scheduler = _make_scheduler(scheduler, instance)
     _check_loss(instance, module, config.loss)
     mirrored_optimizer = instance if isinstance(instance, MirroredOptimizer) else strategy.mirror(instance)
+    # In a cycle of accumulation the runs leave gradients, which are summed once, with the update.
     mirrored_optimizer.gradients.sums_after_runs = False
     _check_trained(mirrored_optimizer, module, config.loss, strategy.mirrored_modules)
     return replace(setup, optimizer=mirrored_optimizer, scheduler=lr_scheduler)

@@ -206,8 +206,11 @@ class TrainLoop:
                 self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
                 if self._callbacks.wants_batch_logs():
+                    # The flag travels with the exchange of the update, so that all workers compute metrics after the
+                    # same step, whichever of them has a callback that asks.
                     self._workers.set_flags(ControlFlags.LOGS)
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
+                # The first step alone: the state of the loss is compared before and after it.
                 watching, self._watching_loss = self._watching_loss, nullcontext()
                 with naming_step(self.epoch, self.batch + 1, batch), watching:
                     outputs = None if self._graphs is None else self._graphs.run(batch, epoch=self.epoch)
@@ -226,6 +229,7 @@ class TrainLoop:
             if self.pending:
                 self._finish_cycle()
         clock.start()
+        # Waits for the device. The time is that of the last step, and not of the callbacks after it.
         self.loss.settle()
         clock.extend()
         self.epoch, self.batch = self.epoch + 1, 0

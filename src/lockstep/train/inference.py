@@ -31,6 +31,8 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
     with keeping_modes(mirrored.module):
         mirrored.train(training)
         if not training:
+            # All replicas evaluate with the averaged statistics, as one device has one set of them
+            # (test_batch_norm_statistics_are_averaged_before_evaluation_and_in_the_file).
             mirrored.sync_buffers()
         yield
 

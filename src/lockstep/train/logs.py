@@ -191,6 +191,7 @@ class LazyLogs(dict[str, float]):
     def _fill(self) -> None:
         if not self._filled:
             self._filled = True
+            # dict's own: the update of this class would ask for the values again.
             dict.update(self, self._source[1]())
 
 

@@ -255,6 +255,7 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals, most_parts: 
     if difference <= suspect:
         depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
         return "it takes from the outputs what the module has computed over its rows" if depends else None
+    # A loss that draws numbers differs from itself, so its difference from the parts says nothing.
     if _difference(whole, [measure(shard.take(index)).numbers()]) > suspect:
         return "it gives another value for the same rows when it is called again"
     if shard.has_other_outputs():

@@ -38,6 +38,7 @@ class _TensorNotes(Generic[T]):
         self._of: dict[int, tuple[Tensor, int, T]] = {}
 
     def note(self, tensor: Any, value: T) -> None:
+        # The tensor is held: otherwise another one could get its id, and its note with it.
         self._of[id(tensor)] = (tensor, _version(tensor), value)
 
     def get(self, tensor: Any) -> T | None:
@@ -252,6 +253,7 @@ def _sequences_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 def _labels_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
     arguments = {**arguments, "reduction": "sum"}
+    # The largest float16 is 65504: a sum over some thousand labels would be infinite.
     if arguments["input"].dtype in (torch.float16, torch.bfloat16):
         arguments["input"] = arguments["input"].float()
         if isinstance(arguments.get("weight"), Tensor):
@@ -272,6 +274,7 @@ def _sum_exactly(values: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
+    # torch raises an error for the version of an inference tensor.
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -297,6 +300,7 @@ _SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
     F.kl_div: _rows_summed,
     F.ctc_loss: _sequences_summed,
 }
+# ``total /= count`` would change the total that was noted. As ``total / count`` it stays, and the result is the same.
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
 _NOTED: dict[Any, Callable[[ReductionTracer, Any, _Call], None]] = {
     **dict.fromkeys([torch.sum, Tensor.sum], ReductionTracer._sum),

@@ -105,6 +105,7 @@ class ReplicaMetrics:
             states = [state for worker in gathered for state in worker]
             alone = self._workers.is_single and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
+            # With replicas=, with as many threads as a replica has: their number decides how torch rounds a sum.
             with self._computing_alike():
                 values.update(_single_numbers(name, merged.compute()))
         return list(values), AsyncScalars(list(values.values()), self._home)
