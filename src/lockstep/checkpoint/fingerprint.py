@@ -77,7 +77,7 @@ def fingerprint_of(things: Mapping[str, Any]) -> str:
 def _of_worker(
     strategy: Strategy, states: Mapping[str, AdapterState], shards: Mapping[str, Mapping[str, TensorShard]]
 ) -> dict[str, dict[str, Any]]:
-    """What one worker says of all things.
+    """Returns one worker's part of the document of which the fingerprint is a digest.
 
     "alike" is equal on all workers, so the chief alone says it; "replicas" are the states of its own replicas.
     "weights" are those of modules, and "parts" the tensors that "alike" refers to: sums of what this worker holds.
@@ -109,7 +109,7 @@ def _of_worker(
 
 
 def _joined(workers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What all workers say together. Pure."""
+    """Joins the parts of all workers to the document. Pure."""
     weights: dict[str, dict[str, Any]] = {}
     replicas: dict[str, dict[str, Any]] = {}
     parts: dict[str, Any] = {}

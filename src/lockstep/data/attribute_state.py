@@ -352,9 +352,10 @@ class SourceAttributes:
 
 
 def _moved(look: Look, before: Look) -> dict[str, _Value]:
-    """The places with another object than before that was elsewhere then: a pointer, which no checkpoint can hold.
+    """Returns the places that hold another object than before, which was at another place then.
 
-    A dataset may hold what it has read last, so that only linked objects count there.
+    Such a place is a pointer, and no checkpoint can hold it. A dataset may hold what it has read last, so only linked
+    objects count there.
     """
     pointers = {}
     for path, place in look.pointers.items():
@@ -447,7 +448,7 @@ def _has_attributes(kind: type) -> bool:
 
 
 def _is_foreign(place: _Value) -> bool:
-    """Whether only its generators are the data's: of a module, and of the object whose method is called."""
+    """Whether an object is the training's, and only its generators are the data's: a module, the object of a method."""
     value = place.value
     if isinstance(value, nn.Module):
         return place.key not in _DATA and not isinstance(value, (Dataset, Sampler))
@@ -551,7 +552,7 @@ def _advances(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """What is equal as long as a value is the same that cannot be saved, or has the same content as far as is seen."""
+    """Returns a mark of a value that cannot be saved, or not yet. It stays equal while nothing shows a change."""
     if _package(type(value)) in _WITHOUT_STATE:
         return None
     # torch counts its changes in place in _version. A change through NumPy's view of the memory leaves it as it is, so

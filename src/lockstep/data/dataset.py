@@ -279,7 +279,7 @@ class DistributedIterable:
         return transfer.received(self._sync.wrap(ReadAhead(batches, self._prefetch), left_out))
 
     def _first_batch(self, transfer: Transfer) -> Any:
-        """The first batch of the source, whose state is at its end: what an empty batch is made like."""
+        """Reads the first batch of a source whose state is at its end. An empty batch is made like it."""
         assert self._stateful is not None
         callers = default_state()
         self._stateful.rewind()

@@ -235,7 +235,7 @@ def _begin_process(user_init: Callable[[int], None] | None, process: int) -> Non
 
 @contextmanager
 def _restored(dataset: Any) -> Iterator[None]:
-    """A block after which the generators that a dataset holds anywhere are as before: in its transforms, and theirs."""
+    """Restores, after the block, all generators that a dataset holds, those of its transforms included."""
     states = list(_states_within(dataset))
     try:
         yield
@@ -276,7 +276,7 @@ class _Lent(NamedTuple):
 
 @contextmanager
 def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
-    """A block that borrows the generators that loading may draw from; what it gives seeds them.
+    """Yields a function that seeds all generators that loading may draw from, and restores them after the block.
 
     These are torch's default generator, Python's and NumPy's, and the attributes of ``holders`` that are generators.
     Python's and NumPy's are the whole process's: in a thread that reads ahead they are left to the loop, and torch's

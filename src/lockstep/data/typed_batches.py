@@ -48,7 +48,10 @@ class Attributes:
 
     @classmethod
     def of(cls, node: Any, remade: Any) -> Attributes | None:
-        """The attributes of ``node`` that another one made of the same items has not; None if there are none."""
+        """Returns the attributes of ``node`` that do not follow from its items; None if there are none.
+
+        ``remade`` is another object of its type, made of the same items: it lacks them, or has other values.
+        """
         copied_content = content_of(remade)
         values = {
             name: value
@@ -135,7 +138,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 class TypedMapping(dict[Any, Any]):
-    """What a batch that is a mapping of another type than dict is between its source and the replicas.
+    """Stands for a batch that is a mapping of another type than dict, on its way from the source to the replicas.
 
     Its values differ by replica. ``tree_map`` that selects one replica's values makes the mapping's own type of them,
     which may take no other values than tensors.

@@ -99,6 +99,7 @@ class Arrays(Dataset[Any]):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: list[int]) -> Any:
+        # One index for all columns and a gather for each, in place of a tensor for each row and a collation.
         index = torch.tensor(rows)
         return map_leaves(lambda _, leaf: leaf.index_select(0, index.to(leaf.device)), self.columns)
 
@@ -303,6 +304,7 @@ def _classes(y: Any) -> Tensor:
     labels = y.detach()
     if labels.numel() == labels.shape[0]:
         return labels.reshape(-1)
+    # Waits for the device, once before the training.
     one_hot = labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) == 1).all())
     if not one_hot:
         raise ConfigError(

@@ -105,7 +105,7 @@ class ShardRows:
         return ShardRows(outputs, LabelledBatch(None, y, weight), index.numel())
 
     def requiring_grad(self) -> ShardRows:
-        """The same, with detached outputs that require gradients."""
+        """Returns these rows with detached outputs that require gradients."""
 
         def changed(leaf: Any) -> Any:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -119,7 +119,7 @@ class ShardRows:
         return any(not self._has_rows(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
 
     def with_other_outputs_changed(self) -> ShardRows:
-        """The same, with other values in the outputs without rows."""
+        """Returns these rows with other values in the outputs that have no rows."""
 
         def changed(leaf: Any) -> Any:
             if self._has_rows(leaf):

@@ -144,11 +144,11 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._step_storages = {_storage(tensor) for tensor in batch}
 
     def change(self, now: StepRecord) -> str | None:
-        """What a later step found changed before it ran; None if nothing has."""
+        """Returns the first condition that a later step does not share, before it runs; None if it shares all."""
         return next((name for name, value in self._conditions.items() if value != now._conditions[name]), None)
 
     def difference(self, later: StepRecord) -> str | None:
-        """The first operator that a later step has not run alike; None if it has run all."""
+        """Describes the first operator in which a later step differs from this one; None if all are equal."""
         for earlier_calls, later_calls in zip(self._calls, later._calls, strict=True):
             for call, other in zip_longest(earlier_calls, later_calls, fillvalue=_Call("", [], "")):
                 if call[:2] != other[:2]:
@@ -258,10 +258,13 @@ class GraphedSteps:
                 self._kinds[key] = _Kind()
                 return None
             kind = self._kinds[key]
+            # Before the record, which looks at the user's module alone.
             self._setup.module.propagation.follow()  # as a run would: what was set on the user's module, to all copies
             record = StepRecord(self._setup, self._optimizer, _tensors(leaves))
             if kind.record is not None and (change := kind.record.change(record)) is not None:
                 self._forget(change)
+            # Callbacks run between epochs, and may change what Python computes with: in each epoch one step is observed
+            # again first (test_the_first_step_of_an_epoch_is_compared_again).
             if kind.alike and self._alike_in == epoch:
                 kind.replay = kind.replay or self._capture(leaves, structure)
                 outputs, metrics = kind.replay(leaves)
@@ -340,6 +343,7 @@ class GraphedSteps:
 
         def replay(leaves: list[Any]) -> _Results:
             if inputs:
+                # The captured kernels read from fixed addresses, so the batch is copied there.
                 compat.foreach_copy_(inputs, _tensors(leaves), non_blocking=True)
             for rate, group in zip(rates, self._optimizer.param_groups, strict=True):
                 rate.fill_(group["lr"])

@@ -202,6 +202,7 @@ class TrainLoop:
         clock.start()
         with self._calling_hooks(), closing(data.epoch(self.epoch, skip=self.batch)) as batches:
             for batch in batches:
+                # The time of callbacks is no time of the step (test_only_steps_are_timed).
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
@@ -264,7 +265,7 @@ class TrainLoop:
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
-        """Steps the scheduler, and adds a step to the loss: the sums of all workers, or layouts, only updates have."""
+        """Steps the scheduler, and adds a step to the loss. With several workers or ``replicas=`` only updates have sums."""
         if update is not None:
             self.grad_norm = update.grad_norm
             # Not after an update that the host knows was skipped. If a GPU skips one by itself, the schedule must not
@@ -283,6 +284,7 @@ class TrainLoop:
         """At the end of an epoch: compares the weights of the workers, averages buffers, and sums the rows."""
         if self._workers.is_single:
             return rows
+        # Once an epoch: a worker whose weights have come apart, by a fault of memory or of the program, is named then.
         self._setup.module.compare_weights()
         self._setup.module.exchange_buffers()
         gathered = self._workers.all_gather_numbers("end of an epoch", [rows])

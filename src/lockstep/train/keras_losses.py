@@ -159,6 +159,7 @@ def refuse_other_outputs(name: str, outputs: Tensor) -> None:
     if name not in _LOGITS_OF or not outputs.numel():
         return
     fits = _are_between_0_and_1(outputs) if name == "binary_crossentropy" else _are_probabilities(outputs)
+    # NaN is not between 0 and 1 either, and the error about it names the step.
     if bool(fits.all()) or bool(outputs.isnan().any()):  # NaN has an error of its own
         return
     function, of_logits = _LOGITS_OF[name]

@@ -37,6 +37,7 @@ def shifts_labels(outputs: Any, targets: Any) -> bool | None:
     with torch.no_grad():
         same = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long())
         following = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten().long())
+        # Stacked, so that the host waits for the device once and not three times.
         numbers = torch.stack([loss.detach().reshape(()).to(same.dtype), same, following]).tolist()
     return _decide(*numbers, tolerance=_CLOSE if logits.dtype in (torch.float32, torch.float64) else 100 * _CLOSE)
 

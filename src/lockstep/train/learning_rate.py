@@ -174,6 +174,7 @@ class RangeTest:
         """Sets the rate of the next update."""
         rate = self.rates[len(self.losses)]
         for group, ratio in zip(self._groups, self._ratios, strict=True):
+            # In place: a captured update reads this tensor, and would not see another one.
             if isinstance(group["lr"], torch.Tensor):  # which a captured update reads
                 group["lr"].fill_(rate * ratio)
             else:
@@ -267,6 +268,8 @@ def restoring(checkpoint: Checkpoint, data: DistributedIterable) -> Iterator[Non
             raise
         finally:
             if not is_lost:
+                # From a file and not from memory: the same way back as a resumed training, so nothing can be forgotten,
+                # and no second copy of the state is held on a device.
                 checkpoint.restore(saved)
                 data.load_attributes({"attributes": attributes})
                 data.load_random_state(random)

@@ -66,9 +66,9 @@ class RunningLoss:
         return copy
 
     def state(self) -> list[list[float]]:
-        """The totals and counts as they are added up, each replica's apart: from their sums others would have followed.
+        """Returns the total and the count of each replica. Their sum would not do: later steps are added to each one's.
 
-        Measured: one loss of an epoch that was resumed in its middle differed in its last bit.
+        Measured: with the sum, one loss of an epoch that was resumed in its middle differed in its last bit.
         """
         self.settle()
         return [list(row) for row in self._rows]

@@ -102,4 +102,5 @@ def run_own_step(own_step: OwnStep, step: TrainStep) -> ShardLoss:
 def _gradients(module: MirroredModule) -> list[tuple[int, int] | None]:
     with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
         gradients = [parameter.grad for parameter in module.parameters()]
+    # The version of a tensor rises with each change in place, so nothing is copied to find one.
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]

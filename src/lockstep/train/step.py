@@ -60,6 +60,7 @@ class ReplicaState:
 
     def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
+        # In double precision, as the sums of an epoch grow and the losses that are added to them do not.
         self.sums = Totals(self.sums.total + _double(total), self.sums.count + _double(count))
 
     def take_sums(self) -> Totals:
@@ -91,6 +92,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
     rows, module = batch_rows(item, is_item=True), setup.module
     total: Number = 0.0
     count: Number = 0.0
+    # Between updates nothing is sent to other workers: the gradients of a cycle are exchanged once.
     with nullcontext() if update else module.no_sync():
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
@@ -111,6 +113,8 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             scale = setup.precision.scale(replica_of_step(), count)
             if isinstance(total, Tensor):
                 _check_graph(total)
+                # The total, and not a mean: the update divides once, by the counts of all replicas, which are not known
+                # here.
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
                 refuse_mixed_rows(setup.config.loss, combines_rows=setup.config.combines_rows)
                 total = total.detach()
@@ -254,6 +258,8 @@ def _sums(
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        # A zero that is connected to the outputs: backward runs through it, so this replica takes part in every
+        # exchange that others wait for there.
         return no_examples(min(floating, key=Tensor.numel))  # without elements: a loss that the module computed is NaN
     context = replica_of_step()
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
@@ -285,9 +291,11 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
 def _update_metrics(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
     if not rows or not state.metrics:
         return
+    # A metric that keeps its outputs would keep the graph of every step alive.
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     if not state.metrics_checked:  # once; on a CPU, a shard that is too small leaves it to a later step
         context, enough = replica_of_step(), rows >= LEAST_ROWS
+        # On a GPU the comparison makes the host wait, so there it is made in the first step or not at all.
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)

@@ -54,6 +54,7 @@ def noting_shapes(module: nn.Module) -> Iterator[dict[str, str]]:
 
     with ExitStack() as stack:
         for name, part in module.named_modules():
+            # The hooks go with the block, also after an error of the forward pass.
             stack.callback(part.register_forward_hook(noting(name)).remove)
         yield shapes
 

@@ -87,7 +87,10 @@ def check_own_step(model: Any, step: OwnStep, strategy: Strategy, data: Any, div
     gradients = step.run(strategy, shards)[0]
     # Every replica computes with all rows, so that the mean over the replicas is that of one device.
     step = replace(step, rows=rows * strategy.num_replicas_in_sync, sizes=[rows] * len(sizes))
+    # A step may change its batch in place, and the replicas would share it.
     copies = [keras.tree.map_structure(_copied, data) for _ in sizes]
+    # Twice: a step that draws numbers differs from itself and is not compared
+    # (test_a_step_that_draws_numbers_is_not_refused).
     whole, again = (step.run(strategy, PerReplica(copies))[0] for _ in range(2))
     tolerance = _GRADIENT_TOLERANCE if _is_exact(model) else _HALF_GRADIENT_TOLERANCE
     if _same_gradients(again, whole, tolerance) and not _same_gradients(gradients, whole, tolerance):

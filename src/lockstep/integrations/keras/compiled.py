@@ -63,6 +63,7 @@ class CompiledForward:
         inputs = [*(variable.value for variable in variables), *tensors]
         constants = (training, torch.is_grad_enabled(), shard and (shard.rows, shard.all_rows), rebuild.form)
         shapes = ((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+        # All that the code depends on beside values. Strides too: it is compiled for the memory layout that was traced.
         kind = (*constants, *shapes, *(value.requires_grad for value in inputs))
         with DisableTorchFunction():
             code = self._codes.get(kind) or self._compile(kind, variables, rebuild, training, inputs)
@@ -71,6 +72,8 @@ class CompiledForward:
     def _compile(
         self, kind: Hashable, variables: Sequence[Any], rebuild: _Rebuild, training: bool, inputs: list[Tensor]
     ) -> _Code:
+        # One replica traces while the others wait for its code. Tracing in all of them would take turns for the same
+        # result (test_predict_before_any_training_compiles_once_and_ends).
         if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
             raise ReplicaError(
                 f"{self._model.name!r} has waited {COMPILE_LIMIT_S:g} s for another replica to compile it"

@@ -64,7 +64,7 @@ class CustomSteps:
     def _surround(
         self, strategy: Strategy, fn: Callable[..., Any], rows: Sequence[int | None]
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Around a run of ``fn``. Yields the block around it in each replica; afterwards merges what they assigned."""
+        """Surrounds a run of ``fn``: yields the block that each replica enters, and then merges what they assigned."""
         step = getattr(fn, "__self__", None)
         if isinstance(step, Step):  # of fit, which does all this by itself
             yield nullcontext
@@ -121,6 +121,7 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
             [leaf for leaf in keras.tree.flatten(arguments) if keras.ops.is_tensor(leaf)] for arguments in calls
         ]
         for leaf, *same in zip(first, *other_tensors, strict=False) if other_tensors and is_training else ():
+            # The same object in all replicas: nobody has divided it.
             if leaf.dim() and len(leaf) > 1 and all(other is leaf for other in same):
                 warnings.warn(
                     f"the step calls the model {model.name!r} on one batch of shape {tuple(leaf.shape)} in all "
@@ -174,6 +175,7 @@ def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
+        # A step that is only compared changes nothing, see check_own_step.
         if step.optimizer_gradients is not None:
             step.optimizer_gradients.append(
                 [None if gradient is None else gradient.detach().clone() for gradient in grads]
@@ -197,6 +199,8 @@ def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
         parts = [step.part(variable) for variable in assigned]
         context.meet(f"{self.name}.apply", (list(grads), parts), update)
+        # What the step computes after the update has to see the new weights, and the replica's scope holds the old
+        # ones.
         step.forget((*variables, *self.variables))
         return None
 

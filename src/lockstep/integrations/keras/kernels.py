@@ -32,6 +32,7 @@ _KNOWN = ("keras.", "lockstep.")
 def fuse_batchnorms(model: Any) -> None:
     """Has each plain batch norm of a model train by torch's kernel in replicas."""
     for layer in model._flatten_layers():
+        # A subclass with a call of its own may compute something else.
         is_plain = getattr(type(layer), "call", None) is keras.layers.BatchNormalization.call
         if is_plain and not layer.renorm and "call" not in vars(layer):
             object.__setattr__(layer, "call", MethodType(_batchnorm, layer))
@@ -52,6 +53,7 @@ def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: T
     """``BatchNormalization.call``, where the statistics are those of the inputs."""
     numbers = inputs.numel() // inputs.shape[layer.axis]
     training = training and not is_compared.get()
+    # torch's kernel has no mask, and refuses to train on a single value a channel.
     if get_replica_context() is None or not training or not layer.trainable or mask is not None or numbers < 2:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
     inputs = inputs if inputs.dtype == torch.float64 else inputs.float()
@@ -60,6 +62,7 @@ def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: T
     # With a momentum of 1 the running statistics become those of the inputs, the variance divided by n - 1.
     mean, variance = (torch.zeros(inputs.shape[layer.axis], dtype=inputs.dtype, device=inputs.device) for _ in range(2))
     outputs = F.batch_norm(inputs.movedim(layer.axis, 1), mean, variance, gamma, beta, True, 1.0, layer.epsilon)
+    # Keras's moving variance is of division by n, torch's running one by n - 1.
     for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance * ((numbers - 1) / numbers))):
         moving.assign(torch.lerp(moving.value.to(new.dtype), new, 1.0 - layer.momentum))
     return keras.ops.cast(outputs.movedim(1, layer.axis), layer.compute_dtype)

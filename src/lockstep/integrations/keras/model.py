@@ -99,6 +99,8 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
     distribution = Distribution(strategy, allow_custom_steps(model, strategy), sync_batchnorm=sync_batchnorm)
     object.__setattr__(model, "_distribution", distribution)  # which Keras does not track
+    # The object stays and its class changes: the program holds the model, its layers and its optimizer in variables
+    # already.
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
     model.train_function = model.test_function = model.predict_function = None
@@ -299,6 +301,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if force or self.train_function is None:
             self._refuse_options()
             super().make_train_function(force)
+            # Around Keras's function, so that its loop, its callbacks and a train_step of the model's class stay as
+            # they are.
             self.train_function = self._step_function(self.train_function, "train_step")
 
     def make_test_function(self, force: bool = False) -> None:
@@ -399,7 +403,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         return False
 
     def _step_function(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        """A step function of Keras, whose step runs on all replicas: that of this class, or the model's own."""
+        """Wraps a step function of Keras: its step, of this class or of the model's own, runs on all replicas."""
         if is_own_step(_class_before(type(self)), name):
             if self.jit_compile:
                 raise ConfigError(

@@ -40,6 +40,7 @@ from lockstep.train.batch import replica_of_step
 def is_own_step(kind: Any, name: str) -> bool:
     """Whether a class's step computes its results without that of Keras, as its code never names it."""
     for base in kind.__mro__[: kind.__mro__.index(keras.Model)]:
+        # A step that calls super().train_step has this name among those that its code uses.
         code = getattr(inspect.unwrap(vars(base)[name]), "__code__", None) if name in vars(base) else None
         if code is not None and name not in code.co_names:
             return True
@@ -114,6 +115,7 @@ class WholeGradients(TorchFunctionMode):
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         weights = self._variables.weights()
         before = [weight.grad for weight in weights]
+        # backward adds to .grad. What is there already is a sum over the replicas, which must not be summed once more.
         for weight in weights:
             weight.grad = None
         with self._variables.summing():
@@ -147,15 +149,16 @@ class WholeGradients(TorchFunctionMode):
         return tuple(gradients)
 
     def _weighted(self, output: Tensor) -> Tensor:
-        """What gradients are computed of: a loss, which is the mean of a shard, times its share; other outputs as is.
+        """Returns what gradients are computed of: a loss, the mean of a shard, times the share; other outputs unchanged.
 
-        Before the backward, in which synchronised batch norms exchange gradients.
+        It is weighted before the backward pass, in which synchronised batch norms exchange gradients.
         """
         return output * self._share if output.dim() == 0 else output
 
     @torch.no_grad()
     def _sums(self, gradients: Sequence[Any]) -> list[Tensor]:
         """Each replica's own sums of the gradients of all replicas."""
+        # Zeros and not a product with 0: the mean of no rows is NaN, and so are its gradients.
         contiguous = [gradient.contiguous() if self._share else torch.zeros_like(gradient) for gradient in gradients]
         sums = {dtype: self._context.all_reduce("sum", flat) for dtype, flat in flattened(contiguous).items()}
         return parts_like(sums, contiguous)

@@ -61,6 +61,8 @@ def standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return generator
 
 
+# An operator can stand in a compiled graph, and a torch.Generator cannot. The graph has the seed as its input, so that
+# each call draws other numbers.
 @torch.library.custom_op(
     "lockstep::seeded_draw",
     mutates_args=(),

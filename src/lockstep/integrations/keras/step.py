@@ -80,6 +80,8 @@ class Step:
         if self.compiled is not None:
             default_seed = self.run.replicas[replica_of_step().local_replica].default_seed
             return self.compiled(x, default_seed, training=training)
+        # Function modes run Python code for each call of torch. A model of Keras's own layers needs them in a few
+        # functions only, see kernels.
         with nullcontext() if self.needs_modes else DisableTorchFunction():
             return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 

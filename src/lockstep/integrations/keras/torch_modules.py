@@ -33,6 +33,8 @@ class ReplicatedModule:
     def __init__(self, layer: Any, replicas: int, *, sync_batchnorm: bool) -> None:
         self._keras_call: Callable[..., Any] = layer.call
         tensors = {id(tensor): tensor for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+        # The tensors are in the memo, so deepcopy takes them as copied already: the copies have Python state of their
+        # own, such as the training mode, and share weights and buffers.
         self._copies: list[nn.Module] = [copy.deepcopy(layer.module, dict(tensors)) for _ in range(replicas)]
         if sync_batchnorm:
             self._copies = [convert_sync_batch_norm(module) for module in self._copies]
@@ -67,6 +69,8 @@ class ReplicatedModule:
             for name, variable in self.buffers.items():
                 if variable.value.dtype != torch.bool:
                     variable.assign(values[name])
+        # The layers after this one expect a row. The sum over no rows is one of zeros, and keeps the graph through
+        # which the batch norm's backward pass exchanges.
         return outputs if has_row else tree_map(lambda output: output.sum(0, keepdim=True), outputs)
 
 

@@ -80,6 +80,7 @@ def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None
             "processing_class=tokenizer"
         )
     for method, positional, keywords in _CALLS:
+        # Not that of a wrapped function: the wrapper is what transformers calls.
         signature = inspect.signature(getattr(trainer, method), follow_wrapped=False)
         try:
             signature.bind(*positional, **dict.fromkeys(keywords))

@@ -129,6 +129,7 @@ def _collated_alone(
     collator: Callable[[Any], Any], examples: Any, places: Sequence[tuple[int, int]], rows: int
 ) -> list[Mapping[str, Any] | None]:
     """The examples of each replica, collated by themselves; what this draws is drawn again by what comes next."""
+    # The examples are collated once more than on one device; a collator that draws must not draw more for it.
     state = random_state(None)
     try:
         return [collator(examples[start:stop]) if stop > start else None for start, stop in places]

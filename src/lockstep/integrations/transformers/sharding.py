@@ -73,6 +73,7 @@ class Share:
     def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
         """The number of items on ``device``, as a tensor that notices whether the loss is divided by it."""
         watched = None if items is None else torch.as_tensor(items, device=device).detach()
+        # Whether the model divides by it shows only in use: losses of transformers take the number and may ignore it.
         self._items = None if watched is None else watched.as_subclass(CountedItems)
         return self._items
 
@@ -208,12 +209,15 @@ class LossCheck:
         return self._items or ("shifted labels" if shifts_labels(model) else "labels")
 
     def candidates(self, model: Any) -> list[Items]:
-        """What the loss may average: first what it is taken to."""
+        """Returns what the loss may average, beginning with the present assumption."""
         first = self.items(model)
         return [first, *(items for items in get_args(Items) if items != first)]
 
     def settle(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
-        """Takes what a step has shown: the differences of all replicas for each candidate, until one had none."""
+        """Decides what the loss averages.
+
+        ``differences`` has those of all replicas for each candidate of a step, up to the first candidate without any.
+        """
         former, *_ = differences
         fitting = next((items for items, apart in differences.items() if not any(apart)), None)
         if fitting is None:

@@ -78,6 +78,7 @@ def load_data_state(attributes: SourceAttributes, folder: Path | None) -> None:
     """Brings the attributes of the data to what they are in a checkpoint, if there is one."""
     attributes.look()
     if folder is not None and (file := folder / DATA_FILE).is_file():
+        # weights_only, here and below: no code of a checkpoint runs.
         attributes.load(torch.load(file, map_location="cpu", weights_only=True))
 
 

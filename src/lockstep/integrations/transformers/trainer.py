@@ -50,7 +50,7 @@ class Trainer(transformers.Trainer):
         model: as in transformers.
         args: as in transformers. ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica.
             The Trainer changes them: ``n_gpu`` becomes the number of replicas.
-        *others: as in transformers.
+        *positional: as in transformers.
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
@@ -85,6 +85,8 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self._one_process.keep()
         backward = self.accelerator.backward
+        # transformers calls backward in the middle of its training_step; there is no hook between the loss and its
+        # gradients.
         self.accelerator.backward = lambda loss, **named: backward(sharding.weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -199,6 +201,7 @@ class Trainer(transformers.Trainer):
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
         result = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        # The step sums gradients itself, at the end of an accumulation cycle (_sums_in_step).
         result.gradients.sums_after_runs = False
         return result
 
@@ -216,6 +219,7 @@ class Trainer(transformers.Trainer):
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
+            # Before the step: what the loss averages decides how this batch is weighed already.
             if self._loss_check.is_due():
                 self._settle_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
@@ -268,6 +272,7 @@ class Trainer(transformers.Trainer):
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
+        # The step after the check draws the numbers that it would have drawn without it.
         with preserving_rng(replica_of_step()):
             return sharding.loss_difference(loss_of, shard, copy, items=items)
 

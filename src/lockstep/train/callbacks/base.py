@@ -82,6 +82,8 @@ class Callback:
 
         By default: whether the class overrides ``on_train_batch_end``.
         """
+        # Metrics are merged over all replicas and workers for these logs; a callback that does not listen to batches
+        # must not cost that (test_only_who_listens_to_batches_wants_their_metrics).
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
@@ -325,6 +327,7 @@ class Monitor:
             raise ConfigError(
                 f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
             )
+        # Every comparison with NaN is false, so as a best value it would never be beaten.
         if math.isnan(value):
             return False
         if reference is None:

@@ -68,6 +68,8 @@ class CSVLogger(Callback):
             writer.writerow(self._columns)
         row = {"epoch": epoch, **logs}
         writer.writerow([row.get(column, "NA") for column in self._columns])
+        # A program that is killed has the lines of all its epochs
+        # (test_a_line_is_in_the_file_as_soon_as_its_epoch_ends).
         self._file.flush()
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,6 +77,8 @@ class CSVLogger(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
+            # The interrupted run may have written epochs after its last backup, which are trained again
+            # (test_a_resumed_training_writes_no_epoch_twice).
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()
 
@@ -357,6 +361,7 @@ class WeightsAndBiases(ScalarLogger):
     def _open(self, run: str | None, step: int) -> str:
         wandb = require("wandb", "loggers")
         self._owned = wandb.run is None
+        # "allow" and not "must": a run that somebody has deleted meanwhile begins anew instead of ending the training.
         resumed = {} if run is None else {"id": run, "resume": "allow"}
         self._to = wandb.init(**self._arguments, **resumed) if self._owned else wandb.run
         for axis in ("epoch", "batch"):

@@ -108,6 +108,8 @@ class _TerminalBar(_Display):
     def __init__(self, tqdm: type[Any]) -> None:
         super().__init__()
         # Without tqdm's monitor thread, which would outlive the run.
+        # A class of its own, as the interval is an attribute of the class: set on tqdm itself, it would change the bars
+        # of the program.
         self._make = type("Bar", (tqdm,), {"monitor_interval": 0})
         self._bar: Any = None
 
@@ -157,6 +159,8 @@ class _NotebookBar(_Display):
         ipython = import_module("IPython.display")  # a kernel is running, so it is there
         fraction = step / self.steps if self.steps else None
         bar = _NotebookText(f"{self.title}: {', '.join(items)}", fraction=fraction)
+        # One handle for all epochs: a new display for each would leave a bar in the cell for every one
+        # (test_a_notebook_has_one_bar_for_all_epochs).
         if self._handle is None:
             self._handle = ipython.display(bar, display_id=True)
         else:
@@ -164,7 +168,7 @@ class _NotebookBar(_Display):
 
 
 class _NotebookText:
-    """A line with a bar for ``done`` of it, as IPython displays objects: HTML, and text where there is none."""
+    """A line with a bar for a ``fraction`` of it, as IPython displays objects: HTML, and text where there is none."""
 
     def __init__(self, text: str, *, fraction: float | None) -> None:
         self._text, self._fraction = text, fraction
