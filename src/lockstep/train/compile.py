@@ -22,7 +22,7 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
 from lockstep.train.names import ModuleLoss, takes_tensors
-from lockstep.train.own_step import OwnStep
+from lockstep.train.user_step import UserStep
 
 Loss = Callable[[Any, Any], Any]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -132,8 +132,8 @@ class TrainSetup:
     precision: Precision
     optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
-    train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
-    test_step: OwnStep | None = None
+    train_step: UserStep | None = None  # that of a subclass of Model, and of evaluation
+    test_step: UserStep | None = None
 
     def targets(self, x: Any, y: Any) -> Any:
         """The targets of arrays: ``y``, or the labels in ``x`` for a loss that the module computes itself."""

@@ -265,7 +265,7 @@ class TrainLoop:
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
-        """Steps the scheduler, and adds a step to the loss. With several workers or ``replicas=`` only updates have sums."""
+        """Steps the scheduler, and adds a step to the loss. With several workers or layouts only updates have sums."""
         if update is not None:
             self.grad_norm = update.grad_norm
             # Not after an update that the host knows was skipped. If a GPU skips one by itself, the schedule must not

@@ -62,8 +62,8 @@ from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.module_loss import check_computes_loss
 from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
-from lockstep.train.own_step import OwnStep, ShardLoss, TrainStep
 from lockstep.train.summary import noting_shapes, summary_table
+from lockstep.train.user_step import ShardLoss, TrainStep, UserStep
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -75,7 +75,7 @@ _NOT_CALLED = frozenset(
 )
 
 
-def _refuse_own_steps(names: Iterable[str], where: str) -> None:
+def _refuse_step_methods(names: Iterable[str], where: str) -> None:
     for name in _NOT_CALLED.intersection(names):
         raise UsageError(
             f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
@@ -126,12 +126,12 @@ class Model:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         above = cls.__mro__[: cls.__mro__.index(Model)]
-        _refuse_own_steps((name for kind in above for name in vars(kind)), f"class {cls.__name__}")
+        _refuse_step_methods((name for kind in above for name in vars(kind)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("train_step", "test_step"):
             raise UsageError(f"{name} was set on an object; override it in a subclass of Model")
-        _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
+        _refuse_step_methods((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
     if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
@@ -268,12 +268,12 @@ class Model:
         if isinstance(loss, ModuleLoss):
             self._check_module_loss(compilation)
         setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
-        self._setup = replace(setup, train_step=self._own_step("train_step"), test_step=self._own_step("test_step"))
+        self._setup = replace(setup, train_step=self._user_step("train_step"), test_step=self._user_step("test_step"))
         self._batch_loop = None
         self._module.compile_as(compilation)
 
     def _check_module_loss(self, compilation: Compilation | None) -> None:
-        obstacles = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
+        obstacles = [name for name in ("train_step", "test_step") if self._user_step(name) is not None]
         if compilation is not None:
             obstacles.append("compile_module")
         if self._module.pipeline is not None:
@@ -586,7 +586,7 @@ class Model:
             raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
         return setup
 
-    def _own_step(self, name: Literal["train_step", "test_step"]) -> OwnStep | None:
+    def _user_step(self, name: Literal["train_step", "test_step"]) -> UserStep | None:
         """The method of this name if a subclass has overridden it."""
         if getattr(type(self), name) is getattr(Model, name):
             return None

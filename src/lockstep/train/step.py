@@ -41,7 +41,7 @@ from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.module_loss import module_loss_sums
 from lockstep.train.names import ModuleLoss, logits_of, takes_tensors
-from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
+from lockstep.train.user_step import TrainStep, UserStep, run_user_step
 from lockstep.watch.rows import current_row_watch
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
             elif setup.train_step is not None:
-                total, count = _own_sums(setup, setup.train_step, state, batch, rows)
+                total, count = _user_step_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -132,7 +132,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     elif setup.test_step is not None:
-        total, count = _own_sums(setup, setup.test_step, state, batch, rows)
+        total, count = _user_step_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
@@ -181,12 +181,12 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     return setup.optimizer.update(replica_of_step(), totals=state.take_sums(), clip_norm=clip_norm, scaler=scaler)
 
 
-def _own_sums(
-    setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
+def _user_step_sums(
+    setup: TrainSetup, user_step: UserStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Number, Number]:
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
-        loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
+        loss = run_user_step(user_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(setup, state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
 

@@ -6,7 +6,7 @@
     compiled       ``jit_compile=True``: the model as compiled code
     seeded_draws   what layers with a seed draw in it
     fixed_draws    what is drawn where shards are compared with their batch
-    own_step       a ``train_step`` of the model's class that computes the step by itself
+    user_step      a ``train_step`` of the model's class that computes the step by itself
     custom_loop    what Keras needs in the replicas of a step that the user gives ``strategy.run``
     variables      each replica's values of the model's variables, and what becomes of them after a step
     metrics        results of all replicas inside a step

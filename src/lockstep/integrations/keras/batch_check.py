@@ -19,8 +19,8 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.fixed_draws import compared
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
-from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.user_step import UserStep
 from lockstep.integrations.keras.variables import ModelVariables, stateless_scope
 from lockstep.strategies.base import Strategy
 
@@ -70,7 +70,7 @@ def check_batch(step: Step, data: Any, strategy: Strategy) -> None:
             )
 
 
-def check_own_step(model: Any, step: OwnStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
+def check_user_step(model: Any, step: UserStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
     """Raises a ConfigError if a model's own train_step gets other gradients from shards than from whole rows.
 
     Nothing is updated. A step that gives other gradients when it is run again is not compared.

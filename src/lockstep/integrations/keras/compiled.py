@@ -72,8 +72,8 @@ class CompiledForward:
     def _compile(
         self, kind: Hashable, variables: Sequence[Any], rebuild: _Rebuild, training: bool, inputs: list[Tensor]
     ) -> _Code:
-        # One replica traces while the others wait for its code. Tracing in all of them would take turns for the same
-        # result (test_predict_before_any_training_compiles_once_and_ends).
+        # One replica traces while the others wait for its code, with a limit as for every wait
+        # (test_predict_before_any_training_compiles_once_and_ends).
         if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
             raise ReplicaError(
                 f"{self._model.name!r} has waited {COMPILE_LIMIT_S:g} s for another replica to compile it"

@@ -5,7 +5,7 @@
     metric.update_state     counts in the replica; after the run the states of all replicas are added up
     other state of layers   averaged over the rows after the run, as by ``fit``
 
-A model's own ``train_step`` is such a step too, in which gradients are those of the whole batch (``own_step``).
+A model's own ``train_step`` is such a step too, in which gradients are those of the whole batch (``user_step``).
 
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
 """
@@ -29,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.collectives.communicator import refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
-from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.user_step import UserStep
 from lockstep.integrations.keras.variables import (
     DefaultGenerators,
     ModelVariables,
@@ -69,9 +69,9 @@ class CustomSteps:
         if isinstance(step, Step):  # of fit, which does all this by itself
             yield nullcontext
             return
-        own_step = step if isinstance(step, OwnStep) else None
+        user_step = step if isinstance(step, UserStep) else None
         run = RunVariables(
-            "custom" if own_step is None else "own",
+            "custom" if user_step is None else "user",
             self.default_generators.generators(),
             lambda: map(ModelVariables, self.models),
             [variable for model in self.models for metric in metrics_of(model) for variable in metric.variables],
@@ -80,8 +80,8 @@ class CustomSteps:
         @contextmanager
         def in_replica() -> Iterator[None]:
             replica = replica_of_step().local_replica
-            with run.in_replica(0.0 if own_step is None else own_step.share(replica)) as values:
-                values.optimizer_gradients = [] if own_step is not None and own_step.is_compared else None
+            with run.in_replica(0.0 if user_step is None else user_step.share(replica)) as values:
+                values.optimizer_gradients = [] if user_step is not None and user_step.is_compared else None
                 yield
 
         # For the run only: with a hook of others in place, mirrored optimizers use no fused kernels.
@@ -90,9 +90,9 @@ class CustomSteps:
             yield in_replica
         finally:
             watched.remove()
-        if own_step is None:
+        if user_step is None:
             _share_by_rows(strategy, run, rows)
-        if own_step is None or not own_step.is_compared:
+        if user_step is None or not user_step.is_compared:
             run.merge(strategy)
 
 
@@ -143,7 +143,7 @@ def build(model: Any, args: Any, kwargs: Any) -> None:
     model(*args, **kwargs)
 
 
-def runs_own_code() -> bool:
+def runs_user_step() -> bool:
     """Whether the replica runs a step of the user's, in which models may be called that the strategy has not seen."""
     scope = get_stateless_scope()
     return isinstance(scope, ReplicaVariables) and scope.kind != "keras"
@@ -175,7 +175,7 @@ def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
-        # A step that is only compared changes nothing, see check_own_step.
+        # A step that is only compared changes nothing, see check_user_step.
         if step.optimizer_gradients is not None:
             step.optimizer_gradients.append(
                 [None if gradient is None else gradient.detach().clone() for gradient in grads]
@@ -194,7 +194,7 @@ def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                         assigned, summed(strategy, [parts for _, parts in shares_of_replicas]), strict=True
                     ):
                         variable.assign(value)
-                totals = gradients[0] if step.kind == "own" else _sums(strategy, gradients, variables)
+                totals = gradients[0] if step.kind == "user" else _sums(strategy, gradients, variables)
                 original(self, totals, variables)
 
         parts = [step.part(variable) for variable in assigned]

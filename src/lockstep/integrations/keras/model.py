@@ -28,15 +28,15 @@ from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.integrations.keras.batch_check import check_batch, check_own_step
+from lockstep.integrations.keras.batch_check import check_batch, check_user_step
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.compiled import CompiledForward
-from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_own_code
+from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_user_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
 from lockstep.integrations.keras.metrics import computes_metrics, results_of_all
-from lockstep.integrations.keras.own_step import OwnStep, is_own_step
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
+from lockstep.integrations.keras.user_step import UserStep, is_user_step
 from lockstep.integrations.keras.variables import DefaultGenerators, ModelVariables, RunVariables, metrics_of
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
@@ -209,7 +209,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         context = get_replica_context()
         if context is not None and context.strategy is not self._distribution.strategy:
             raise UsageError(f"the model {self.name!r} is called in a step of another strategy than its own")
-        if context is not None and not self._distribution.weights_are_compared and runs_own_code():
+        if context is not None and not self._distribution.weights_are_compared and runs_user_step():
             prepare_in_step(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -404,13 +404,13 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _step_function(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """Wraps a step function of Keras: its step, of this class or of the model's own, runs on all replicas."""
-        if is_own_step(_class_before(type(self)), name):
+        if is_user_step(_class_before(type(self)), name):
             if self.jit_compile:
                 raise ConfigError(
                     f"{_class_before(type(self)).__name__}.{name} computes a step by itself, and jit_compile=True "
                     f"compiles Keras's steps only; leave jit_compile out, or call super().{name}(data)"
                 )
-            return partial(self._own_steps, name)
+            return partial(self._user_steps, name)
 
         def step(data: Any) -> Any:
             self._distribution.has_stepped = False
@@ -424,17 +424,17 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         return step
 
-    def _own_steps(self, name: str, data: Sequence[Any]) -> Any:
+    def _user_steps(self, name: str, data: Sequence[Any]) -> Any:
         """The results of a step that the model's class computes by itself, for each of the batches that Keras gives.
 
         These are several with ``steps_per_execution`` of Keras 3.16, which returns the last results, and all outputs.
         """
-        results = [self._own_step(name, batch) for batch in data]
+        results = [self._user_step(name, batch) for batch in data]
         if name != "predict_step" or len(results) == 1:
             return results[-1]
         return keras.tree.map_structure(lambda *outputs: torch.cat(outputs), *results)
 
-    def _own_step(self, name: str, data: Any) -> Any:
+    def _user_step(self, name: str, data: Any) -> Any:
         """The results of a step that the model's class computes by itself, in each replica on its shard."""
         distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
         batch = keras.tree.map_structure(_on_host, data)
@@ -442,7 +442,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if name == "predict_step":  # Keras builds a model for fit and evaluate
             self._build_for(batch)
         distribution.compare_weights(self)
-        step = OwnStep(
+        step = UserStep(
             step=getattr(self, name),
             name=f"{_class_before(type(self)).__name__}.{name}",
             metrics=metrics_of(self),
@@ -452,7 +452,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if name == "train_step" and distribution.checks_batch(rows):
             at = (0, min(rows, replicas * _COMPARED_ROWS))
             some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
-            check_own_step(self, step, distribution.strategy, some, distribution.divide(some))
+            check_user_step(self, step, distribution.strategy, some, distribution.divide(some))
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":

@@ -31,7 +31,7 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
-StepKind = Literal["keras", "own", "custom"]
+StepKind = Literal["keras", "user", "custom"]
 """A step that Keras computes, one that the model's class computes by itself, or a function given ``strategy.run``."""
 _SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
 _SEED_NAME = "seed_generator_state"
@@ -319,7 +319,7 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
 
     def _with_gradient(self, value: Tensor) -> Tensor:
         value.requires_grad_()
-        if self.kind == "own":
+        if self.kind == "user":
             # torch.autograd.backward passes WholeGradients by, and would leave the gradients of one shard without a
             # word.
             value.register_hook(self._refuse_shard)  # type: ignore[no-untyped-call]

@@ -344,8 +344,8 @@ class _EndedBackup:
             ended._remove()
 
     def _remove_unless_failing(self) -> None:
-        # At exit Python no longer has the exception that ended the program; its last resort, sys.excepthook, leaves it
-        # in last_value. A program that fails before it has saved its result keeps its backup
+        # At exit the exception that ended the program is no longer handled, but Python has left it in last_value when
+        # it printed it. A program that fails before it has saved its result keeps its backup
         # (test_what_a_program_had_trained_when_it_failed_before_it_saved_is_not_lost).
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is None or (isinstance(error, SystemExit) and not error.code):

@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.batch import LabelledBatch, Sums, module_arguments
 
-OwnStep = WeakMethod[Callable[["TrainStep"], Any]]
+UserStep = WeakMethod[Callable[["TrainStep"], Any]]
 """The ``train_step`` or ``test_step`` of a Model, which owns what holds this."""
 Measure = Callable[[Any, LabelledBatch, int], Sums]
 """Computes the total and the count of the compiled loss, of outputs and targets of a number of rows."""
@@ -81,10 +81,10 @@ class TrainStep:
         raise UsageError("the step got a TrainStep instead of a batch; read step.x, step.y and step.sample_weight")
 
 
-def run_own_step(own_step: OwnStep, step: TrainStep) -> ShardLoss:
+def run_user_step(user_step: UserStep, step: TrainStep) -> ShardLoss:
     """Calls the user's method in a replica, and refuses what would train with other numbers than the loss says."""
     before = _gradients(step._module)
-    method = cast("Callable[[TrainStep], Any]", own_step())
+    method = cast("Callable[[TrainStep], Any]", user_step())
     returned, name = method(step), method.__name__
     if not isinstance(returned, ShardLoss) or returned is not step._loss:
         raise UsageError(

@@ -37,7 +37,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
 
-def is_own_step(kind: Any, name: str) -> bool:
+def is_user_step(kind: Any, name: str) -> bool:
     """Whether a class's step computes its results without that of Keras, as its code never names it."""
     for base in kind.__mro__[: kind.__mro__.index(keras.Model)]:
         # A step that calls super().train_step has this name among those that its code uses.
@@ -48,7 +48,7 @@ def is_own_step(kind: Any, name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStep:
+class UserStep:
     """A step that a model's class defines.
 
     Args:
@@ -149,7 +149,7 @@ class WholeGradients(TorchFunctionMode):
         return tuple(gradients)
 
     def _weighted(self, output: Tensor) -> Tensor:
-        """Returns what gradients are computed of: a loss, the mean of a shard, times the share; other outputs unchanged.
+        """Returns what gradients are computed of: a loss, the mean of a shard, times the share; other outputs as is.
 
         It is weighted before the backward pass, in which synchronised batch norms exchange gradients.
         """
