@@ -213,7 +213,7 @@ class LossCheck:
         first = self.items(model)
         return [first, *(items for items in get_args(Items) if items != first)]
 
-    def settle(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
+    def decide(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
         """Decides what the loss averages.
 
         ``differences`` has those of all replicas for each candidate of a step, up to the first candidate without any.

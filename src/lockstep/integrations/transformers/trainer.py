@@ -221,7 +221,7 @@ class Trainer(transformers.Trainer):
         with arguments.seen_as_one_device(self.args):
             # Before the step: what the loss averages decides how this batch is weighed already.
             if self._loss_check.is_due():
-                self._settle_items(inputs, num_items_in_batch)
+                self._decide_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
             watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
             losses = self._run(self._train_shard, (shards, num_items_in_batch, watches))
@@ -250,7 +250,7 @@ class Trainer(transformers.Trainer):
                 raise torch.OutOfMemoryError(f"CUDA out of memory. {worker}: {texts[0]}")
         return results
 
-    def _settle_items(self, inputs: dict[str, Any], number: Any) -> None:
+    def _decide_items(self, inputs: dict[str, Any], number: Any) -> None:
         """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
         differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
         for items in self._loss_check.candidates(self.model):
@@ -260,7 +260,7 @@ class Trainer(transformers.Trainer):
             differences[items] = [difference for worker in worker_differences for difference in worker]
             if not any(differences[items]):
                 break
-        self._loss_check.settle(differences)
+        self._loss_check.decide(differences)
 
     def _check_loss(self, shard: sharding.Shard, number: Any, items: sharding.Items) -> tuple[float, float] | None:
         """Compares the loss of this replica's shard with its halves."""
