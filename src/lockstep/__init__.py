@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
     from lockstep.train.fingerprint import fingerprint
     from lockstep.train.learning_rate import LearningRateRange, find_learning_rate
-    from lockstep.train.own_step import TrainStep
+    from lockstep.train.user_step import TrainStep
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _WHERE = {
     ),
     "lockstep.train.fingerprint": ("fingerprint",),
     "lockstep.train.learning_rate": ("LearningRateRange", "find_learning_rate"),
-    "lockstep.train.own_step": ("TrainStep",),
+    "lockstep.train.user_step": ("TrainStep",),
 }  # fmt: skip
 _MODULES = {"callbacks": "lockstep.train.callbacks", "config": "lockstep.config", "errors": "lockstep.errors"}
 _HOMES = {name: module for module, names in _WHERE.items() for name in names}

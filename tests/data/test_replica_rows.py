@@ -30,10 +30,10 @@ import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import select
 from lockstep.data.dataset import DistributedDataset, DistributedIterable, PerReplicaDataset
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
+from lockstep.data.random_state import RandomState
 from lockstep.data.readers import CheckedBatch
 from lockstep.data.replica_rows import ReplicaRowsReader
-from lockstep.data.resume import RandomState
 from lockstep.data.worker_sync import WorkerSync
 from lockstep.errors import CallbackError, DataError
 
@@ -117,7 +117,7 @@ def distributed(
     own = devices[: workers.replicas[workers.index]]
     if workers.is_single:
         return DistributedDataset(source, own, workers=workers, prefetch=prefetch)
-    reader = ReplicaRowsReader(source, workers, BatchLayout.of(source))
+    reader = ReplicaRowsReader(source, workers, ListReader.of(source))
     return DistributedIterable(reader, WorkerSync(), own, prefetch=prefetch)
 
 

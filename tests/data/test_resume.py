@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.data.dataset import DistributedDataset, PerReplicaDataset
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.slow

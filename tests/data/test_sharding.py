@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import batch_rows, join_batches, shard_sizes, split_batch
 from lockstep.errors import DataError
 
@@ -159,13 +159,13 @@ def test_an_array_that_no_tensor_can_hold_is_refused(array):
 
 
 def test_joined_batches_are_taken_in_order():
-    joined = join_batches([{"x": torch.ones(2), "n": 1}, {"x": torch.zeros(3), "n": 2}], 2, BatchLayout())
+    joined = join_batches([{"x": torch.ones(2), "n": 1}, {"x": torch.zeros(3), "n": 2}], 2, ListReader())
     assert [shard.tolist() for shard in joined["x"]] == [[1, 1], [0, 0, 0]]
     assert joined["n"].values == (1, 2)
 
 
 def test_replicas_without_a_batch_get_no_rows_of_the_first():
-    joined = join_batches([(np.ones((2, 3), dtype=np.float32), "a")], 3, BatchLayout())
+    joined = join_batches([(np.ones((2, 3), dtype=np.float32), "a")], 3, ListReader())
     assert [tuple(shard.shape) for shard in joined[0]] == [(2, 3), (0, 3), (0, 3)]
     assert {shard.dtype for shard in joined[0]} == {torch.float32}
     assert joined[1].values == ("a", "a", "a")
@@ -173,4 +173,4 @@ def test_replicas_without_a_batch_get_no_rows_of_the_first():
 
 def test_joined_batches_have_one_structure():
     with pytest.raises(DataError, match=r"replica 1 .*x, y.*replica 0"):
-        join_batches([torch.ones(2), (torch.ones(2), torch.ones(2))], 2, BatchLayout())
+        join_batches([torch.ones(2), (torch.ones(2), torch.ones(2))], 2, ListReader())

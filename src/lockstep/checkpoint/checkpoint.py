@@ -142,6 +142,7 @@ class Checkpoint:
             except (TypeError, AttributeError) as error:  # on all workers: the record has values that were not saved
                 damages[path] = f"{RECORD}: {error}"
                 continue
+            # The chief has compared the files of a whole checkpoint with their checksums as it read them.
             damages[path] = (self._damage_in_files(path) if self.is_sharded else "") or self._load(states)
             if not damages[path]:
                 now = all_conditions(self._strategy, self.settings)
@@ -177,6 +178,8 @@ class Checkpoint:
             for name, state in states.items()
         }
         weights: Any = {name: dict(state.weights) for name, state in states.items() if state.weights is not None}
+        # The next steps change these tensors in place while the thread writes
+        # (test_the_state_is_that_of_the_call_though_it_is_written_later).
         if copied and workers.is_chief:
             complete_states, weights = tree_map(_copied, complete_states), tree_map(_copied, weights)
         folders, shards = self._shards(states) if self.is_sharded else ({}, {})
@@ -213,6 +216,8 @@ class Checkpoint:
             "checkpoint checked": [partial(adapter.check, states[name]) for name, adapter in self._adapters.items()],
             "checkpoint loaded": [partial(adapter.load, states[name]) for name, adapter in self._adapters.items()],
         }
+        # Everything is checked on all workers before anything is loaded anywhere. Otherwise a state that does not fit
+        # would leave a mixture of two (test_what_does_not_fit_is_named_and_nothing_is_loaded).
         for phase, calls in phases.items():
             errors = [error for error in map(_error_of, self._adapters, calls) if error is not None]
             # What does not fit comes first: then nothing may be loaded from any checkpoint.

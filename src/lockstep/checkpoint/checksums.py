@@ -25,7 +25,7 @@ _SUMS = "lockstep_crc32"
 
 def metadata_with_sums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The metadata of a safetensors file of these tensors, by key, which may be on any device."""
-    return {"format": "pt", _SUMS: json.dumps({key: _sum_of(each) for key, each in tensors.items()})}
+    return {"format": "pt", _SUMS: json.dumps({key: _sum_of(tensor) for key, tensor in tensors.items()})}
 
 
 def sum_of_header(file: Path) -> int:
@@ -47,6 +47,8 @@ def damage_of(file: Path, header_sum: int) -> str:
         return f"{file.name}: the checksum of its header is not that of its content"
     with require("safetensors", "train").safe_open(file, framework="pt") as opened:
         for key, expected in json.loads(opened.metadata()[_SUMS]).items():
+            # Ctrl-C inside of safetensors comes out as a ValueError, which would pass for damage
+            # (test_ctrl_c_while_it_is_read_is_not_taken_for_damage).
             if _sum_of(uninterrupted(opened.get_tensor, key)) != expected:
                 return f"{file.name}: the checksum of {key!r} is not that of its content"
     return ""
@@ -54,5 +56,6 @@ def damage_of(file: Path, header_sum: int) -> str:
 
 def _sum_of(tensor: Tensor) -> int:
     elements = tensor.detach().cpu().contiguous().reshape(-1)
+    # crc32 reads the array's own memory, so no second copy of the tensor is made.
     as_bytes: Any = elements.view(torch.uint8).numpy()
     return zlib.crc32(as_bytes)

@@ -69,14 +69,14 @@ def export_weights(
     check_kind("module", module, str, "the name of a module of the checkpoint")
     read = partial(_read_weights, module=module)
     is_one = (folder / RECORD).exists()
-    found = (folder, read(folder)) if is_one else CheckpointFolder(folder).read_newest(read)
-    if found is None:
+    newest = (folder, read(folder)) if is_one else CheckpointFolder(folder).read_newest(read)
+    if newest is None:
         raise CheckpointError(
             f"there is no checkpoint in {folder}; give a folder such as step-00000120, or the one it is in"
         )
-    source, (known, reader) = found
+    source, (names, reader) = newest
     if reader is None:
-        listed = ", ".join(map(repr, sorted(known))) or "none"
+        listed = ", ".join(map(repr, sorted(names))) or "none"
         raise CheckpointError(f"{source} has no weights of module={module!r}; it has: {listed}")
     if like is None:
         if weights_format(target, "export_weights(path)") == "torch":
@@ -93,13 +93,13 @@ def export_weights(
 def _read_weights(path: Path, *, module: str | None) -> tuple[Iterable[str], TensorReader | None]:
     """The modules of a checkpoint, and the weights of one; None if there is no such. Raises CheckpointError."""
     weights = weights_of(path)
-    chosen = next(iter(weights)) if module is None and len(weights) == 1 else module
-    if chosen not in weights:
+    name = next(iter(weights)) if module is None and len(weights) == 1 else module
+    if name not in weights:
         return weights, None
-    if damage := damage_in(path, below=weights[chosen]):
+    if damage := damage_in(path, below=weights[name]):
         raise damaged(path, damage)
     try:
-        return weights, TensorReader(path / weights[chosen])
+        return weights, TensorReader(path / weights[name])
     except (OSError, require("safetensors", "train").SafetensorError) as error:
         raise damaged(path, str(error)) from error
 
@@ -115,16 +115,16 @@ def _write_like(reader: TensorReader, like: Path, target: Path) -> None:
             f"the weights in {like} would be replaced by those exported like them; give another folder"
         )
     headers = {file: FileHeader.read(file) for file in files}
-    described = {key: each for header in headers.values() for key, each in header.described.items()}
+    described = {key: tensor for header in headers.values() for key, tensor in header.described.items()}
     places = _places(reader, described, like)
     _check_shapes(reader, described, places, like)
     _check_left_out(reader, {name for name, _ in places.values()}, like)
     for file, header in headers.items():
         write_file(target / file.name, header, _converted(reader, header.described, places))
-    beside = [each for each in folder.iterdir() if each.is_file() and each.suffix in _BESIDE]
+    beside = [entry for entry in folder.iterdir() if entry.is_file() and entry.suffix in _BESIDE]
     try:
-        for each in sorted(beside, key=lambda each: each.name == INDEX):  # the index last, which names all others
-            shutil.copyfile(each, target / each.name)
+        for entry in sorted(beside, key=lambda entry: entry.name == INDEX):  # the index last, which names all others
+            shutil.copyfile(entry, target / entry.name)
     except OSError as error:
         raise CheckpointError(
             f"cannot copy the files beside the weights to {target}: {error}; choose a folder that can be written to"
@@ -138,14 +138,14 @@ def _converted(
         name, offsets = places[key]
         whole = reader.tensors[name]
         sizes = (1,) * (len(offsets) - described.ndim) + tuple(described.shape)
-        own = torch.empty(sizes, dtype=whole.dtype, device="cpu")
-        reader.read({name: TensorShard(own, Region(whole=tuple(whole.shape), sizes=sizes, offsets=offsets))})
-        yield key, own.view(described.shape).to(described.dtype)
+        buffer = torch.empty(sizes, dtype=whole.dtype, device="cpu")
+        reader.read({name: TensorShard(buffer, Region(whole=tuple(whole.shape), sizes=sizes, offsets=offsets))})
+        yield key, buffer.view(described.shape).to(described.dtype)
 
 
 def _places(reader: TensorReader, described: Mapping[str, Tensor], like: Path) -> dict[str, Place]:
     """By the keys in the files the places in the checkpoint: the same names, or what transformers makes of them."""
-    same = {key: (key, (0,) * each.ndim) for key, each in described.items()}
+    same = {key: (key, (0,) * tensor.ndim) for key, tensor in described.items()}
     if described.keys() <= reader.tensors.keys():
         return same
     from lockstep.parallel.pretrained import PretrainedWeights
@@ -158,7 +158,10 @@ def _places(reader: TensorReader, described: Mapping[str, Tensor], like: Path) -
         for name, key in stored.keys.items():
             names.setdefault(key, []).append(name)
         for key, (name, offsets) in stored.places.items():
-            places[key] = next((each for each in names.get(key, ()) if each in reader.tensors), name), offsets
+            places[key] = (
+                next((candidate for candidate in names.get(key, ()) if candidate in reader.tensors), name),
+                offsets,
+            )
     if missing := sorted(key for key in described if places[key][0] not in reader.tensors):
         raise CheckpointError(
             f"the checkpoint lacks {missing[0]!r}, which {like} has, as {len(missing) - 1} more; give like= the folder "
@@ -179,36 +182,36 @@ def _module_of(like: Path) -> nn.Module | None:
     if kind is None:
         return None
     with torch.device("meta"):
-        made: nn.Module = kind(kind.config_class.from_pretrained(config.parent))
-    return made
+        model: nn.Module = kind(kind.config_class.from_pretrained(config.parent))
+    return model
 
 
 def _check_shapes(
     reader: TensorReader, described: Mapping[str, Tensor], places: Mapping[str, Place], like: Path
 ) -> None:
     in_parts = {name for name, offsets in places.values() if any(offsets)}
-    for key, each in described.items():
+    for key, tensor in described.items():
         name, offsets = places[key]
-        own = reader.tensors[name]
-        sizes = (1,) * (len(offsets) - each.ndim) + tuple(each.shape)
-        fits = len(sizes) == own.ndim and all(
+        saved = reader.tensors[name]
+        sizes = (1,) * (len(offsets) - tensor.ndim) + tuple(tensor.shape)
+        fits = len(sizes) == saved.ndim and all(
             begin + size <= length if name in in_parts else size == length
-            for begin, size, length in zip(offsets, sizes, own.shape, strict=True)
+            for begin, size, length in zip(offsets, sizes, saved.shape, strict=True)
         )
-        if not fits or own.is_floating_point() != each.is_floating_point():
+        if not fits or saved.is_floating_point() != tensor.is_floating_point():
             raise CheckpointError(
-                f"{name} is {tuple(own.shape)}, {own.dtype} in the checkpoint, and {tuple(each.shape)}, "
-                f"{each.dtype} in {like}; give like= the folder of the model that was trained"
+                f"{name} is {tuple(saved.shape)}, {saved.dtype} in the checkpoint, and {tuple(tensor.shape)}, "
+                f"{tensor.dtype} in {like}; give like= the folder of the model that was trained"
             )
 
 
-def _check_left_out(reader: TensorReader, used: set[str], like: Path) -> None:
+def _check_left_out(reader: TensorReader, exported_names: set[str], like: Path) -> None:
     """Raises CheckpointError for a tensor that the files do not have, unless it is a tied one that they have."""
-    for left in sorted(reader.tensors.keys() - used):
-        shape, own = reader.tensors[left].shape, reader.read_whole(left)
-        alike = [name for name in used if reader.tensors[name].shape == shape]
-        if not any(torch.equal(own, reader.read_whole(name)) for name in alike):
+    for key in sorted(reader.tensors.keys() - exported_names):
+        shape, value = reader.tensors[key].shape, reader.read_whole(key)
+        alike = [name for name in exported_names if reader.tensors[name].shape == shape]
+        if not any(torch.equal(value, reader.read_whole(name)) for name in alike):
             raise CheckpointError(
-                f"the checkpoint has {left!r}, which {like} does not have; give like= the folder of the model that was "
+                f"the checkpoint has {key!r}, which {like} does not have; give like= the folder of the model that was "
                 "trained, or leave it out and export one file"
             )

@@ -23,7 +23,7 @@ from lockstep.checkpoint.format import TAG, flatten
 from lockstep.checkpoint.sharded_io import balance_writes
 from lockstep.checkpoint.state_adapters import AdapterState, adapter_for, by_name
 from lockstep.collectives.communicator import error_text, raise_gathered_errors
-from lockstep.data.resume import default_state
+from lockstep.data.random_state import default_state
 from lockstep.errors import CheckpointError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.module.wrappers import inner_tensors
@@ -65,11 +65,11 @@ def fingerprint_of(things: Mapping[str, Any]) -> str:
     shards = {name: {**state.shards, **(state.weight_shards or {})} for name, state in states.items()}
     if any(module.is_part for module in modules.values()):
         shards = balance_writes(processes, shards)  # each part of a tensor is looked at once
-    own: dict[str, Any] = {}
-    error = error_text(lambda: own.update(_of_worker(strategy, states, shards)))
+    local: dict[str, Any] = {}
+    error = error_text(lambda: local.update(_of_worker(strategy, states, shards)))
     raise_gathered_errors(processes, _NAME, error)
-    gathered = processes.all_gather_bytes(_NAME, json.dumps(own).encode())
-    document = json.dumps(_joined([json.loads(each) for each in gathered]), sort_keys=True)
+    gathered = processes.all_gather_bytes(_NAME, json.dumps(local).encode())
+    document = json.dumps(_joined([json.loads(payload) for payload in gathered]), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:DIGITS]
 
 
@@ -77,13 +77,13 @@ def fingerprint_of(things: Mapping[str, Any]) -> str:
 def _of_worker(
     strategy: Strategy, states: Mapping[str, AdapterState], shards: Mapping[str, Mapping[str, TensorShard]]
 ) -> dict[str, dict[str, Any]]:
-    """What one worker says of all things.
+    """Returns one worker's part of the document of which the fingerprint is a digest.
 
     "alike" is equal on all workers, so the chief alone says it; "replicas" are the states of its own replicas.
     "weights" are those of modules, and "parts" the tensors that "alike" refers to: sums of what this worker holds.
     """
     workers = strategy.workers
-    found: dict[str, dict[str, Any]] = {"alike": {}, "replicas": {}, "weights": {}, "parts": {}}
+    document: dict[str, dict[str, Any]] = {"alike": {}, "replicas": {}, "weights": {}, "parts": {}}
     items: dict[str, Sequence[Any]] = {}
     for name, state in states.items():
         of_parts = state.weight_shards is not None
@@ -91,25 +91,25 @@ def _of_worker(
         items[name] = [state.worker] if of_parts else state.replicas
         sums = {key: _sum_of_shard(shard) for key, shard in shards[name].items()}
         if weights is None:
-            found["parts"] |= sums
+            document["parts"] |= sums
         else:  # of a module: each replica has buffers of its own, and their averages are among the weights
-            items[name] = [{key: each[key] for key in each.keys() & weights.keys()} for each in items[name]]
+            items[name] = [{key: buffers[key] for key in buffers.keys() & weights.keys()} for buffers in items[name]]
             if workers.leads and not of_parts:
                 sums = {key: _sum_of_tensor(tensor) for key, tensor in (state.weights or {}).items()}
-            found["weights"][name] = {key: each for key, each in sums.items() if key not in items[name][0]}
+            document["weights"][name] = {key: value for key, value in sums.items() if key not in items[name][0]}
         if workers.leads:
-            own = None if of_parts else state.worker
-            found["alike"][name] = _described({"shared": _by_names(state.shared), "worker": own})
+            worker_state = None if of_parts else state.worker
+            document["alike"][name] = _described({"shared": _by_names(state.shared), "worker": worker_state})
     if workers.processes.index in workers.leaders:
         items[_RANDOM] = _random_states(strategy)
-    for name, each in items.items():
-        for number, item in enumerate(each, start=workers.first_replica):
-            found["replicas"].setdefault(str(number), {})[name] = _described(item)
-    return found
+    for name, states_of_item in items.items():
+        for number, item in enumerate(states_of_item, start=workers.first_replica):
+            document["replicas"].setdefault(str(number), {})[name] = _described(item)
+    return document
 
 
 def _joined(workers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What all workers say together. Pure."""
+    """Joins the parts of all workers to the document. Pure."""
     weights: dict[str, dict[str, Any]] = {}
     replicas: dict[str, dict[str, Any]] = {}
     parts: dict[str, Any] = {}
@@ -118,9 +118,9 @@ def _joined(workers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any
             _add(sums, to=weights.setdefault(name, {}))
         _add(worker["parts"], to=parts)
         for number, items in worker["replicas"].items():
-            known = replicas.setdefault(number, {})
+            items_of_replica = replicas.setdefault(number, {})
             for name, item in items.items():  # several workers may hold a replica's buffers together
-                known[name] = {**known.get(name, {}), **item} if isinstance(item, dict) else item
+                items_of_replica[name] = {**items_of_replica.get(name, {}), **item} if isinstance(item, dict) else item
     for sums in (*weights.values(), parts):
         for key, (_, shape, elements, _) in sums.items():
             if elements != prod(shape):
@@ -143,10 +143,10 @@ def _by_names(shared: Any) -> Any:
     if not (isinstance(state, Mapping) and "param_groups" in state):
         return shared
     names = shared.get("names")
-    groups = [{key: each for key, each in group.items() if key not in _KERNELS} for group in state["param_groups"]]
+    groups = [{key: value for key, value in group.items() if key not in _KERNELS} for group in state["param_groups"]]
     if names is None:
         return {"kind": shared["kind"], "groups": groups, "state": state["state"]}
-    named = [{**group, "params": sorted(own)} for group, own in zip(groups, names, strict=True)]
+    named = [{**group, "params": sorted(group_names)} for group, group_names in zip(groups, names, strict=True)]
     return {"kind": shared["kind"], "groups": named, "state": by_name(shared)}
 
 
@@ -161,11 +161,11 @@ def _random_states(strategy: Strategy) -> list[dict[str, Tensor]]:
         states = [{"cpu": default_state()}]
         if device.type == "cuda":
             states[0]["cuda"] = torch.cuda.get_rng_state(device)
-    kept = []
-    for each in states:
-        drawn = "cuda" in each and bool(each["cuda"][8:].any())  # 8 bytes of seed, then 8 that count what was drawn
-        kept.append({name: each[name] for name in (("cpu", "cuda") if drawn else ("cpu",))})
-    return kept
+    states_drawn = []
+    for state in states:
+        drawn = "cuda" in state and bool(state["cuda"][8:].any())  # 8 bytes of seed, then 8 that count what was drawn
+        states_drawn.append({name: state[name] for name in (("cpu", "cuda") if drawn else ("cpu",))})
+    return states_drawn
 
 
 def _described(state: Any) -> Any:
@@ -225,6 +225,7 @@ def element_sum(box: Tensor, offsets: Sizes, whole: Sizes) -> int:
             numbers.pop()
             numbers[-1] *= length
         lengths[-1] *= length
+    # torch may keep a negated tensor as its source and a flag; the bits below would be those of the source.
     words = box.resolve_neg().contiguous().view(-1).view(_INTEGERS[box.element_size()]).view(sizes)
     rows = max(1, _AT_ONCE.get(box.device.type, 2**15) // prod(sizes[1:]))
     places = torch.zeros((), dtype=torch.int64, device=box.device)

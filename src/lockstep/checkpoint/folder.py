@@ -116,10 +116,10 @@ class CheckpointFolder:
         """
         self._clear()
         later = [(path, other.run) for path, other in self.records() if other.step > record.step]
-        others = [path for path, run in later if run != record.run]
-        if others:
+        foreign = [path for path, run in later if run != record.run]
+        if foreign:
             raise CheckpointError(
-                f"cannot write step {record.step} to {self.path}: another run has left {others[-1].name} there, which "
+                f"cannot write step {record.step} to {self.path}: another run has left {foreign[-1].name} there, which "
                 "would be taken for the newest; restore from it first, or choose an empty folder"
             )
         with new_checkpoint(self.path / step_name(record.step)) as (partial, fill):
@@ -140,8 +140,8 @@ class CheckpointFolder:
         """Returns the checkpoint with the best monitored number, the newest of equals; None if none has a number."""
         numbers = [(path, record.monitored) for path, record in self.records() if record.monitored is not None]
         numbers = [(path, value) for path, value in numbers if value == value]  # NaN is not the best of anything
-        wanted = (max if maximise else min)((value for _, value in numbers), default=None)
-        return next((path for path, value in reversed(numbers) if value == wanted), None)
+        best = (max if maximise else min)((value for _, value in numbers), default=None)
+        return next((path for path, value in reversed(numbers) if value == best), None)
 
     def remove(self, path: Path) -> None:
         """Removes one checkpoint: first its name, in one step. Raises CheckpointError if it cannot be removed."""
@@ -162,15 +162,15 @@ class CheckpointFolder:
 
     def _by_step(self) -> list[tuple[int, Path]]:
         try:
-            found = [(path.name, path) for path in self.path.iterdir()]
-            found += [(original_name(path), path) for path in replaced_folders(self.path)]
+            entries = [(path.name, path) for path in self.path.iterdir()]
+            entries += [(original_name(path), path) for path in replaced_folders(self.path)]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CheckpointError(
                 f"cannot look for checkpoints in {self.path}: {error.strerror}; give a folder that can be read"
             ) from error
-        matches = [(_NAME.fullmatch(name), path) for name, path in found]
+        matches = [(_NAME.fullmatch(name), path) for name, path in entries]
         return sorted((int(match[1]), path) for match, path in matches if match is not None)
 
     def _clear(self) -> None:

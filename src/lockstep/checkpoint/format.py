@@ -100,11 +100,11 @@ def _write_files(folder: Path, contents: Contents) -> str:
     """Writes all files but the record, which it returns."""
     tree, tensors = flatten(dict(contents.states))
     weights: dict[str, str] = {}
-    for name, own in contents.weights.items():
+    for name, tensors_by_name in contents.weights.items():
         weights[name] = "weights.safetensors" if len(contents.weights) == 1 else f"weights-{name}.safetensors"
         save = require("safetensors.torch", "train").save_file
-        held = contiguous_tensors(own)
-        save(held, str(folder / weights[name]), metadata=metadata_with_sums(held))
+        contiguous = contiguous_tensors(tensors_by_name)
+        save(contiguous, str(folder / weights[name]), metadata=metadata_with_sums(contiguous))
     write_shards({key: TensorShard(tensor) for key, tensor in tensors.items()}, folder / STATE)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
     document = {
@@ -162,14 +162,14 @@ def read_checkpoint(path: Path, *, unread: Collection[str] = ()) -> Contents:
         raise damaged(path, damage)
     try:
         state = TensorReader(path / STATE)
-        left = [key for key in state.tensors if key.startswith(tuple(f"{name}.{SHARED}." for name in unread))]
-        tensors = {**state.read_all(without=left), **{key: TensorRef(key) for key in left}}
+        unread_keys = [key for key in state.tensors if key.startswith(tuple(f"{name}.{SHARED}." for name in unread))]
+        tensors = {**state.read_all(without=unread_keys), **{key: TensorRef(key) for key in unread_keys}}
         weights = {name: TensorReader(path / file).read_all() for name, file in files.items() if name not in unread}
         states: dict[str, Any] = unflatten(document["state"], tensors)
     except Exception as error:
         # The record itself says how it is decoded: with values other than the saved ones any error may be raised.
-        known = (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError)
-        why = str(error) if isinstance(error, known) else f"{RECORD}: {type(error).__name__}: {error}"
+        read_errors = (OSError, require("safetensors", "train").SafetensorError, ValueError, CheckpointError)
+        why = str(error) if isinstance(error, read_errors) else f"{RECORD}: {type(error).__name__}: {error}"
         raise damaged(path, why) from error
     paths = {name: file for name, file in files.items() if name in unread}
     return Contents(record=record, states=states, weights=weights, weight_paths=paths)
@@ -187,16 +187,16 @@ def damage_in(path: Path, *, worker: int = 0, workers: int = 1, below: str = "")
     Raises:
         CheckpointError: as ``read_record``.
     """
-    known = (OSError, require("safetensors", "train").SafetensorError, ValueError, KeyError, TypeError)
+    read_errors = (OSError, require("safetensors", "train").SafetensorError, ValueError, KeyError, TypeError)
     files = sorted(_read_document(path)[0]["files"].items())
     for file, (_, header_sum) in files[worker::workers]:
         if not below or file == below or file.startswith(f"{below}/"):
             try:
-                found = damage_of(path / file, header_sum)
-            except known as error:
-                found = f"{Path(file).name}: {error}"
-            if found:
-                return (Path(file).parent / found).as_posix()
+                damage = damage_of(path / file, header_sum)
+            except read_errors as error:
+                damage = f"{Path(file).name}: {error}"
+            if damage:
+                return (Path(file).parent / damage).as_posix()
     return ""
 
 
@@ -226,7 +226,7 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
             f"the checkpoint {path} has version {shown(document.get('version'))}, this program reads version "
             f"{VERSION}; use the version of lockstep that wrote it, or load its weights alone"
         )
-    names = [each.name for each in fields(CheckpointRecord)]
+    names = [field.name for field in fields(CheckpointRecord)]
     if missing := sorted({*names, "weights", "files", "state", "checksum"} - document.keys()):
         raise damaged(path, f"{RECORD} lacks {', '.join(missing)}")
     if document["checksum"] != _checksum(document):
@@ -237,12 +237,16 @@ def _read_document(path: Path) -> tuple[dict[str, Any], CheckpointRecord]:
 def _checked_record(path: Path, document: dict[str, Any], names: list[str]) -> CheckpointRecord:
     try:
         record = CheckpointRecord(**{name: unflatten(document[name], {}) for name in names})
-        texts = all(isinstance(each, str) for each in record.conditions.values())
-        if outside := [each for each in (*document["files"], *document["weights"].values()) if _is_outside(each)]:
+        texts = all(isinstance(text, str) for text in record.conditions.values())
+        if outside := [
+            path_in_record
+            for path_in_record in (*document["files"], *document["weights"].values())
+            if _is_outside(path_in_record)
+        ]:
             raise damaged(path, f"{RECORD} names {outside[0]!r}, which is outside of the checkpoint")
         for file, (size, _) in document["files"].items():
-            if (found := (path / file).stat().st_size) != size:
-                raise damaged(path, f"{file} has {found} bytes instead of {size}")
+            if (size_on_disk := (path / file).stat().st_size) != size:
+                raise damaged(path, f"{file} has {size_on_disk} bytes instead of {size}")
     except OSError as error:
         raise damaged(path, f"{Path(str(error.filename)).relative_to(path)}: {error.strerror}") from error
     except (AttributeError, TypeError, KeyError, ValueError) as error:

@@ -37,16 +37,16 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, tuple[Box, Tensor]]] = []
     # A file has each key once, so the boxes of a tensor go to as many files.
-    for turn in range(max((len(each.boxes) for each in shards.values()), default=0)):
+    for turn in range(max((len(shard.boxes) for shard in shards.values()), default=0)):
         filled = FILE_BYTES
-        for key, each in shards.items():
-            if turn >= len(each.boxes):
+        for key, shard in shards.items():
+            if turn >= len(shard.boxes):
                 continue
-            view = each.view(each.boxes[turn])
+            view = shard.view(shard.boxes[turn])
             if filled + view.nbytes > FILE_BYTES:
                 files.append({})
                 filled = 0
-            files[-1][key] = each.boxes[turn], view
+            files[-1][key] = shard.boxes[turn], view
             filled += view.nbytes
     for count, file in enumerate(files, start=1):
         path = folder / f"{prefix}-{count:05d}.safetensors"
@@ -54,6 +54,8 @@ def write_shards(shards: Mapping[str, TensorShard], folder: Path, *, prefix: str
         tensors = contiguous_tensors({key: view for key, (_, view) in file.items()})
         metadata = metadata_with_sums(tensors) | {"DCP_VERSION": "1.0", PLACES: json.dumps(places)}
         require("safetensors.torch", "train").save_file(tensors, str(path), metadata=metadata)
+        # The chief renames the folder when all workers have written. A rename can reach the disk before the content of
+        # a file that was not synced, and a host that loses power then would leave a checkpoint that looks whole.
         with path.open("rb") as written:
             os.fsync(written.fileno())
 
@@ -68,16 +70,16 @@ def balance_writes(
     listed = [
         [folder, key, list(box.offsets), list(box.sizes), box.elements]
         for folder, tensors in shards.items()
-        for key, each in tensors.items()
-        for box in each.boxes
+        for key, shard in tensors.items()
+        for box in shard.boxes
     ]
-    own = writers(all_gather_object(workers, "who writes what", listed), workers.index)
-    found: dict[str, dict[str, TensorShard]] = {folder: {} for folder in shards}
+    boxes_to_write = writers(all_gather_object(workers, "who writes what", listed), workers.index)
+    result: dict[str, dict[str, TensorShard]] = {folder: {} for folder in shards}
     for folder, tensors in shards.items():
-        for key, each in tensors.items():
-            if boxes := [box for box in each.boxes if (folder, key, box.offsets, box.sizes) in own]:
-                found[folder][key] = each.only(boxes)
-    return found
+        for key, shard in tensors.items():
+            if boxes := [box for box in shard.boxes if (folder, key, box.offsets, box.sizes) in boxes_to_write]:
+                result[folder][key] = shard.only(boxes)
+    return result
 
 
 def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any, ...]]:
@@ -90,10 +92,11 @@ def writers(listed_by_all: list[list[list[Any]]], worker: int) -> set[tuple[Any,
         for folder, key, offsets, sizes, elements in listed:
             holders.setdefault((folder, key, tuple(offsets), tuple(sizes), elements), []).append(number)
     written = [0] * len(listed_by_all)
-    own = set()
+    boxes = set()
     for (*box, elements), candidates in holders.items():
+        # min takes the first of equals, so all workers come to the same choice without an exchange.
         writer = min(candidates, key=written.__getitem__)
         written[writer] += elements
         if writer == worker:
-            own.add(tuple(box))
-    return own
+            boxes.add(tuple(box))
+    return boxes

@@ -76,9 +76,9 @@ class ShardedModuleAdapter(StateAdapter):
             )
         path = Path(entry.source) / entry.weights_in
         reader = TensorReader(_visible(path))
-        found = reader.tensors
-        own = {name: torch.empty(region.whole, device="meta") for name, region in self._part.regions().items()}
-        check_fit(found, {name: own.get(name, found.get(name)) for name in self._part.names}, path)
+        saved = reader.tensors
+        shapes = {name: torch.empty(region.whole, device="meta") for name, region in self._part.regions().items()}
+        check_fit(saved, {name: shapes.get(name, saved.get(name)) for name in self._part.names}, path)
         return reader
 
 
@@ -104,28 +104,38 @@ class ShardedOptimizerAdapter(StateAdapter):
                 self._regions[id(parameter)] = regions[own_name]
             for whole_name in part.names:
                 self._order[f"{prefix}{whole_name}"] = len(self._order)
-        if any(id(each) not in self._names for group in optimizer.param_groups for each in group["params"]):
+        if any(id(parameter) not in self._names for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError(
                 f"Checkpoint({name}=...) got the optimizer of a model that it did not get; give it the model too: "
                 "Checkpoint(model=model, optimizer=optimizer)"
             )
 
     def state(self) -> AdapterState:
-        groups = [[self._names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
+        groups = [
+            [self._names[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups
+        ]
         shards, values = self._own_state()
-        own = {"groups": groups, "state": flatten(values)[0]}
-        gathered = all_gather_object(self._workers, "the optimizer's state", own)
-        found = {name: each for theirs in reversed(gathered) for name, each in theirs["state"].items()}
+        local = {"groups": groups, "state": flatten(values)[0]}
+        gathered = all_gather_object(self._workers, "the optimizer's state", local)
+        # From the last worker to the first: where several have a parameter, the value of the first one stays.
+        values_by_name = {
+            name: value for worker_state in reversed(gathered) for name, value in worker_state["state"].items()
+        }
         names = [
-            sorted({name for theirs in gathered for name in theirs["groups"][number]}, key=self._order.__getitem__)
+            sorted(
+                {name for worker_state in gathered for name in worker_state["groups"][number]},
+                key=self._order.__getitem__,
+            )
             for number in range(len(groups))
         ]
         numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
         refs = TensorsOrRefs()
-        state = {number: unflatten(found[name], refs) for name, number in numbers.items() if name in found}
+        state = {
+            number: unflatten(values_by_name[name], refs) for name, number in numbers.items() if name in values_by_name
+        }
         param_groups = [
-            {**group, "params": [numbers[name] for name in own]}
-            for group, own in zip(self._optimizer.param_groups, names, strict=True)
+            {**group, "params": [numbers[name] for name in group_names]}
+            for group, group_names in zip(self._optimizer.param_groups, names, strict=True)
         ]
         return AdapterState(
             shared={
@@ -147,15 +157,15 @@ class ShardedOptimizerAdapter(StateAdapter):
         """
         shards: dict[str, TensorShard] = {}
         values: dict[str, dict[str, Any]] = {}
-        for each in self._optimizer.storages.held():
-            name = self._names[id(each.parameter)]
-            for slot, value in each.values.items():
+        for held_state in self._optimizer.storages.held():
+            name = self._names[id(held_state.parameter)]
+            for slot, value in held_state.values.items():
                 plain: Any = value
                 if isinstance(value, torch.Tensor):
                     plain = TensorRef(f"{self._name}.{SHARED}.{name}.{slot}")
-                    divided = value.ndim and value.shape == each.part.shape
-                    region = self._regions[id(each.parameter)] if divided else None
-                    shards[plain.key] = TensorShard(value, region, start=each.start if divided else 0)
+                    divided = value.ndim and value.shape == held_state.part.shape
+                    region = self._regions[id(held_state.parameter)] if divided else None
+                    shards[plain.key] = TensorShard(value, region, start=held_state.start if divided else 0)
                 values.setdefault(name, {})[slot] = plain
         return shards, values
 
@@ -167,9 +177,9 @@ class ShardedOptimizerAdapter(StateAdapter):
                 f"{entry.source} has for {entry.name!r} a state without the names of its parameters; save it anew, "
                 "with the model beside it"
             )
-        for group, there in zip(self._optimizer.param_groups, names, strict=True):
-            known = set(there)
-            missing = [name for each in group["params"] if (name := self._names[id(each)]) not in known]
+        for group, saved_names in zip(self._optimizer.param_groups, names, strict=True):
+            saved_set = set(saved_names)
+            missing = [name for parameter in group["params"] if (name := self._names[id(parameter)]) not in saved_set]
             if missing:
                 raise CheckpointError(
                     f"{entry.source} has for {entry.name!r} nothing about {missing[0]}; make the optimizer as it was "
@@ -180,38 +190,38 @@ class ShardedOptimizerAdapter(StateAdapter):
     @torch.no_grad()
     def load(self, entry: SavedState) -> None:
         reader, values = self._open(entry), by_name(entry.shared)
-        wanted: dict[str, TensorShard] = {}
-        held = [self._blank(each, values, reader, wanted) for each in self._optimizer.storages.held()]
-        reader.read(wanted)
+        shards: dict[str, TensorShard] = {}
+        states = [self._blank(held_state, values, reader, shards) for held_state in self._optimizer.storages.held()]
+        reader.read(shards)
         groups = tree_map(
             lambda value: reader.read_whole(value.key) if isinstance(value, TensorRef) else value,
             entry.shared["state"]["param_groups"],
         )
-        for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
-            own.update({name: value for name, value in theirs.items() if name != "params"})
-        self._optimizer.storages.take_held(held)
+        for group, saved_group in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
+        self._optimizer.storages.take_held(states)
 
     def _blank(
         self,
-        each: HeldState,
+        held_state: HeldState,
         values: Mapping[str, Mapping[str, Any]],
         reader: TensorReader,
-        wanted: dict[str, TensorShard],
+        shards: dict[str, TensorShard],
     ) -> HeldState:
-        """The state to keep for one parameter, with empty tensors, which are added to ``wanted``."""
-        region = self._regions[id(each.parameter)]
-        found = dict(values.get(self._names[id(each.parameter)], {}))
-        for slot, value in found.items():
+        """The state to keep for one parameter, with empty tensors, which are added to ``shards``."""
+        region = self._regions[id(held_state.parameter)]
+        slots = dict(values.get(self._names[id(held_state.parameter)], {}))
+        for slot, value in slots.items():
             if isinstance(value, TensorRef):
                 info = reader.tensors[value.key]
                 divided = bool(info.shape) and tuple(info.shape) == region.whole
                 # The same dtype as Optimizer.load_state_dict gives.
-                dtype = each.part.dtype if each.part.is_floating_point() and slot != "step" else info.dtype
-                found[slot] = torch.empty(each.part.shape if divided else info.shape, dtype=dtype)
-                wanted[value.key] = TensorShard(
-                    found[slot], region if divided else None, start=each.start if divided else 0
+                dtype = held_state.part.dtype if held_state.part.is_floating_point() and slot != "step" else info.dtype
+                slots[slot] = torch.empty(held_state.part.shape if divided else info.shape, dtype=dtype)
+                shards[value.key] = TensorShard(
+                    slots[slot], region if divided else None, start=held_state.start if divided else 0
                 )
-        return HeldState(parameter=each.parameter, start=each.start, part=each.part, values=found)
+        return HeldState(parameter=held_state.parameter, start=held_state.start, part=held_state.part, values=slots)
 
 
 def sharded_module_of(module: MirroredModule) -> ShardedModule:

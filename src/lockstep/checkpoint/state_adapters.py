@@ -21,7 +21,7 @@ from lockstep.checkpoint.weights import check_fit
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.reduce import sum_tensors
 from lockstep.data.dataset import DistributedIterable
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.random_state import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.mirroring.optim.optimizer import MirroredOptimizer
@@ -252,13 +252,13 @@ class VariableAdapter(StateAdapter):
 class PlainAdapter(StateAdapter):
     """A thing with one state, equal on all workers; or ``per_worker`` each one's, and on other workers the chief's.
 
-    ``get`` returns the state and ``put`` takes it; ``kind`` must be the same when it is restored.
+    ``get`` returns the state and ``set_state`` takes it; ``kind`` must be the same when it is restored.
     """
 
     def __init__(
-        self, kind: str, get: Callable[[], Any], put: Callable[[Any], object], *, per_worker: bool = False
+        self, kind: str, get: Callable[[], Any], set_state: Callable[[Any], object], *, per_worker: bool = False
     ) -> None:
-        self._kind, self._get, self._put, self._per_worker = kind, get, put, per_worker
+        self._kind, self._get, self._set_state, self._per_worker = kind, get, set_state, per_worker
 
     def state(self) -> AdapterState:
         value = {"kind": self._kind, "state": self._get()}
@@ -274,7 +274,7 @@ class PlainAdapter(StateAdapter):
             )
 
     def load(self, entry: SavedState) -> None:
-        self._put((entry.worker if self._per_worker else entry.shared)["state"])
+        self._set_state((entry.worker if self._per_worker else entry.shared)["state"])
 
 
 class RngAdapter(StateAdapter):
@@ -302,6 +302,7 @@ class RngAdapter(StateAdapter):
         """
         set_random_state(None, entry.worker["process"])
         on_gpus = entry.worker["gpus"]
+        # There is one state for each GPU of the process that saved; with fewer GPUs torch raises an error.
         if on_gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(on_gpus):
             torch.cuda.set_rng_state_all(on_gpus)
         states = entry.random_of_replicas

@@ -68,6 +68,8 @@ def write_file(target: Path, header: FileHeader, stream: Iterable[tuple[str, Ten
         with atomic_file(target) as partial, partial.open("wb") as file:
             file.write(header.text)
             for key, tensor in stream:
+                # Each tensor is written to its place, so they can come in any order, one at a time
+                # (test_a_file_written_in_any_order_is_what_safetensors_reads).
                 file.seek(header.begins[key])
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as error:
@@ -93,7 +95,7 @@ class FileHeader:
     @classmethod
     def of(cls, described: Mapping[str, Tensor], target: Path) -> FileHeader:
         """The header of a new file. Raises CheckpointError for a dtype that safetensors does not have."""
-        unknown = [f"{key} is {each.dtype}" for key, each in described.items() if each.dtype not in _DTYPES]
+        unknown = [f"{key} is {tensor.dtype}" for key, tensor in described.items() if tensor.dtype not in _DTYPES]
         if unknown:
             reason = f"{unknown[0]}, which safetensors does not have"
             raise CheckpointError(f"cannot write the weights to {target}: {reason}")
@@ -103,10 +105,11 @@ class FileHeader:
             ends.append(ends[-1] + described[key].numel() * described[key].element_size())
         spans = dict(zip(keys, pairwise(ends), strict=True))
         entries = {
-            key: {"dtype": _DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": list(spans[key])}
-            for key, each in described.items()
+            key: {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(spans[key])}
+            for key, tensor in described.items()
         }
         text = json.dumps({_METADATA: {"format": "pt"}, **entries}).encode()
+        # Spaces, as safetensors itself pads a header, so that the tensors behind it are aligned.
         text += b" " * (-len(text) % _ALIGNMENT)
         begin = _LENGTH + len(text)
         begins = {key: begin + start for key, (start, _) in spans.items()}
@@ -123,10 +126,10 @@ class FileHeader:
             entries.pop(_METADATA, None)
             dtypes = {name: dtype for dtype, name in _DTYPES.items()}
             described = {
-                key: torch.empty(each["shape"], dtype=dtypes[each["dtype"]], device="meta")
-                for key, each in entries.items()
+                key: torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
+                for key, entry in entries.items()
             }
-            begins = {key: _LENGTH + len(text) + each["data_offsets"][0] for key, each in entries.items()}
+            begins = {key: _LENGTH + len(text) + entry["data_offsets"][0] for key, entry in entries.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"cannot read the header of {file}: {error!r}; copy or save it anew") from error
         return cls(size + text, begins, described)
@@ -156,13 +159,13 @@ def check_fit(weights: Mapping[str, Any], state: Mapping[str, Any], source: str 
             if key in weights and weights[key].shape != state[key].shape
         ],
     }
-    found = []
+    texts = []
     for title, items in faults.items():
         more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-        found += [f"{title}: {', '.join(items[:_SHOWN])}{more}"] if items else []
-    if found:
+        texts += [f"{title}: {', '.join(items[:_SHOWN])}{more}"] if items else []
+    if texts:
         raise CheckpointError(
-            f"the weights in {os.fspath(source)} do not fit the module: {'; '.join(found)}; "
+            f"the weights in {os.fspath(source)} do not fit the module: {'; '.join(texts)}; "
             "load them into a module built with the settings of the one that was saved"
         )
 
@@ -178,14 +181,15 @@ def check_memory(key: str, tensor: Tensor) -> None:
 
 def contiguous_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns each tensor contiguous and alone in its storage, as safetensors wants it. Copies only where needed."""
-    seen: set[int] = set()
+    storages: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         check_memory(key, value)
         tensor = value.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
-        alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in seen
+        # safetensors refuses tensors that share memory, and would write all of the memory of a view.
+        alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in storages
         tensor = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
-        seen.add(tensor.untyped_storage().data_ptr())
+        storages.add(tensor.untyped_storage().data_ptr())
         tensors[key] = tensor
     return tensors

@@ -3,8 +3,8 @@
     source  --sources-->  reader (readers, sharding) read ahead in a thread (prefetch)  -->  devices (transfer)
 
 ``dataset`` joins them to ``DistributedDataset`` and ``PerReplicaDataset``; begin reading there. ``worker_sync`` keeps
-several workers in step while they iterate. ``structure`` walks nested batches, and ``layout`` finds the lists that
-hold one item a row. ``resume`` saves and restores the random generators of a source.
+several workers in step while they iterate. ``structure`` walks nested batches, and ``list_reader`` finds the lists
+that hold one item a row. ``random_state`` saves and restores the random generators of a source.
 
-``structure`` and ``resume`` import none of the others, ``dataset`` all of them.
+``structure`` and ``random_state`` import none of the others, ``dataset`` all of them.
 """

@@ -144,9 +144,12 @@ class Look:
                 self._add_linked(value)
             else:
                 self.pointers[place.path] = place
+        # Each object is looked into once: a ring of linked objects has no end.
         if id(value) in self._visited or depth > _MAX_DEPTH:
             return
         of_order = place.path.startswith(_ORDER_PATHS)
+        # A large array is only marked here, and copied once it has changed: to copy a dataset in memory at the
+        # beginning of every epoch would cost its size again.
         is_large = is_array(value) and value.nbytes > (MAX_BYTES if of_order else _COPIED_BYTES)
         try:
             place.code = None if is_large else encoded(value, max_bytes=MAX_BYTES if of_order else _COPIED_BYTES)
@@ -223,6 +226,8 @@ class Look:
                 if not _is_librarys(value):
                     self._add(place, depth + _CALL_DEPTH, all_values=True)
             elif is_container(value):
+                # The bytecode says whether the function sets items of a container. If it does, all of the container is
+                # followed; if it does not, only generators in it are, and only in a small one.
                 sets = _sets_item(code)
                 if sets or len(value) <= _COMPARED:
                     self.owners[path] = named
@@ -233,12 +238,12 @@ class Look:
 
     def _add_linked(self, value: Any) -> None:
         """Objects of one class that are linked, of which only the identity is known."""
-        left = [value]
-        while left and len(self._linked) < _MAX_LINKED:
-            value = left.pop()
+        to_visit = [value]
+        while to_visit and len(self._linked) < _MAX_LINKED:
+            value = to_visit.pop()
             if id(value) not in self._visited and id(value) not in self._linked:
                 self._linked[id(value)] = value
-                left += [part for part in content_of(value).values() if type(part) is type(value)]
+                to_visit += [part for part in content_of(value).values() if type(part) is type(value)]
 
     def has(self, value: Any) -> bool:
         """Whether an object was at some place."""
@@ -347,9 +352,10 @@ class SourceAttributes:
 
 
 def _moved(look: Look, before: Look) -> dict[str, _Value]:
-    """The places with another object than before that was elsewhere then: a pointer, which no checkpoint can hold.
+    """Returns the places that hold another object than before, which was at another place then.
 
-    A dataset may hold what it has read last, so that only linked objects count there.
+    Such a place is a pointer, and no checkpoint can hold it. A dataset may hold what it has read last, so only linked
+    objects count there.
     """
     pointers = {}
     for path, place in look.pointers.items():
@@ -376,9 +382,10 @@ def _roots(source: Any) -> Iterator[tuple[str, Any]]:
     for name in (*_ROWS, *_ORDER):  # a sampler may hold the dataset
         yield name, getattr(source, name, None)
     if _package(type(source)) not in _LOADERS:  # a class of the user's
-        ours = vars(DataLoader(range(1)))  # type: ignore[arg-type]
+        # What a fresh DataLoader has is torch's own, whatever its version. The other attributes are the program's.
+        torch_attributes = vars(DataLoader(range(1)))  # type: ignore[arg-type]
         for name, value in list(vars(source).items()):
-            if name not in ours and not name.startswith("_DataLoader"):
+            if name not in torch_attributes and not name.startswith("_DataLoader"):
                 yield name, value
 
 
@@ -441,7 +448,7 @@ def _has_attributes(kind: type) -> bool:
 
 
 def _is_foreign(place: _Value) -> bool:
-    """Whether only its generators are the data's: of a module, and of the object whose method is called."""
+    """Whether an object is the training's, and only its generators are the data's: a module, the object of a method."""
     value = place.value
     if isinstance(value, nn.Module):
         return place.key not in _DATA and not isinstance(value, (Dataset, Sampler))
@@ -512,6 +519,7 @@ def _sets_global(code: types.CodeType, name: str) -> bool:
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
+        # There is no other way to ask: reading an empty cell raises a ValueError.
         cell.cell_contents  # noqa: B018
     except ValueError:
         return False
@@ -524,6 +532,8 @@ def _is_number(value: Any) -> bool:
 
 def _tells_state(value: Any) -> bool:
     kind = type(value)
+    # A module or optimizer within reach of the data is the training's. To load its state with the position in the data
+    # would undo updates.
     if isinstance(value, (nn.Module, torch.optim.Optimizer, DataLoader)) or _package(kind) in _WITHOUT_STATE | _WHOLE:
         return False
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -542,9 +552,11 @@ def _advances(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """What is equal as long as a value is the same that cannot be saved, or has the same content as far as is seen."""
+    """Returns a mark of a value that cannot be saved, or not yet. It stays equal while nothing shows a change."""
     if _package(type(value)) in _WITHOUT_STATE:
         return None
+    # torch counts its changes in place in _version. A change through NumPy's view of the memory leaves it as it is, so
+    # some elements are compared too.
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided:
         flat = value.detach().reshape(-1)
         return (_Same(value), value._version, str(flat[:: max(1, flat.numel() // _COMPARED)].tolist()))
@@ -594,6 +606,7 @@ def _set(owner: Any, kind: Kind, key: Any, code: Any, *, in_place: bool) -> None
     if kind == "item":
         owner[key] = value
     elif kind == "variable":
+        # No statement sets a variable of another function; the cell that holds it can be set.
         owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
     elif isinstance(owner, type):
         setattr(owner, key, value)

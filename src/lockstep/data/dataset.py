@@ -26,11 +26,9 @@ from lockstep.checks import check_choice, check_number
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.config import LogicalDevice
 from lockstep.data.attribute_state import AttributeState, Look, SourceAttributes
-from lockstep.data.layout import BatchLayout, Lists
+from lockstep.data.list_reader import ListReader, Lists
 from lockstep.data.prefetch import DEFAULT_DEPTH, ClosableIterator, ReadAhead, checked_depth
-from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
-from lockstep.data.replica_rows import ReplicaRowsReader
-from lockstep.data.resume import (
+from lockstep.data.random_state import (
     DEFAULT,
     STARTED,
     RandomState,
@@ -40,6 +38,8 @@ from lockstep.data.resume import (
     set_random_state,
     without_default,
 )
+from lockstep.data.readers import BatchReader, PerReplicaReader, Reader
+from lockstep.data.replica_rows import ReplicaRowsReader
 from lockstep.data.sharding import LocalRows, local_rows, shard_sizes
 from lockstep.data.sources import loads_by_index, may_read_ahead
 from lockstep.data.streams import StatefulSource, part_of_worker, why_without_state
@@ -101,7 +101,7 @@ class Position:
         passed: how many global batches, or rounds, have been handed out or left out.
         part: this worker's index and the number of workers where each reads data of its own; None where all read the
             same.
-        lists: what the lists in the batches so far held, as ``BatchLayout.known``.
+        lists: what the lists in the batches so far held, as ``ListReader.modes``.
         source: the state of the source itself, None if it has none.
         ended: whether all batches have been handed out.
         attributes: of samplers and datasets, and what they were when the iteration began.
@@ -226,7 +226,7 @@ class DistributedIterable:
                 f"the saved position is that of {_described(part)}, but this is {_described(self._sync.part)}; resume "
                 'on as many workers as it was saved on, with the same shard=, or read all data on each (shard="batch")'
             )
-        self._reader.layout.known.update(position.get("lists", {}))
+        self._reader.list_reader.modes.update(position.get("lists", {}))
         self.load_attributes(position)
         state = position.get("source")
         if state is None or self._stateful is None:
@@ -251,7 +251,7 @@ class DistributedIterable:
         self, random: RandomState, passed: int, source: dict[str, Any] | None = None, look: Look | None = None
     ) -> Position:
         attributes = None if look is None else (self._attributes, look)
-        return Position(random, passed, self._sync.part, self._reader.layout.known, source, attributes=attributes)
+        return Position(random, passed, self._sync.part, self._reader.list_reader.modes, source, attributes=attributes)
 
     def _tell_of_reading_again(self, passed: int) -> None:
         source = self._reader.dataset
@@ -279,7 +279,7 @@ class DistributedIterable:
         return transfer.received(self._sync.wrap(ReadAhead(batches, self._prefetch), left_out))
 
     def _first_batch(self, transfer: Transfer) -> Any:
-        """The first batch of the source, whose state is at its end: what an empty batch is made like."""
+        """Reads the first batch of a source whose state is at its end. An empty batch is made like it."""
         assert self._stateful is not None
         callers = default_state()
         self._stateful.rewind()
@@ -389,15 +389,17 @@ class DistributedDataset(DistributedIterable):
         source = _checked(dataset)
         if shard == "file":
             source = part_of_worker(source, workers)
-        layout = BatchLayout.of(source, lists, items=items, copies=workers.any_layout)
+        list_reader = ListReader.of(source, lists, items=items, copies=workers.any_layout)
         reader: Reader
         sync: WorkerSync
         if shard == "batch":
-            reader = _global_reader(source, workers, layout)
+            reader = _global_reader(source, workers, list_reader)
             sync = WorkerSync() if workers.is_single else SameDataSync(workers, reader)
         else:
             replicas = workers.replicas[workers.index]
-            reader = BatchReader(source, layout, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas)))
+            reader = BatchReader(
+                source, list_reader, lambda rows: LocalRows(start=0, sizes=shard_sizes(rows, replicas))
+            )
             sync = _own_data_sync(reader, workers)
         super().__init__(reader, sync, devices, prefetch=prefetch)
 
@@ -429,8 +431,8 @@ class PerReplicaDataset(DistributedIterable):
             num_input_pipelines=workers.size, input_pipeline_id=workers.index, num_replicas_in_sync=workers.num_replicas
         )
         source = _checked(fn(context))
-        layout = BatchLayout.of(source, lists, copies=workers.any_layout)
-        reader = PerReplicaReader(source, len(devices), layout)
+        list_reader = ListReader.of(source, lists, copies=workers.any_layout)
+        reader = PerReplicaReader(source, len(devices), list_reader)
         super().__init__(reader, _own_data_sync(reader, workers), devices, prefetch=prefetch)
 
 
@@ -438,7 +440,7 @@ def _described(part: tuple[int, int] | None) -> str:
     return "data that all workers read" if part is None else f"the own data of worker {part[0]} of {part[1]}"
 
 
-def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchLayout) -> Reader:
+def _global_reader(dataset: Iterable[Any], workers: Communicator, list_reader: ListReader) -> Reader:
     several = not workers.is_single
     sampler = dataset.sampler if isinstance(dataset, DataLoader) else None
     if isinstance(sampler, DistributedSampler) and (several or sampler.num_replicas > 1):
@@ -447,9 +449,9 @@ def _global_reader(dataset: Iterable[Any], workers: Communicator, layout: BatchL
             'one without it, which Lockstep divides, or distribute it with shard="off"'
         )
     if loads_by_index(dataset) and (several or workers.any_layout):
-        return ReplicaRowsReader(dataset, workers, layout)
+        return ReplicaRowsReader(dataset, workers, list_reader)
     rows = partial(local_rows, workers=workers)
-    return BatchReader(dataset, layout, rows, with_digest=several)
+    return BatchReader(dataset, list_reader, rows, with_digest=several)
 
 
 def _own_data_sync(reader: Reader, workers: Communicator) -> WorkerSync:

@@ -15,6 +15,8 @@ _MODULE_TENSORS = ("_parameters", "_buffers")
 def content_of(value: Any, *, tensors: bool = False) -> dict[str, Any]:
     """Returns name -> value; of a module the buffers and parameters only if ``tensors``."""
     content: dict[str, Any] = {}
+    # object's own getter, here and below. A property or a __getattr__ of the program would run, and might change what
+    # is looked at (test_no_code_of_the_data_s_objects_runs).
     with contextlib.suppress(AttributeError):
         content |= object.__getattribute__(value, "__dict__")
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
@@ -25,6 +27,7 @@ def content_of(value: Any, *, tensors: bool = False) -> dict[str, Any]:
             except AttributeError:  # not set
                 continue
     if isinstance(value, nn.Module):
+        # A module has its parameters and buffers in dicts of these names; the program knows them as attributes.
         parts = {name: part for kind in _MODULE_TENSORS for name, part in content.pop(kind, {}).items()}
         content |= parts if tensors else {}
     return content

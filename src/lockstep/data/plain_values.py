@@ -41,6 +41,7 @@ def is_generator(value: Any) -> bool:
     """Whether it is a random generator of Python's, NumPy's or torch's whose state can be told."""
     kind = type(value)
     if issubclass(kind, random.Random):
+        # SystemRandom draws from the operating system. It has no state that could be brought back.
         return not issubclass(kind, random.SystemRandom)
     return issubclass(kind, torch.Generator) or (
         (numpy := sys.modules.get("numpy")) is not None
@@ -101,6 +102,7 @@ def same(code: Any, other: Any) -> bool:
         return False
     if isinstance(code, torch.Tensor):
         equal = code.shape == other.shape and code.dtype == other.dtype and code.device == other.device
+        # As bytes: NaN is not equal to itself, and -0.0 is equal to 0.0.
         return equal and torch.equal(_bytes(code), _bytes(other))
     if isinstance(code, dict):
         return code.keys() == other.keys() and all(same(code[key], other[key]) for key in code)
@@ -122,6 +124,7 @@ class _Encoder:
             return value
         if depth == _MAX_DEPTH:  # a list may be an item of itself
             raise NotPlainError
+        # A deque with a bound is encoded in _array, with its bound.
         if kind in _SEQUENCES and getattr(value, "maxlen", None) is None:
             packed = _packed(value) if _PACKED <= len(value) <= 8 * _MAX_ITEMS else None
             self._count(items=len(value) // (1 if packed is None else 8))
@@ -176,6 +179,8 @@ def _packed(values: Collection[Any]) -> torch.Tensor | None:
 
 
 def _tensor(value: bytes) -> torch.Tensor:
+    # A bytearray, as torch warns of a tensor over bytes, which cannot be written to. torch.frombuffer refuses an empty
+    # buffer.
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
 
 
@@ -204,6 +209,7 @@ def _array(content: Any) -> Any:
 
     kind, shape, raw = content
     array = numpy.frombuffer(raw.numpy().tobytes(), dtype=kind).reshape(shape)
+    # The array of frombuffer is read-only. One without a dimension stands for a number of NumPy's.
     return array.copy() if shape else array[()]
 
 
@@ -214,6 +220,7 @@ def _filled(present: Any, value: Any) -> bool:
         present.extend(value)
     elif isinstance(present, (set, dict)):
         present.clear()
+        # dict's own update: that of a Counter would add the numbers.
         dict.update(present, value) if isinstance(present, dict) else present.update(value)
     elif getattr(present, "shape", ()) != getattr(value, "shape", None) or present.dtype != value.dtype:
         return False

@@ -90,6 +90,9 @@ class ReadAhead(Generic[T]):
         # Neither the thread nor the finalizer may hold this object, or it would never be dropped.
         context = contextvars.copy_context()
         arguments = (_fill, source, self._queue)
+        # The thread runs in a copy of the consumer's context (test_the_thread_sees_the_consumers_context). It is a
+        # daemon, as an iterator that is left at the end of the program must not hold it up
+        # (test_an_iterator_left_at_the_end_of_the_program_does_not_hold_it_up).
         thread = threading.Thread(target=context.run, args=arguments, name="lockstep-prefetch", daemon=True)
         self._end = weakref.finalize(self, _end_thread, self._queue, thread)
         thread.start()
@@ -105,8 +108,8 @@ class _Queue(Generic[T]):
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
 
-    def put(self, item: T) -> None:
-        """Adds an item, then waits until there is space for another one or no more is wanted."""
+    def add(self, item: T) -> None:
+        """Adds an item, then waits until there is space for another one or the queue is closed."""
         with self._changed:
             if not self._ended:
                 self._items.append(item)
@@ -115,7 +118,7 @@ class _Queue(Generic[T]):
                 self._changed.wait_for(lambda: self._ended or len(self._items) < self._depth)
 
     @property
-    def wanted(self) -> bool:
+    def is_open(self) -> bool:
         return not self._ended
 
     def finish(self, error: BaseException | None) -> None:
@@ -126,6 +129,7 @@ class _Queue(Generic[T]):
 
     def take(self) -> T:
         """Waits for the reading thread, which always finishes. Raises UsageError in a process forked since then."""
+        # A fork copies this queue and not the thread that fills it: a wait here would not end.
         if os.getpid() != self._process:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._process}, which reads this iteration's batches; "
@@ -133,6 +137,7 @@ class _Queue(Generic[T]):
             )
         with self._changed:
             while not self._items and not self._ended:
+                # With a limit, as Python can miss a Ctrl-C that comes just before a wait begins.
                 self._changed.wait(SIGNALS_SEEN_EVERY_S)
             if self._items:
                 item = self._items.popleft()
@@ -156,14 +161,16 @@ def _fill(source: Iterator[T], queue: _Queue[T]) -> None:
     try:
         with ReplicaRng(generator):  # whatever the source draws from torch's default generator, it draws from this one
             for item in source:
+                # Between which draws of the loop the source's would come depends on how the two threads run, so a rerun
+                # would have other numbers (test_a_source_that_draws_is_refused_and_takes_no_numbers_from_the_loop).
                 if generator.get_state().numpy().tobytes() != untouched:
                     raise DataError(
                         "data that is read ahead draws from torch's default generator, which is the loop's; distribute "
                         "it with prefetch=0, load it in processes (num_workers), or give it a torch.Generator"
                     )
-                queue.put(item)
+                queue.add(item)
                 del item  # while the next one is made, this one is the consumer's alone
-                if not queue.wanted:
+                if not queue.is_open:
                     return
     except BaseException as raised:  # noqa: BLE001 - not swallowed: the consumer raises it
         error = raised

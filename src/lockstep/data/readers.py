@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.layout import BatchLayout
-from lockstep.data.resume import all_generators
+from lockstep.data.list_reader import ListReader
+from lockstep.data.random_state import all_generators
 from lockstep.data.row_sample import Readings, RowSample, SampledRows
 from lockstep.data.sharding import LocalRows, join_batches, local_shards
 from lockstep.data.sources import batches_in, persists, started
@@ -41,11 +41,11 @@ class CheckedBatch(NamedTuple):
 
 
 class Reader(ABC):
-    """Reads one source, whose batches have a layout."""
+    """Reads one source. ``list_reader`` finds the lists of rows in its batches."""
 
-    def __init__(self, dataset: Iterable[Any], layout: BatchLayout) -> None:
+    def __init__(self, dataset: Iterable[Any], list_reader: ListReader) -> None:
         self.dataset = dataset
-        self.layout = layout
+        self.list_reader = list_reader
         self.left_out: Any = None  # the last batch that the iteration begun last left out
         self.sampled: SampledRows | None = None  # since the first iteration, of data that workers read by index
 
@@ -88,12 +88,12 @@ class BatchReader(Reader):
     def __init__(
         self,
         dataset: Iterable[Any],
-        layout: BatchLayout,
+        list_reader: ListReader,
         rows: Callable[[int], LocalRows],
         *,
         with_digest: bool = False,
     ) -> None:
-        super().__init__(dataset, layout)
+        super().__init__(dataset, list_reader)
         self._rows = rows
         self._with_digest = with_digest
 
@@ -104,15 +104,15 @@ class BatchReader(Reader):
         return (self._shards(batch, to_devices) for batch in batches)
 
     def _shards(self, batch: Any, to_devices: ToDevices) -> Any:
-        shards = to_devices(local_shards(batch, self._rows, self.layout))
+        shards = to_devices(local_shards(batch, self._rows, self.list_reader))
         return CheckedBatch(shards, batch_digest(batch)) if self._with_digest else shards
 
 
 class PerReplicaReader(Reader):
     """Reads batches that are per-replica already, in rounds of one batch for each of ``replicas`` local replicas."""
 
-    def __init__(self, dataset: Iterable[Any], replicas: int, layout: BatchLayout) -> None:
-        super().__init__(dataset, layout)
+    def __init__(self, dataset: Iterable[Any], replicas: int, list_reader: ListReader) -> None:
+        super().__init__(dataset, list_reader)
         self._replicas = replicas
 
     @property
@@ -125,10 +125,10 @@ class PerReplicaReader(Reader):
         last = _leave_out(batches, skip * self._replicas)
         self.left_out = None if last is None else to_devices(self._joined([last]))
         rounds = iter(lambda: list(islice(batches, self._replicas)), [])
-        return (to_devices(self._joined(each)) for each in rounds)
+        return (to_devices(self._joined(batches_of_round)) for batches_of_round in rounds)
 
     def _joined(self, batches: Sequence[Any]) -> Any:
-        return join_batches(batches, self._replicas, self.layout)
+        return join_batches(batches, self._replicas, self.list_reader)
 
 
 def _leave_out(batches: Iterator[Any], number: int) -> Any:
@@ -164,7 +164,7 @@ def _printable(index: Any) -> Any:
     if type(index) in _PLAIN:
         return index
     if isinstance(index, (tuple, list)):
-        return [_printable(each) for each in index]
+        return [_printable(part) for part in index]
     return index.tolist() if isinstance(index, torch.Tensor) else type(index).__name__
 
 

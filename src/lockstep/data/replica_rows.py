@@ -24,9 +24,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
+from lockstep.data.random_state import generators_of, numpy_state
 from lockstep.data.readers import CheckedBatch, Reader, ToDevices, index_digest
-from lockstep.data.resume import generators_of, numpy_state
 from lockstep.data.row_sample import (
     Readings,
     RowSample,
@@ -79,13 +79,13 @@ class ReplicaRowsReader(Reader):
     With one worker it gives batches, with several ``CheckedBatch``.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: Communicator, layout: BatchLayout) -> None:
-        super().__init__(loader, layout)
+    def __init__(self, loader: DataLoader[Any], workers: Communicator, list_reader: ListReader) -> None:
+        super().__init__(loader, list_reader)
         self._loader, self._workers = loader, workers
         self._rows = _SeededRows(loader.dataset, loader.collate_fn)
         self._sampler = _PartSampler()
         self._process_seeds = torch.Generator()  # not the caller's: what processes draw is seeded with each part
-        self._own: DataLoader[Any] | None = None  # with processes
+        self._process_loader: DataLoader[Any] | None = None  # with processes
         self._seed: int | None = None
         self._sample: RowSample | None = None
 
@@ -128,6 +128,8 @@ class ReplicaRowsReader(Reader):
             seed = drawn_seed(self._loader.generator)
         self._seed = seed
         self._process_seeds.manual_seed(seed)
+        # The sampler is asked for what is passed over, so that it draws as it did; no row of it is loaded
+        # (test_what_is_passed_over_is_not_loaded).
         for _ in islice(batches, skip):
             pass
         if self._sample is None and not self._workers.is_single:
@@ -142,14 +144,16 @@ class ReplicaRowsReader(Reader):
         blocks = list(pairwise(accumulate(shard_sizes(len(indices), workers.num_replicas), initial=0)))
         first, number = workers.first_replica, workers.replicas[workers.index]
         replicas = tuple(
+            # An empty shard loads one row, to have the structure of the others
+            # (test_shards_without_rows_have_the_structure_of_the_others).
             _ReplicaRows(indices[start:stop] or indices[:1], derived_seed(seed, batch, replica), start == stop)
             for replica, (start, stop) in enumerate(blocks[first : first + number], first)
         )
         return _Part(replicas, 0 if workers.is_single else index_digest(indices))
 
     def _load_in_processes(self, parts: Iterator[_Part], sample: RowSample | None) -> Iterator[Any]:
-        if self._own is None:
-            self._own = DataLoader(
+        if self._process_loader is None:
+            self._process_loader = DataLoader(
                 self._rows,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]  # its items are parts, not indices
                 generator=self._process_seeds,
@@ -158,11 +162,11 @@ class ReplicaRowsReader(Reader):
                 **{name: getattr(self._loader, name) for name in _OF_PROCESSES},
             )
         self._sampler.parts = parts if sample is None else chain([sample], parts)
-        return iter(self._own)
+        return iter(self._process_loader)
 
     def _shards(self, loaded: Iterator[_LoadedPart], to_devices: ToDevices) -> Iterator[Any]:
         for part in loaded:
-            shards = join_shards(part.batches, part.empty, self.layout)
+            shards = join_shards(part.batches, part.empty, self.list_reader)
             digest = part.digest
             del part
             yield to_devices(shards) if self._workers.is_single else CheckedBatch(to_devices(shards), digest)
@@ -194,6 +198,8 @@ class _SeededRows(Dataset[_LoadedPart]):
     def read(self, sample: RowSample) -> list[Readings]:
         """Reads rows without collating them, and leaves all generators as they were."""
         at_once = getattr(self.dataset, "__getitems__", None)
+        # These rows are read only to be compared. All generators of the data are put back, those of its transforms too
+        # (test_the_generators_of_the_data_stay_where_they_are).
         with _restored(self.dataset), _seeding((self.dataset, self._collate_fn)) as seed_all:
             rows: list[Readings] = []
             for key, seed in zip(sample.keys, sample.seeds, strict=True):
@@ -229,7 +235,7 @@ def _begin_process(user_init: Callable[[int], None] | None, process: int) -> Non
 
 @contextmanager
 def _restored(dataset: Any) -> Iterator[None]:
-    """A block after which the generators that a dataset holds anywhere are as before: in its transforms, and theirs."""
+    """Restores, after the block, all generators that a dataset holds, those of its transforms included."""
     states = list(_states_within(dataset))
     try:
         yield
@@ -240,13 +246,13 @@ def _restored(dataset: Any) -> Iterator[None]:
 
 def _states_within(dataset: Any) -> Iterator[Callable[[], object]]:
     numpy = sys.modules.get("numpy")
-    seen: set[int] = set()
+    visited: set[int] = set()
     open_ = [dataset]
-    while open_ and len(seen) < _MOST_OBJECTS:
+    while open_ and len(visited) < _MOST_OBJECTS:
         value = open_.pop()
-        if id(value) in seen or isinstance(value, (type, ModuleType, torch.Tensor)):
+        if id(value) in visited or isinstance(value, (type, ModuleType, torch.Tensor)):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
         elif isinstance(value, random.Random):
@@ -270,14 +276,14 @@ class _Lent(NamedTuple):
 
 @contextmanager
 def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
-    """A block that borrows the generators that loading may draw from; what it gives seeds them.
+    """Yields a function that seeds all generators that loading may draw from, and restores them after the block.
 
     These are torch's default generator, Python's and NumPy's, and the attributes of ``holders`` that are generators.
     Python's and NumPy's are the whole process's: in a thread that reads ahead they are left to the loop, and torch's
     default is the thread's own. No lock is held, since a process may be forked from another thread at any time.
     """
-    here = own_generator.get()
-    of_thread = None if here is None else here()
+    thread_generator = own_generator.get()
+    of_thread = None if thread_generator is None else thread_generator()
     default = of_thread or torch.default_generator
     lent = [_Lent(partial(default.set_state, default.get_state()), default.manual_seed), *_lent_by(holders)]
     if of_thread is None:
@@ -288,14 +294,14 @@ def _seeding(holders: Sequence[Any]) -> Iterator[Callable[[int], None]]:
 
     def seed_all(seed: int) -> None:
         lent[0].seed(seed)
-        for place, each in enumerate(lent[1:]):
-            each.seed(derived_seed(seed, place))
+        for place, generator in enumerate(lent[1:]):
+            generator.seed(derived_seed(seed, place))
 
     try:
         yield seed_all
     finally:
-        for each in lent:
-            each.put_back()
+        for generator in lent:
+            generator.put_back()
 
 
 def _lent_by(holders: Sequence[Any]) -> Iterator[_Lent]:
@@ -312,8 +318,8 @@ def _lent_by(holders: Sequence[Any]) -> Iterator[_Lent]:
             yield _Lent(partial(setattr, bits, "state", bits.state), partial(_seed_numpys, bits))
 
 
-def _seed_torchs(generator: torch.Generator, own: int, seed: int) -> None:
-    generator.manual_seed(derived_seed(seed, own))
+def _seed_torchs(generator: torch.Generator, number: int, seed: int) -> None:
+    generator.manual_seed(derived_seed(seed, number))
 
 
 def _seed_numpys(bits: Any, seed: int) -> None:

@@ -78,10 +78,11 @@ def has_known_keys(loader: DataLoader[Any]) -> bool:
 
 def choose_keys(loader: DataLoader[Any], batch: Sequence[Any], seed: int) -> list[Any]:
     """The keys of a few rows: of all that the sampler may give where that is known, else of its first ``batch``."""
-    known = _keys_of(loader)
-    keys: Sequence[Any] = batch if known is None else known
+    all_keys = _keys_of(loader)
+    keys: Sequence[Any] = batch if all_keys is None else all_keys
     if not len(keys):
         return []
+    # A generator of its own: which rows are compared must not change what the training draws.
     drawn = torch.randint(len(keys), (ROWS - 3,), generator=torch.Generator().manual_seed(seed)).tolist()
     places = dict.fromkeys([0, len(keys) - 1, len(keys) // 2, *drawn])
     return [keys[place] for place in places]
@@ -145,6 +146,7 @@ def _digested(shape: str, numbers: Tensor) -> str:
 def _projected(numbers: Tensor) -> tuple[float, float]:
     """The sum of the elements with fixed weights between -1 and 1, and the norm."""
     flat = _sampled(torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    # A NaN would make every difference a NaN, which is above no bound, so the row would pass as equal.
     flat = flat.nan_to_num(0.0, posinf=_LARGE, neginf=-_LARGE)
     weights = torch.arange(1, len(flat) + 1, dtype=torch.float64).mul_(2.399963).cos_()  # the golden angle
     return float(flat @ weights), float(flat.norm())
@@ -179,9 +181,11 @@ def compare_rows(workers: Communicator, rows: SampledRows, read: Callable[[RowSa
     gathered = all_gather_object(workers, "a few rows of the data", [rows.digest, rows.descriptions])
     if any(digest != rows.digest for digest, _ in gathered):
         return ""  # the order of the data is the fault, which the next exchange tells
-    each = [descriptions for _, descriptions in gathered]
+    by_worker = [descriptions for _, descriptions in gathered]
     places = [
-        place for place, row in enumerate(each[0]) if any(difference(row, other[place]) > _ROUNDED for other in each)
+        place
+        for place, row in enumerate(by_worker[0])
+        if any(difference(row, other[place]) > _ROUNDED for other in by_worker)
     ]
     if not places:
         return ""
@@ -192,17 +196,17 @@ def compare_rows(workers: Communicator, rows: SampledRows, read: Callable[[RowSa
     ]
     drawn_anywhere = map(any, zip(*all_gather_object(workers, "rows that were read again", drawn), strict=True))
     constant = [place for place, is_drawn in zip(places, drawn_anywhere, strict=True) if not is_drawn]
-    return _complaint(workers, rows.sample, each, constant) if constant else ""
+    return _complaint(workers, rows.sample, by_worker, constant) if constant else ""
 
 
 def _complaint(
     workers: Communicator, sample: RowSample, rows: Sequence[Sequence[RowDescription]], places: Sequence[int]
 ) -> str:
     """Raises a ClusterError, or returns a warning, about rows that each worker reads always alike, and that differ."""
-    found = [
+    differences = [
         (difference(rows[0][place], row[place]), worker, place) for place in places for worker, row in enumerate(rows)
     ]
-    farthest, worker, place = max(found, default=(0.0, 0, 0))
+    farthest, worker, place = max(differences, default=(0.0, 0, 0))
     if farthest <= _ROUNDED:
         return ""
     what = (

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.collectives.communicator import Communicator
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.layout import SINGLE_VALUES, BatchLayout
+from lockstep.data.list_reader import SINGLE_VALUES, ListReader
 from lockstep.data.structure import (
     check_layout,
     leaf_has_rows,
@@ -65,7 +65,7 @@ def batch_rows(batch: Any, *, is_item: bool = False) -> int:
     return _rows(map_leaves(as_tensor, batch, is_item=is_item), is_item=is_item)
 
 
-def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayout) -> Any:
+def local_shards(batch: Any, cut: Callable[[int], LocalRows], list_reader: ListReader) -> Any:
     """Divides some rows of a batch among the local replicas. Returns the same structure with ``PerReplica`` leaves.
 
     Tensors and arrays are divided along dim 0 into views (an empty shard keeps dtype and trailing shape), and so are
@@ -75,8 +75,8 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
     Raises DataError if leaves disagree in length, nothing has rows, a list could be one of rows or one of columns, or a
     leaf cannot be divided.
     """
-    tensors = map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item)
-    total = _rows(tensors, is_item=layout.is_item)
+    tensors = map_leaves(as_tensor, list_reader.marked(batch), is_item=list_reader.is_item)
+    total = _rows(tensors, is_item=list_reader.is_item)
     rows = cut(total)
 
     def divide(_: str, leaf: Any) -> PerReplica[Any]:
@@ -85,7 +85,7 @@ def local_shards(batch: Any, cut: Callable[[int], LocalRows], layout: BatchLayou
         starts = accumulate(rows.sizes, initial=rows.start)
         return PerReplica(
             [
-                take_rows(leaf, start, size, copies=layout.copies)
+                take_rows(leaf, start, size, copies=list_reader.copies)
                 for start, size in zip(starts, rows.sizes, strict=False)
             ]
         )
@@ -114,13 +114,13 @@ def _check_columns(attributes: Attributes, rows: int) -> None:
         )
 
 
-def split_batch(batch: Any, num_replicas: int, layout: BatchLayout | None = None) -> list[Any]:
+def split_batch(batch: Any, num_replicas: int, list_reader: ListReader | None = None) -> list[Any]:
     """Returns one batch per replica, with all rows divided among them."""
 
     def cut(rows: int) -> LocalRows:
         return LocalRows(start=0, sizes=shard_sizes(rows, num_replicas))
 
-    whole = local_shards(batch, cut, layout or BatchLayout())
+    whole = local_shards(batch, cut, list_reader or ListReader())
     return [select(whole, replica, num_replicas) for replica in range(num_replicas)]
 
 
@@ -133,20 +133,20 @@ def with_no_rows(batch: Any) -> Any:
     )
 
 
-def join_batches(batches: Sequence[Any], num_replicas: int, layout: BatchLayout) -> Any:
+def join_batches(batches: Sequence[Any], num_replicas: int, list_reader: ListReader) -> Any:
     """Joins batches that are per-replica already, in replica order, to one structure with ``PerReplica`` leaves.
 
     If there are fewer than ``num_replicas``, the last replicas get an empty batch: the first one with 0 rows.
 
     Raises DataError if the structures differ, or a leaf cannot be given to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(batch), is_item=layout.is_item) for batch in batches]
-    empty = with_no_rows(given[0])
-    joined = _joined([*given, *[empty] * (num_replicas - len(given))])
-    return _copied(joined) if layout.copies else joined
+    tensors = [map_leaves(as_tensor, list_reader.marked(batch), is_item=list_reader.is_item) for batch in batches]
+    empty = with_no_rows(tensors[0])
+    joined = _joined([*tensors, *[empty] * (num_replicas - len(tensors))])
+    return _copied(joined) if list_reader.copies else joined
 
 
-def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayout) -> Any:
+def join_shards(shards: Sequence[Any], empty: Sequence[bool], list_reader: ListReader) -> Any:
     """Joins shards that were loaded one by one, in replica order, to one structure with ``PerReplica`` leaves.
 
     ``empty`` says of each shard whether all its rows are left out.
@@ -154,11 +154,11 @@ def join_shards(shards: Sequence[Any], empty: Sequence[bool], layout: BatchLayou
     Raises DataError if the structures differ, or a shard's leaves disagree in length, have no rows or cannot be given
     to a replica.
     """
-    given = [map_leaves(as_tensor, layout.marked(shard), is_item=layout.is_item) for shard in shards]
-    for shard in given:
-        _rows(shard, is_item=layout.is_item)
-    joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(given, empty, strict=True)])
-    return _copied(joined) if layout.copies else joined
+    tensors = [map_leaves(as_tensor, list_reader.marked(shard), is_item=list_reader.is_item) for shard in shards]
+    for shard in tensors:
+        _rows(shard, is_item=list_reader.is_item)
+    joined = _joined([with_no_rows(shard) if none else shard for shard, none in zip(tensors, empty, strict=True)])
+    return _copied(joined) if list_reader.copies else joined
 
 
 def _copied(joined: Any) -> Any:
@@ -193,11 +193,11 @@ def _attributes(batch: Any) -> list[Attributes | None]:
     """The attributes of the batch objects in a batch, in the order of ``map_leaves``."""
     values: list[Attributes | None] = []
 
-    def kept(attributes: Attributes | None) -> Attributes | None:
+    def attributes_of(attributes: Attributes | None) -> Attributes | None:
         values.append(attributes)
         return attributes
 
-    map_leaves(lambda _, leaf: leaf, batch, attributes=kept)
+    map_leaves(lambda _, leaf: leaf, batch, attributes=attributes_of)
     return values
 
 
@@ -205,15 +205,15 @@ def _rows(tensors: Any, *, is_item: bool) -> int:
     leaves = named_leaves(tensors, is_item=is_item)
     lengths = {name: rows for name, leaf in leaves if (rows := rows_of(leaf)) is not None}
     if not lengths:
-        found = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves]
+        texts = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves]
         raise DataError(
-            f"a batch of {_listed(found)} has no rows to divide; expected tensors with the examples along dim 0: "
+            f"a batch of {_listed(texts)} has no rows to divide; expected tensors with the examples along dim 0: "
             "batch the data with a DataLoader, and give a Hugging Face dataset torch format and .batch(size)"
         )
     if len(set(lengths.values())) > 1:
-        found = [f"{name}: {rows} rows" for name, rows in lengths.items()]
+        texts = [f"{name}: {rows} rows" for name, rows in lengths.items()]
         raise DataError(
-            f"the tensors of a batch disagree in length: {_listed(found)}; give all the same number of rows (dim 0), a "
+            f"the tensors of a batch disagree in length: {_listed(texts)}; give all the same number of rows (dim 0), a "
             'value for the whole batch as a 0-dim tensor, and lists with lists="rows" as many items as there are rows'
         )
     return next(iter(lengths.values()))
@@ -244,9 +244,9 @@ def as_tensor(name: str, leaf: Any) -> Any:
 
 
 def _listed(items: Sequence[str]) -> str:
-    shown = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
+    text = ", ".join(items[:_MOST_LEAVES_SHOWN]) or "nothing"
     more = len(items) - _MOST_LEAVES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def has_rows(batch: Any) -> bool:

@@ -41,6 +41,7 @@ def loads_by_index(dataset: Any) -> TypeGuard[DataLoader[Any]]:
         isinstance(dataset, DataLoader)
         and not isinstance(dataset.dataset, IterableDataset)
         and dataset.batch_sampler is not None
+        # A class with an iteration of its own may give other batches than its sampler says.
         and type(dataset).__iter__ is DataLoader.__iter__
         and type(dataset)._get_iterator is DataLoader._get_iterator
     )
@@ -53,11 +54,13 @@ def may_read_ahead(dataset: Any) -> bool:
     samplers over those, or with processes, which have copies of the dataset and of the generators.
     """
     if not isinstance(dataset, DataLoader):
-        ours = type(dataset).__module__.startswith("lockstep.")  # a recipe, which seeds every batch anew
-        return ours or _draws_nothing(dataset)
+        is_lockstep = type(dataset).__module__.startswith("lockstep.")  # a recipe, which seeds every batch anew
+        return is_lockstep or _draws_nothing(dataset)
     batches, rows = dataset.batch_sampler, dataset.sampler
     if type(dataset).__iter__ is not DataLoader.__iter__ or type(batches) not in (BatchSampler, type(None)):
         return False
+    # With replacement RandomSampler draws 32 indices at a time, between the batches (torch 2.13). That matters where
+    # the generator is the program's; its own generator is seeded once, at the first index.
     is_random = type(rows) is RandomSampler and not (rows.replacement and rows.generator)
     if not (isinstance(dataset.dataset, IterableDataset) or is_random or type(rows) in _DRAW_AT_FIRST):
         return False

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.collectives.communicator import Communicator
-from lockstep.data.resume import all_generators
+from lockstep.data.random_state import all_generators
 from lockstep.errors import CheckpointError, DataError
 
 # The states of these do not bring back what comes next (datasets 5.2): the rows in a shuffle buffer are lost, and
@@ -62,9 +62,9 @@ class StatefulSource:
                 f"the saved position is of data with {_counted(shards)}, but it has {_counted(now)} now; give the data "
                 "that it was saved with"
             )
-        if (saved := _parts(state["own"])) != (ours := _parts(self._stateful.state_dict())):
+        if (saved := _parts(state["own"])) != (parts := _parts(self._stateful.state_dict())):
             raise CheckpointError(
-                f"the saved position is of a dataset made of {', '.join(saved)}, but it is made of {', '.join(ours)} "
+                f"the saved position is of a dataset made of {', '.join(saved)}, but it is made of {', '.join(parts)} "
                 "now; give the data that it was saved with"
             )
         self._stateful.load_state_dict(state["own"])
@@ -134,6 +134,7 @@ def part_of_worker(source: Any, workers: Communicator) -> Any:
     part = split_dataset_by_node(dataset, rank=workers.index, world_size=workers.size, strategy="shards")
     if source is dataset:
         return part
+    # A copy, as the program may go on to read its own loader as a whole.
     loader = copy.copy(source)
     vars(loader)["dataset"] = part  # torch refuses to set it, as a sampler may belong to it; a stream has none
     return loader
@@ -199,8 +200,8 @@ def _digest_of_shuffling(dataset: Any) -> int:
 
 def _parts(state: Any) -> list[str]:
     """The names of the parts that a state of an IterableDataset is of, from the last to the first."""
-    found = []
+    names = []
     while isinstance(state, Mapping) and "examples_iterable" in state:
         state = state["examples_iterable"]
-        found.append(str(state.get("type") if isinstance(state, Mapping) else state))
-    return found
+        names.append(str(state.get("type") if isinstance(state, Mapping) else state))
+    return names

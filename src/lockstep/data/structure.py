@@ -1,8 +1,8 @@
 """Walks the nested structure of a batch, with a name for every leaf, and takes rows of leaves.
 
 Tuples, lists, named tuples and mappings are structure; everything else is a leaf, and so are lists and tuples with one
-item a row (``RowList``, ``RowTuple``; ``layout`` makes them). A batch of a type derived from these, and a mapping of
-another type than dict, is of its own type in each replica's view (``typed_batches``). The names of leaves are for
+item a row (``RowList``, ``RowTuple``; ``list_reader`` makes them). A batch of a type derived from these, and a mapping
+of another type than dict, is of its own type in each replica's view (``typed_batches``). The names of leaves are for
 messages: ``x["input_ids"]`` and ``y`` of a pair, ``batch[4]``.
 """
 
@@ -59,7 +59,7 @@ def map_leaves(
     def mapped(node: Any, name: str, below: list[tuple[str, Any]] | None) -> Any:
         if below is None:
             return fn(name, node)
-        result = rebuilt(node, [mapped(child, each, children(child, each)) for each, child in below])
+        result = rebuilt(node, [mapped(child, child_name, children(child, child_name)) for child_name, child in below])
         if attributes is not None and isinstance(result, TYPED):
             result.attributes = attributes(result.attributes)
         return result
@@ -69,9 +69,9 @@ def map_leaves(
 
 def named_leaves(batch: Any, *, name: str | None = None, is_item: bool = False) -> list[tuple[str, Any]]:
     """Returns all leaves with their names, in order, as ``map_leaves``."""
-    found: list[tuple[str, Any]] = []
-    map_leaves(lambda name, leaf: found.append((name, leaf)), batch, name=name, is_item=is_item)
-    return found
+    leaves: list[tuple[str, Any]] = []
+    map_leaves(lambda name, leaf: leaves.append((name, leaf)), batch, name=name, is_item=is_item)
+    return leaves
 
 
 def root_children(batch: Any, *, is_item: bool) -> list[tuple[str, Any]] | None:
@@ -91,17 +91,17 @@ def children(node: Any, name: str) -> list[tuple[str, Any]] | None:
     return [(f"{name}[{index}]", child) for index, child in enumerate(node)] if is_sequence(node) else None
 
 
-def rebuilt(node: Any, kept: Iterable[Any]) -> Any:
+def rebuilt(node: Any, parts: Iterable[Any]) -> Any:
     """Returns a node like this one with other children, in the same order."""
     if isinstance(node, Mapping):
-        items = dict(zip(node.keys(), kept, strict=True))
+        items = dict(zip(node.keys(), parts, strict=True))
         plain = type(node) in (dict, MappingProxyType)
         return items if plain else TypedMapping.like(node, items)
     if is_typed_sequence(node):
-        return typed_sequence(node, list(kept))
+        return typed_sequence(node, list(parts))
     if isinstance(node, list):
-        return list(kept)
-    return type(node)(*kept) if _fields(node) else tuple(kept)
+        return list(parts)
+    return type(node)(*parts) if _fields(node) else tuple(parts)
 
 
 def is_sequence(node: Any) -> bool:

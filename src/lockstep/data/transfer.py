@@ -25,7 +25,7 @@ from lockstep.data.structure import RowList, RowTuple, is_plain, map_leaves
 from lockstep.replicas.device.driver import StreamEvent, driver_of
 
 
-class _Sent(NamedTuple):
+class _InFlight(NamedTuple):
     """A batch in flight: its copies, and the events after which all of them are complete."""
 
     marks: list[StreamEvent]
@@ -46,22 +46,23 @@ class Transfer:
             for physical, (driver, device) in gpus.items()
         }
         # By the id of the batch, which is alive until it has been received.
-        self._sent: dict[int, _Sent] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._read_from: deque[tuple[list[StreamEvent], list[torch.Tensor]]] = deque()
 
     def __call__(self, batch: Any) -> Any:
         """Returns the batch with every tensor on its replica's device, and other values as they are."""
-        sent = _Sent([], [])
+        in_flight = _InFlight([], [])
         sources: list[torch.Tensor] = []
 
         def move(value: Any, device: LogicalDevice) -> Any:
             if isinstance(value, (RowList, RowTuple)):
-                return value if driver_of(device) is None else tree_map(lambda each: move(each, device), value)
+                return value if driver_of(device) is None else tree_map(lambda leaf: move(leaf, device), value)
             if is_plain(value) and device.physical in self._copying and value.device.type == "cpu":
                 driver, _, stream = self._copying[device.physical]
+                # Only a copy from pinned memory runs beside the step; one from pageable memory makes the host wait.
                 sources.append(driver.pinned(value))
-                sent.copies.append(driver.to_device(sources[-1], device, stream))
-                return sent.copies[-1]
+                in_flight.copies.append(driver.to_device(sources[-1], device, stream))
+                return in_flight.copies[-1]
             return value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
 
         def move_attributes(attributes: Any) -> Any:
@@ -74,10 +75,11 @@ class Transfer:
         )
         if sources:
             for driver, device, stream in self._copying.values():
-                sent.marks.append(StreamEvent(driver, device, driver.record(stream)))
-            self._sent[id(moved)] = sent
+                in_flight.marks.append(StreamEvent(driver, device, driver.record(stream)))
+            self._in_flight[id(moved)] = in_flight
             # The sources live until they have been copied: else their memory might be reused and overwritten.
-            self._read_from.append((sent.marks, sources))
+            self._read_from.append((in_flight.marks, sources))
+            # Asked, not waited for: memory that is still being copied is let go after a later batch.
             while self._read_from and all(mark.driver.query(mark.event) for mark in self._read_from[0][0]):
                 self._read_from.popleft()
         return moved
@@ -95,12 +97,14 @@ class Transfer:
 
     def receive(self, batch: Any) -> None:
         """Makes whatever the calling thread queues from now on run after the copies of ``batch``."""
-        sent = self._sent.pop(id(batch), None)
-        if sent is None:
+        in_flight = self._in_flight.pop(id(batch), None)
+        if in_flight is None:
             return
-        for mark in sent.marks:
+        for mark in in_flight.marks:
             mark.wait()
-            here = mark.driver.current_stream(mark.device)
-            for copy in sent.copies:
+            stream = mark.driver.current_stream(mark.device)
+            for copy in in_flight.copies:
                 if copy.device == mark.device:
-                    mark.driver.use_on(copy, here)
+                    # Without this the allocator knows only the stream of the copy, and may hand the memory out again
+                    # while the step still reads it (test_what_reaches_a_gpu_is_complete_and_stays_while_it_is_read).
+                    mark.driver.use_on(copy, stream)

@@ -48,12 +48,15 @@ class Attributes:
 
     @classmethod
     def of(cls, node: Any, remade: Any) -> Attributes | None:
-        """The attributes of ``node`` that another one made of the same items has not; None if there are none."""
-        made = content_of(remade)
+        """Returns the attributes of ``node`` that do not follow from its items; None if there are none.
+
+        ``remade`` is another object of its type, made of the same items: it lacks them, or has other values.
+        """
+        copied_content = content_of(remade)
         values = {
             name: value
             for name, value in content_of(node).items()
-            if not (name in made and _alike(value, made[name])) and not _is_cached(type(node), name)
+            if not (name in copied_content and _alike(value, copied_content[name])) and not _is_cached(type(node), name)
         }
         by_row = frozenset(["_encodings"] if _is_encoding(node) else []) & values.keys()
         return cls(type(node).__name__, values, by_row) if values else None
@@ -79,11 +82,11 @@ class Attributes:
         kinds = (Tensor, numpy.ndarray) if numpy else (Tensor,)
         return [name for name, value in self.values.items() if isinstance(value, kinds) and value.shape[:1] == (rows,)]
 
-    def put(self, made: Any) -> Any:
-        """Returns ``made``, a batch of the same type, with these attributes."""
+    def set_on(self, batch: Any) -> Any:
+        """Returns ``batch``, which is of the same type, with these attributes."""
         for name, value in self.values.items():
-            set_attribute(made, name, value)
-        return made
+            set_attribute(batch, name, value)
+        return batch
 
 
 def _is_encoding(node: Any) -> bool:
@@ -110,10 +113,11 @@ def _alike(value: Any, other: Any, depth: int = 0) -> bool:
         return bool(value.shape == other.shape and value.tobytes() == other.tobytes())
     if type(value) is types.MethodType:
         return value.__func__ is other.__func__
-    parts, others = _parts(value), _parts(other)
+    # Item by item, as the == of a class of the program may run any code, or return an array.
+    parts, other_parts = _parts(value), _parts(other)
     if not parts and not isinstance(value, (dict, list, tuple, set, frozenset, types.FunctionType)):
         return any("__dict__" in vars(kind) for kind in type(value).__mro__)  # else it may hold anything, in C
-    return parts.keys() == others.keys() and all(_alike(parts[key], others[key], depth + 1) for key in parts)
+    return parts.keys() == other_parts.keys() and all(_alike(parts[key], other_parts[key], depth + 1) for key in parts)
 
 
 def _equal(value: Tensor, other: Tensor) -> bool:
@@ -134,7 +138,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 class TypedMapping(dict[Any, Any]):
-    """What a batch that is a mapping of another type than dict is between its source and the replicas.
+    """Stands for a batch that is a mapping of another type than dict, on its way from the source to the replicas.
 
     Its values differ by replica. ``tree_map`` that selects one replica's values makes the mapping's own type of them,
     which may take no other values than tensors.
@@ -151,14 +155,14 @@ class TypedMapping(dict[Any, Any]):
             return cls(items, node.make, node.attributes)
         make = _mapping_maker(node)
         try:
-            made = make(dict(node))
-            problem = "" if list(made.keys()) == list(node.keys()) else f"has the keys {list(made.keys())[:8]}"
+            copy = make(dict(node))
+            problem = "" if list(copy.keys()) == list(node.keys()) else f"has the keys {list(copy.keys())[:8]}"
         except _FAILURES as error:
             problem = f"raises {type(error).__name__}: {error}"
         if problem:
             raise _not_made(node, "a dict", problem)
         # The attributes of a TensorDict are how it keeps its items.
-        return cls(items, make, Attributes.of(node, made) if isinstance(make, (type, partial)) else None)
+        return cls(items, make, Attributes.of(node, copy) if isinstance(make, (type, partial)) else None)
 
 
 class TypedList(list[Any]):
@@ -200,13 +204,13 @@ def typed_sequence(node: Any, items: Sequence[Any]) -> Any:
     kind, fields = type(node), getattr(node, "_fields", None)
     make = partial(_from_fields, kind) if fields else kind
     try:
-        made = make(list(node))
-        problem = "" if len(made) == len(node) else f"has {len(made)} items"
+        copy = make(list(node))
+        problem = "" if len(copy) == len(node) else f"has {len(copy)} items"
     except _FAILURES as error:
         problem = f"raises {type(error).__name__}: {error}"
     if problem:
         raise _not_made(node, "its fields" if fields else "a list", problem)
-    attributes = Attributes.of(node, made)
+    attributes = Attributes.of(node, copy)
     if isinstance(node, list):
         return TypedList(items, make, attributes)
     return _typed_tuple(items, make, attributes, fields)
@@ -261,8 +265,8 @@ def _split(children: Iterable[Any], has_attributes: bool) -> tuple[list[Any], An
     return values, attributes, differ
 
 
-def _finished(made: Any, attributes: Any) -> Any:
-    return attributes.put(made) if is_kind(attributes, Attributes) else made
+def _finished(batch: Any, attributes: Any) -> Any:
+    return attributes.set_on(batch) if is_kind(attributes, Attributes) else batch
 
 
 def _mapping_of(children: Iterable[Any], context: Any) -> Any:

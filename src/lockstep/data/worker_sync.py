@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.data.prefetch import ClosableIterator
+from lockstep.data.random_state import default_state, set_default_state
 from lockstep.data.readers import CheckedBatch, Reader
-from lockstep.data.resume import default_state, set_default_state
 from lockstep.data.row_sample import compare_rows
 from lockstep.data.sharding import with_no_rows
 from lockstep.data.sources import batches_in
@@ -57,9 +57,9 @@ class WorkerSync:
         """
         return batches
 
-    def length(self, own: int | None) -> int | None:
-        """Returns the number of batches that the consumer gets if the reader gives ``own``. None is unknown."""
-        return own
+    def length(self, reader_length: int | None) -> int | None:
+        """Returns the number of batches that the consumer gets of a reader of ``reader_length``. None is unknown."""
+        return reader_length
 
 
 class SameDataSync(WorkerSync):
@@ -87,16 +87,19 @@ class SameDataSync(WorkerSync):
             warnings.warn(warning, stacklevel=2)
 
     def wrap(self, batches: ClosableIterator[CheckedBatch], left_out: Callable[[], Any]) -> Generator[Any, None, None]:
-        taken = 0
+        batches_read = 0
         with closing(batches):
-            self._workers.set_status(f"the wait for batch {taken} of its data")
+            self._workers.set_status(f"the wait for batch {batches_read} of its data")
             for checked in batches:
-                taken += 1
+                batches_read += 1
+                # It travels with the next exchange, whatever that is for (test_no_batch_costs_an_exchange_of_its_own).
                 self._workers.add_digest(checked.digest)
                 yield checked.batch
                 del checked  # while the next one is made
-                self._workers.set_status(f"the wait for batch {taken} of its data")
-        self._workers.all_gather_numbers(f"the end of the data, after {taken} global batches")
+                self._workers.set_status(f"the wait for batch {batches_read} of its data")
+        # A worker whose data ends early comes to this call while others come to the next step's; the name says after
+        # how many batches (test_an_end_that_comes_early_is_named).
+        self._workers.all_gather_numbers(f"the end of the data, after {batches_read} global batches")
 
 
 class OwnDataSync(WorkerSync):
@@ -108,21 +111,21 @@ class OwnDataSync(WorkerSync):
     def __init__(self, workers: Communicator, length: int | None) -> None:
         self._workers = workers
         self.part = (workers.index, workers.size)
-        lengths = workers.all_gather_numbers("the lengths of the workers' own data", (_known(length),))
+        lengths = workers.all_gather_numbers("the lengths of the workers' own data", (_length_number(length),))
         self._longest = None if (_UNKNOWN,) in lengths else int(max(lengths)[0])
 
-    def length(self, own: int | None) -> int | None:
+    def length(self, reader_length: int | None) -> int | None:
         """Returns the length of the longest worker's data when this object was made."""
         return self._longest
 
     def wrap(self, batches: ClosableIterator[Any], left_out: Callable[[], Any]) -> Generator[Any, None, None]:
         """This worker's batches, then empty batches while other workers still have some."""
         batch, empty = None, None
-        ended, taken = False, 0
+        ended, batches_read = False, 0
         with closing(batches):
             while True:
                 if not ended:
-                    self._workers.set_status(f"the wait for batch {taken} of its own data")
+                    self._workers.set_status(f"the wait for batch {batches_read} of its own data")
                     batch = next(batches, None)
                     ended = batch is None
                 if empty is None and (like := left_out() if batch is None else batch) is not None:
@@ -135,7 +138,7 @@ class OwnDataSync(WorkerSync):
                 for name, (_, had_one) in zip(self._workers.names, answers, strict=True):
                     if not had_one:  # so that it could not make an empty one
                         raise DataError(f"the data of {name} has no batch; give every worker at least one")
-                taken += 1
+                batches_read += 1
                 yield empty if ended else batch
                 batch = None  # while the next one is made
 
@@ -156,29 +159,31 @@ def start_together(workers: Communicator, dataset: Iterable[Any], generators: Se
     # Equal numbers of batches may hide a few more examples.
     is_mapped = isinstance(dataset, DataLoader) and not isinstance(dataset.dataset, IterableDataset)
     examples = batches_in(dataset.dataset) if is_mapped else None  # type: ignore[attr-defined]
-    lengths = (_known(batches_in(dataset)), _known(examples), len(generators))
+    lengths = (_length_number(batches_in(dataset)), _length_number(examples), len(generators))
     _check_equal(workers.all_gather_numbers(_BEGIN, lengths), workers.names)
     states = [default_state(), *(generator.get_state() for generator in generators)] if workers.is_chief else []
-    default, *others = all_gather_object(workers.processes, f"{_BEGIN}: the chief's generators", states)[0]
+    default, *states_of_data = all_gather_object(workers.processes, f"{_BEGIN}: the chief's generators", states)[0]
     if not workers.is_chief:
         set_default_state(default)
-        for generator, state in zip(generators, others, strict=True):
+        for generator, state in zip(generators, states_of_data, strict=True):
             generator.set_state(state)
 
 
-def _known(length: int | None) -> int:
+def _length_number(length: int | None) -> int:
     return _UNKNOWN if length is None else length
 
 
 def _check_equal(lengths: Sequence[Sequence[float]], names: Sequence[str]) -> None:
-    for name, own in zip(names, lengths, strict=True):
-        for unit, value, chief in zip(("global batches", "examples", "torch.Generators"), own, lengths[0], strict=True):
+    for name, worker_lengths in zip(names, lengths, strict=True):
+        for unit, value, chief in zip(
+            ("global batches", "examples", "torch.Generators"), worker_lengths, lengths[0], strict=True
+        ):
             if value != chief:
                 raise ClusterError(
-                    f"the workers' data differ: {name} has {_shown(value)} {unit}, {names[0]} has {_shown(chief)}; "
+                    f"the workers' data differ: {name} has {_amount(value)} {unit}, {names[0]} has {_amount(chief)}; "
                     'give every worker the same data, or distribute its own with shard="off"'
                 )
 
 
-def _shown(value: float) -> str:
+def _amount(value: float) -> str:
     return "an unknown number of" if value == _UNKNOWN else str(int(value))

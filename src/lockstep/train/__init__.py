@@ -6,7 +6,7 @@
 
 ``callbacks`` are called by the loops, ``epoch_iterator`` gives them batches, ``arrays`` makes batches of arrays, and
 ``logs`` holds the numbers they report, which ``curves`` draws. ``names`` has the strings of compile, ``classification``
-its metrics accuracy and f1, ``own_step`` what a user's ``train_step`` and ``test_step`` work with, and ``summary`` the
+its metrics accuracy and f1, ``user_step`` what a user's ``train_step`` and ``test_step`` work with, and ``summary`` the
 table of layers. Begin with ``model``, then ``fit`` and ``step``.
 """
 

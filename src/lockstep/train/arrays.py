@@ -62,10 +62,10 @@ class ArrayOptions:
     def refuse_beside_batches(self, x: Any, y: Any) -> None:
         """Raises a ConfigError if something was given that says how to read arrays: ``x`` gives batches."""
         values = {"y": y, **vars(self), "validation_split": self.validation_split or None}
-        given = [name for name, value in values.items() if value is not None and name != "validation_batch_size"]
-        if given:
+        names = [name for name, value in values.items() if value is not None and name != "validation_batch_size"]
+        if names:
             raise ConfigError(
-                f"{' and '.join(given)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "
+                f"{' and '.join(names)} came with a {type(x).__name__} as x, which gives whole batches, such as (x, y) "
                 "or (x, y, sample_weight), and decides their size and order; leave it out, or give x and y as tensors "
                 "or NumPy arrays. Batches to validate with are validation_data=..."
             )
@@ -84,8 +84,8 @@ class Arrays(Dataset[Any]):
 
         NumPy's float64 becomes ``floats``. Raises a DataError that names what has no rows, or another number of them.
         """
-        given = [("x", x), ("y", y), ("sample_weight", sample_weight)]
-        columns = {name: _as_tensors(name, value, floats) for name, value in given if value is not None}
+        arrays = [("x", x), ("y", y), ("sample_weight", sample_weight)]
+        columns = {name: _as_tensors(name, value, floats) for name, value in arrays if value is not None}
         if not check_equal_rows(**columns):
             raise DataError(f"x of type {type(x).__name__} has no rows; give at least one")
         if sample_weight is not None and y is None:
@@ -99,6 +99,7 @@ class Arrays(Dataset[Any]):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: list[int]) -> Any:
+        # One index for all columns and a gather for each, in place of a tensor for each row and a collation.
         index = torch.tensor(rows)
         return map_leaves(lambda _, leaf: leaf.index_select(0, index.to(leaf.device)), self.columns)
 
@@ -125,8 +126,8 @@ class Arrays(Dataset[Any]):
                 raise ConfigError(f"class_weight has {key!r}: {weight!r}; give a dict of class number to weight")
             weights[classes == int(key)] = float(weight)
         if len(self.columns) > 2:
-            given = self.columns[2]
-            weights = given * weights.to(given.device).reshape(-1, *[1] * (given.dim() - 1))
+            sample_weight = self.columns[2]
+            weights = sample_weight * weights.to(sample_weight.device).reshape(-1, *[1] * (sample_weight.dim() - 1))
         return Arrays((*self.columns[:2], weights))
 
     def distributed(self, strategy: Strategy, batch_size: int | None, *, shuffle: bool) -> DistributedDataset:
@@ -163,8 +164,8 @@ def check_equal_rows(**columns: Any) -> int:
     leaves = [leaf for name, column in columns.items() for leaf in named_leaves(column, name=name)]
     lengths = {name: leaf.shape[0] for name, leaf in leaves if _is_array(leaf) and leaf.shape}
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
-        raise DataError(f"the arrays have different numbers of rows: {found}; give one row of each per example")
+        sizes = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+        raise DataError(f"the arrays have different numbers of rows: {sizes}; give one row of each per example")
     return max(lengths.values(), default=0)
 
 
@@ -219,27 +220,27 @@ def _labelled_rows(caller: str, module: nn.Module, x: Any, y: Any, options: Arra
     return Arrays.of(x, y, options.sample_weight, floats=floats_of(module))
 
 
-def _validation_rows(module: nn.Module, given: Any, *, beside_arrays: bool) -> Arrays | None:
-    """The rows of a tuple (x, y) or (x, y, sample_weight) of arrays; None if ``given`` gives batches.
+def _validation_rows(module: nn.Module, data: Any, *, beside_arrays: bool) -> Arrays | None:
+    """The rows of a tuple (x, y) or (x, y, sample_weight) of arrays; None if ``data`` gives batches.
 
     Beside arrays a tuple may hold several inputs or targets, as in ((x1, x2), (y1, y2)). Beside batches this is two
     batches, and so is a list.
     """
-    if is_arrays(given, with_y=False):
+    if is_arrays(data, with_y=False):
         raise ConfigError(
-            f"validation_data is a {type(given).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
+            f"validation_data is a {type(data).__name__}; give a tuple (x, y) of arrays, or an iterable of batches"
         )
-    if isinstance(given, list) and all(isinstance(each, Mapping) and "labels" in each for each in given):
+    if isinstance(data, list) and all(isinstance(batch, Mapping) and "labels" in batch for batch in data):
         return None  # batches whose loss the module computes
-    nested = beside_arrays and isinstance(given, tuple)
-    if not isinstance(given, (tuple, list)) or not any(is_arrays(each, with_y=nested) for each in given):
+    nested = beside_arrays and isinstance(data, tuple)
+    if not isinstance(data, (tuple, list)) or not any(is_arrays(part, with_y=nested) for part in data):
         return None
-    if len(given) not in (2, 3):
+    if len(data) not in (2, 3):
         raise ConfigError(
-            f"validation_data is a {type(given).__name__} of {len(given)}; give (x, y) or (x, y, sample_weight) of "
+            f"validation_data is a {type(data).__name__} of {len(data)}; give (x, y) or (x, y, sample_weight) of "
             "arrays, or a list of batches"
         )
-    return Arrays.of(*given, floats=floats_of(module))
+    return Arrays.of(*data, floats=floats_of(module))
 
 
 def floats_of(module: nn.Module) -> torch.dtype:
@@ -271,12 +272,12 @@ def _is_array(value: Any) -> bool:
 
 
 def _as_tensors(name: str, value: Any, floats: torch.dtype) -> Any:
-    def converted(here: str, leaf: Any) -> Tensor:
+    def converted(path: str, leaf: Any) -> Tensor:
         if not _is_array(leaf):
-            raise DataError(f"{here} is a {type(leaf).__name__}; give tensors or NumPy arrays, also in dicts or tuples")
-        tensor: Tensor = as_tensor(here, _numpy_of(here, leaf))
+            raise DataError(f"{path} is a {type(leaf).__name__}; give tensors or NumPy arrays, also in dicts or tuples")
+        tensor: Tensor = as_tensor(path, _numpy_of(path, leaf))
         if not tensor.dim():
-            raise DataError(f"{here} has no dimension; its first one is the rows")
+            raise DataError(f"{path} has no dimension; its first one is the rows")
         return tensor if isinstance(leaf, Tensor) or tensor.dtype is not torch.float64 else tensor.to(floats)
 
     return map_leaves(converted, value, name=name)
@@ -289,9 +290,9 @@ def _numpy_of(name: str, table: Any) -> Any:
         return table
     columns = table.to_frame() if isinstance(table, pandas.Series) else table
     is_number = pandas.api.types.is_numeric_dtype
-    others = [str(column) for column, dtype in columns.dtypes.items() if not is_number(dtype)]
-    if others:
-        raise DataError(f"{name} has columns that are no numbers: {', '.join(others)}; encode them, or leave them out")
+    texts = [str(column) for column, dtype in columns.dtypes.items() if not is_number(dtype)]
+    if texts:
+        raise DataError(f"{name} has columns that are no numbers: {', '.join(texts)}; encode them, or leave them out")
     array = table.to_numpy()
     return array if array.dtype != object else table.to_numpy(dtype="float64")  # columns of numbers and of booleans
 
@@ -303,6 +304,7 @@ def _classes(y: Any) -> Tensor:
     labels = y.detach()
     if labels.numel() == labels.shape[0]:
         return labels.reshape(-1)
+    # Waits for the device, once before the training.
     one_hot = labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) == 1).all())
     if not one_hot:
         raise ConfigError(

@@ -105,7 +105,7 @@ class ShardRows:
         return ShardRows(outputs, LabelledBatch(None, y, weight), index.numel())
 
     def requiring_grad(self) -> ShardRows:
-        """The same, with detached outputs that require gradients."""
+        """Returns these rows with detached outputs that require gradients."""
 
         def changed(leaf: Any) -> Any:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -119,7 +119,7 @@ class ShardRows:
         return any(not self._has_rows(leaf) and not isinstance(leaf, plain) for leaf in tree_leaves(self.outputs))
 
     def with_other_outputs_changed(self) -> ShardRows:
-        """The same, with other values in the outputs without rows."""
+        """Returns these rows with other values in the outputs that have no rows."""
 
         def changed(leaf: Any) -> Any:
             if self._has_rows(leaf):
@@ -156,6 +156,8 @@ FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, Attribute
 @contextmanager
 def checked_alone(context: ReplicaContext) -> Iterator[None]:
     """A block that computes a loss or metric of a replica once more, as if there were no other replicas."""
+    # The comparison leaves no trace: the step after it has the random numbers that it would have had, and a collective
+    # in the loss is an error instead of a wait for replicas that do not compare.
     with rows_not_followed(), preserving_rng(context), in_context(context.alone()):
         yield
 

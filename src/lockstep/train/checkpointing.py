@@ -149,8 +149,8 @@ class TrainingState(StateAdapter):
         callbacks.load_state_dict(shared["callbacks"])
         # Each worker has a position of its own where it reads data of its own. On another number of them a position in
         # data that all read is any worker's, and one in a worker's own data is refused when it is resumed.
-        own = entry.worker_index if len(entry.workers) == workers.processes.size else 0
-        data.load_state_dict(entry.workers[own])
+        position = entry.worker_index if len(entry.workers) == workers.processes.size else 0
+        data.load_state_dict(entry.workers[position])
 
 
 def save_weights(module: MirroredModule, workers: Communicator, path: str | os.PathLike[str]) -> None:
@@ -218,6 +218,7 @@ def load_weights(module: MirroredModule, workers: Communicator, path: str | os.P
     if part is None:  # loading gives the chief's weights to the other workers, which pass their own
         module.load_state_dict(weights or state)
         return
+    # One tensor after another, so that no worker but the chief holds the whole model beside its own part.
     for name, like in state.items():
         tensor = torch.empty_like(like, device="cpu")
         if weights is not None:

@@ -1,6 +1,7 @@
-"""Accuracy and F1: the metrics that ``compile(metrics=["accuracy", "f1"])`` means.
+"""Outputs and targets of classification: where the classes are, and the metrics accuracy and F1.
 
-torchmetrics asks for the number of classes; here the shapes say it.
+``compile(metrics=["accuracy", "f1"])`` means these metrics. torchmetrics asks for the number of classes, which these
+metrics read from the shapes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,45 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.train.names import classes_and_labels
 from lockstep.train.summed_metric import SummedMetric
 
 Outputs = Literal["classes", "logits", "probabilities"]
 _IGNORED = -100
+
+
+def classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs with the classes in dimension 1, and class numbers for them.
+
+    Raises a ConfigError for shapes that do not belong together, or that could be meant in two ways.
+    """
+    labels = targets.squeeze(-1) if targets.dim() == outputs.dim() and targets.shape[-1] == 1 else targets
+    as_torch = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == labels.shape
+    last = outputs.dim() > 1 and outputs.shape[:-1] == labels.shape
+    if labels.is_floating_point() or not (as_torch or last) or (as_torch and last and outputs.dim() > 2):
+        raise ConfigError(
+            f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, {targets.dtype}, "
+            "are no scores of classes and class numbers whose dimensions can be told apart; give outputs (rows, "
+            "classes) or (rows, tokens, classes) and integer targets without the classes, or a function of them"
+        )
+    if as_torch:
+        return outputs, labels.long()
+    return outputs.flatten(0, -2), labels.flatten().long()
+
+
+def last_classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs with the classes in dimension 1, and class numbers for them; of outputs with the classes in the last one.
+
+    Keras has them there. Raises a ConfigError for shapes that do not belong together.
+    """
+    labels = targets.squeeze(-1) if targets.dim() == outputs.dim() and targets.shape[-1] == 1 else targets
+    if outputs.dim() < 2 or labels.shape != outputs.shape[:-1]:
+        one_hot = ", or one-hot targets to 'categorical_crossentropy'" * (labels.shape == outputs.shape)
+        raise ConfigError(
+            f"loss='sparse_categorical_crossentropy' got outputs of shape {tuple(outputs.shape)} and targets of shape "
+            f"{tuple(targets.shape)}; give outputs (rows, classes) or (rows, tokens, classes) and class numbers of "
+            f"that shape without the classes{one_hot}"
+        )
+    return outputs.flatten(0, -2), labels.flatten().long()
 
 
 class _OfDecisions(SummedMetric):
@@ -71,12 +106,12 @@ class Accuracy(_OfDecisions):
     def count(self, outputs: Tensor, targets: Tensor) -> None:
         """Counts the rows of a batch."""
         if self._are_yes_or_no:
-            decided, meant = self._yes_or_no(outputs, targets)
-            self.total += meant.numel()
+            predictions, labels = self._yes_or_no(outputs, targets)
+            self.total += labels.numel()
         else:
-            decided, meant, _ = self._classes(outputs, targets)
-            self.total += (meant != _IGNORED).sum()
-        self.correct += (decided == meant).sum()
+            predictions, labels, _ = self._classes(outputs, targets)
+            self.total += (labels != _IGNORED).sum()
+        self.correct += (predictions == labels).sum()
 
     def compute(self) -> Tensor:
         """The fraction of all that was counted."""
@@ -110,7 +145,8 @@ class F1(_OfDecisions):
     counted: Tensor
 
     def __init__(self, outputs: Outputs | None = None) -> None:
-        # One number per class, from the first update on: how often it was decided and meant, and how often each.
+        # One number per class, from the first update on: how often predictions and targets both name it, and how
+        # often each of them does. "found" is in saved states, so it keeps this name.
         super().__init__(outputs, "found", "counted")
 
     def count(self, outputs: Tensor, targets: Tensor) -> None:
@@ -121,15 +157,16 @@ class F1(_OfDecisions):
                     f"f1 got outputs of shape {tuple(outputs.shape)}; give (rows,), (rows, labels), or a torchmetrics "
                     "Metric, such as BinaryF1Score()"
                 )
-            decided, meant = (each.reshape(len(outputs), -1) for each in self._yes_or_no(outputs, targets))
-            self.found = self.found + (decided & meant).sum(0)
-            self.counted = self.counted + decided.sum(0) + meant.sum(0)
+            predictions, truth = (values.reshape(len(outputs), -1) for values in self._yes_or_no(outputs, targets))
+            # Not in place: the state begins as a single 0, and has a number for each class from the first update on.
+            self.found = self.found + (predictions & truth).sum(0)
+            self.counted = self.counted + predictions.sum(0) + truth.sum(0)
             return
-        decided, meant, classes = self._classes(outputs, targets)
-        counts, labels = (meant != _IGNORED).long(), meant.clamp(min=0)
+        predictions, truth, classes = self._classes(outputs, targets)
+        counts, labels = (truth != _IGNORED).long(), truth.clamp(min=0)
         zeros = torch.zeros(classes, dtype=torch.long, device=outputs.device)
-        self.found = self.found + zeros.scatter_add(0, labels, counts * (decided == meant))
-        self.counted = self.counted + zeros.scatter_add(0, labels, counts).scatter_add(0, decided, counts)
+        self.found = self.found + zeros.scatter_add(0, labels, counts * (predictions == truth))
+        self.counted = self.counted + zeros.scatter_add(0, labels, counts).scatter_add(0, predictions, counts)
 
     def compute(self) -> Tensor:
         """The score of all that was counted."""

@@ -22,7 +22,7 @@ from lockstep.replicas.context import ReplicaContext
 from lockstep.strategies.base import Strategy
 from lockstep.train.metrics import check_metrics
 from lockstep.train.names import ModuleLoss, takes_tensors
-from lockstep.train.own_step import OwnStep
+from lockstep.train.user_step import UserStep
 
 Loss = Callable[[Any, Any], Any]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -84,6 +84,7 @@ class Precision:
         """
         if self.scaler is None:
             count = max(float(context.strategy.reduce("sum", counts)), 1.0)
+            # A power of two, so that the scaling itself rounds nothing.
             scale = _MEAN_LOSS_SCALE / 2.0 ** math.ceil(math.log2(count))
             self.scaler = torch.amp.GradScaler(self._device_type, init_scale=scale)
         self.scaler.scale(torch.ones((), device=context.strategy.devices[0].torch_device))
@@ -131,8 +132,8 @@ class TrainSetup:
     precision: Precision
     optimizer: MirroredOptimizer | None = None  # None if nothing is trained
     scheduler: LRScheduler | None = None
-    train_step: OwnStep | None = None  # that of a subclass of Model, and of evaluation
-    test_step: OwnStep | None = None
+    train_step: UserStep | None = None  # that of a subclass of Model, and of evaluation
+    test_step: UserStep | None = None
 
     def targets(self, x: Any, y: Any) -> Any:
         """The targets of arrays: ``y``, or the labels in ``x`` for a loss that the module computes itself."""
@@ -189,6 +190,7 @@ def make_setup(
     lr_scheduler = _make_scheduler(scheduler, instance)
     _check_loss(instance, module, config.loss)
     mirrored_optimizer = instance if isinstance(instance, MirroredOptimizer) else strategy.mirror(instance)
+    # In a cycle of accumulation the runs leave gradients, which are summed once, with the update.
     mirrored_optimizer.gradients.sums_after_runs = False
     _check_trained(mirrored_optimizer, module, config.loss, strategy.mirrored_modules)
     return replace(setup, optimizer=mirrored_optimizer, scheduler=lr_scheduler)

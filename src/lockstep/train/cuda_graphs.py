@@ -62,7 +62,7 @@ def check_setup(setup: TrainSetup, optimizer: MirroredOptimizer) -> None:
     """Raises a NotCapturableError if no step of this setup can be captured."""
     strategy, module = setup.strategy, setup.module
     not_fused, kind = optimizer.storages.not_fused, type(optimizer.plain)
-    embeddings = [each for each in module.module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = [part for part in module.module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     num_gpus = len({device.physical.name for device in strategy.devices})
     fp16 = setup.config.precision == "fp16"
     refused = {
@@ -74,7 +74,9 @@ def check_setup(setup: TrainSetup, optimizer: MirroredOptimizer) -> None:
         "train_step is overridden, and may do another thing in every step": setup.train_step is not None,
         "the model is divided among workers": module.pipeline is not None or module.shards_weights,
         "sync_batchnorm=True reads its counts on the host": module.has_sync_batchnorm,
-        "an embedding with sparse=True has gradients of changing size": any(each.sparse for each in embeddings),
+        "an embedding with sparse=True has gradients of changing size": any(
+            embedding.sparse for embedding in embeddings
+        ),
         f"the update is not made by fused kernels: {not_fused}": not_fused is not None,
         f"{kind.__name__} takes its rate as a number; Adam, AdamW and SGD do not": kind not in (SGD, Adam, AdamW),
     }
@@ -107,27 +109,31 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, backends = setup.module.module, torch.backends
         parts, weights = list(module.modules()), list(module.parameters())
         _refuse_hooks(parts, weights)
-        if any(each.grad is not None for copy in setup.module.copies for each in copy.parameters()):
+        if any(parameter.grad is not None for copy in setup.module.copies for parameter in copy.parameters()):
             raise NotCapturableError("gradients are left after the update, of parameters the optimizer does not hold")
-        states = [value for each in optimizer.storages.every for own in each.state.values() for value in own.values()]
+        states = [
+            value for plain in optimizer.storages.every for state in plain.state.values() for value in state.values()
+        ]
         # Held, so that no new tensor gets the address of one that is gone, and graphs read no freed memory.
-        self._held = [*weights, *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
-        self._found: dict[str, list[Any]] = {
+        self._live_tensors = [*weights, *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
+        self._conditions: dict[str, list[Any]] = {
             "the children of a module": parts,
             "the attributes of a module": [
                 {name: value if isinstance(value, _PLAIN) else None for name, value in vars(part).items()}
                 for part in parts
             ],
-            "the addresses of weights, buffers or the optimizer's state": [each.data_ptr() for each in self._held],
-            "which parameters are trained": [each.requires_grad for each in self._held],
+            "the addresses of weights, buffers or the optimizer's state": [
+                tensor.data_ptr() for tensor in self._live_tensors
+            ],
+            "which parameters are trained": [tensor.requires_grad for tensor in self._live_tensors],
             "the settings of the optimizer": [
                 {name: value for name, value in group.items() if name not in ("params", "lr")}
                 for group in optimizer.param_groups
             ],
             # Read one by one: torch's older names for them raise errors once a program has set one of these.
             "the settings of precision": [
-                each.fp32_precision
-                for each in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
+                backend.fp32_precision
+                for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)  # type: ignore[attr-defined]
             ],
         }
         self.wait: str | None = None
@@ -135,19 +141,19 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The extra list is for collectives: the replica that comes last does there what is done once for all.
         self._calls: list[list[_Call]] = [[] for _ in range(len(setup.strategy.devices) + 1)]
         # By storage, as a view of the batch is the batch. Replicas see each other's tensors when gradients are summed.
-        self._made = {_storage(tensor) for tensor in batch}
+        self._step_storages = {_storage(tensor) for tensor in batch}
 
     def change(self, now: StepRecord) -> str | None:
-        """What a later step found changed before it ran; None if nothing has."""
-        return next((name for name, found in self._found.items() if found != now._found[name]), None)
+        """Returns the first condition that a later step does not share, before it runs; None if it shares all."""
+        return next((name for name, value in self._conditions.items() if value != now._conditions[name]), None)
 
     def difference(self, later: StepRecord) -> str | None:
-        """The first operator that a later step has not run alike; None if it has run all."""
-        for ours, theirs in zip(self._calls, later._calls, strict=True):
-            for mine, other in zip_longest(ours, theirs, fillvalue=_Call("", [], "")):
-                if mine[:2] != other[:2]:
-                    text = f"{mine}{mine.line or other.line}"
-                    if str(mine) == str(other):
+        """Describes the first operator in which a later step differs from this one; None if all are equal."""
+        for earlier_calls, later_calls in zip(self._calls, later._calls, strict=True):
+            for call, other in zip_longest(earlier_calls, later_calls, fillvalue=_Call("", [], "")):
+                if call[:2] != other[:2]:
+                    text = f"{call}{call.line or other.line}"
+                    if str(call) == str(other):
                         return f"{text} reads a tensor that is another one in every step; update it in place"
                     return f"{text} is {other} in the next step"
         return None
@@ -158,12 +164,12 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.wait is None and host_waits(func, args, kwargs):
             self.wait = f"{func}{line}"
         # A captured step reads the rate of fused optimizers from a tensor.
-        given = compat.tree_leaves((args, {name: value for name, value in kwargs.items() if name != "lr"}))
-        call = _Call(str(func), [self._argument(func, leaf) for leaf in given], line)
+        leaves = compat.tree_leaves((args, {name: value for name, value in kwargs.items() if name != "lr"}))
+        call = _Call(str(func), [self._argument(func, leaf) for leaf in leaves], line)
         self._calls[-1 if context is None else context.local_replica].append(call)
         result = func(*args, **kwargs)
         # What an operator returns of a tensor from outside, such as a view, has been compared in this call.
-        self._made.update(_storage(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, Tensor))
+        self._step_storages.update(_storage(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
     def _argument(self, func: Any, leaf: Any) -> tuple[str, int | None]:
@@ -178,17 +184,17 @@ class StepRecord(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flat.tolist() if len(flat) <= _SHOWN else sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
             )
             text = f"{text} of {values}"
-            self._made.add(storage)
-        if storage in self._made:
+            self._step_storages.add(storage)
+        if storage in self._step_storages:
             return text, None
-        self._held.append(leaf)
+        self._live_tensors.append(leaf)
         return text, storage
 
 
 def _refuse_hooks(parts: list[nn.Module], weights: list[nn.Parameter]) -> None:
     hooked = ["all modules"] * any(vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS)
     hooked += [f"a {type(part).__name__}" for part in parts if any(vars(part)[name] for name in _HOOKS)]
-    hooked += ["a parameter" for each in weights if each._backward_hooks or each._post_accumulate_grad_hooks]
+    hooked += ["a parameter" for weight in weights if weight._backward_hooks or weight._post_accumulate_grad_hooks]
     if hooked:
         raise NotCapturableError(f"the hooks of {hooked[0]} would run once, during the capture; remove them")
 
@@ -252,10 +258,13 @@ class GraphedSteps:
                 self._kinds[key] = _Kind()
                 return None
             kind = self._kinds[key]
+            # Before the record, which looks at the user's module alone.
             self._setup.module.propagation.follow()  # as a run would: what was set on the user's module, to all copies
             record = StepRecord(self._setup, self._optimizer, _tensors(leaves))
             if kind.record is not None and (change := kind.record.change(record)) is not None:
                 self._forget(change)
+            # Callbacks run between epochs, and may change what Python computes with: in each epoch one step is observed
+            # again first (test_the_first_step_of_an_epoch_is_compared_again).
             if kind.alike and self._alike_in == epoch:
                 kind.replay = kind.replay or self._capture(leaves, structure)
                 outputs, metrics = kind.replay(leaves)
@@ -312,8 +321,11 @@ class GraphedSteps:
         """
         setup, strategy, storages = self._setup, self._strategy, self._optimizer.storages
         try:
-            own = [_cloned(leaf) for leaf in leaves]  # there may be no memory for it
-            inputs, shards = _tensors(own), PerReplica(compat.tree_unflatten(own, structure))
+            static_leaves = [_cloned(leaf) for leaf in leaves]  # there may be no memory for it
+            inputs, shards = (
+                _tensors(static_leaves),
+                PerReplica(compat.tree_unflatten(static_leaves, structure)),
+            )
             rates = [torch.zeros((), dtype=torch.float32, device=self._device) for _ in self._optimizer.param_groups]
             states, metrics = self._without_metrics()
             graph = self._driver.graph(self._device, strategy.generators.on_gpu(), self._pool)
@@ -331,13 +343,14 @@ class GraphedSteps:
 
         def replay(leaves: list[Any]) -> _Results:
             if inputs:
+                # The captured kernels read from fixed addresses, so the batch is copied there.
                 compat.foreach_copy_(inputs, _tensors(leaves), non_blocking=True)
             for rate, group in zip(rates, self._optimizer.param_groups, strict=True):
                 rate.fill_(group["lr"])
             graph.replay()
             # The next replay overwrites the numbers in the outputs, whose copy to the host is queued by then. What the
             # metrics get, and may keep, is copied.
-            return outputs, [LaterMetrics(compat.tree_map(_cloned, list(each))) for each in metrics]
+            return outputs, [LaterMetrics(compat.tree_map(_cloned, list(updates))) for updates in metrics]
 
         return replay
 

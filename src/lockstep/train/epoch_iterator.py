@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.checks import check_number
 from lockstep.data.dataset import DataIteration, DistributedDataset, DistributedIterable
-from lockstep.data.resume import without_default
+from lockstep.data.random_state import without_default
 from lockstep.errors import CheckpointError, DataError
 from lockstep.strategies.base import Strategy
 
@@ -121,6 +121,7 @@ class EpochIterator:
             yield self._next(epoch)
 
     def _next(self, epoch: int) -> Any:
+        # The open iteration may be at its end. The one after it has a batch, unless there is none at all.
         for _ in range(2):
             if self._open is None:
                 self._open = self._begin(epoch, self._take_saved(), 0)

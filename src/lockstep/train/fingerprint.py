@@ -37,6 +37,6 @@ def fingerprint(*things: Any) -> str:
     if len(things) == 1 and isinstance(things[0], Model):
         return things[0].fingerprint()
     if not things or any(isinstance(thing, Model) for thing in things):
-        given = ", ".join(type(thing).__name__ for thing in things) or "nothing"
-        raise ConfigError(f"fingerprint got {given}; give one Model, or modules and optimizers of a custom loop")
+        kinds = ", ".join(type(thing).__name__ for thing in things) or "nothing"
+        raise ConfigError(f"fingerprint got {kinds}; give one Model, or modules and optimizers of a custom loop")
     return fingerprint_of({f"thing {number}": thing for number, thing in enumerate(things)})

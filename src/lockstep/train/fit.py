@@ -202,12 +202,16 @@ class TrainLoop:
         clock.start()
         with self._calling_hooks(), closing(data.epoch(self.epoch, skip=self.batch)) as batches:
             for batch in batches:
+                # The time of callbacks is no time of the step (test_only_steps_are_timed).
                 clock.pause()
                 self._callbacks.call("on_train_batch_begin", self.batch)
                 clock.start()
                 if self._callbacks.wants_batch_logs():
+                    # The flag travels with the exchange of the update, so that all workers compute metrics after the
+                    # same step, whichever of them has a callback that asks.
                     self._workers.set_flags(ControlFlags.LOGS)
                 due = (self.batch + 1) % self._setup.config.accumulate == 0
+                # The first step alone: the state of the loss is compared before and after it.
                 watching, self._watching_loss = self._watching_loss, nullcontext()
                 with naming_step(self.epoch, self.batch + 1, batch), watching:
                     outputs = None if self._graphs is None else self._graphs.run(batch, epoch=self.epoch)
@@ -226,6 +230,7 @@ class TrainLoop:
             if self.pending:
                 self._finish_cycle()
         clock.start()
+        # Waits for the device. The time is that of the last step, and not of the callbacks after it.
         self.loss.settle()
         clock.extend()
         self.epoch, self.batch = self.epoch + 1, 0
@@ -260,7 +265,7 @@ class TrainLoop:
         self.pending = 0
 
     def _count(self, outputs: Sequence[StepOutput], update: StepResult | None) -> None:
-        """Steps the scheduler, and adds a step to the loss: the sums of all workers, or layouts, only updates have."""
+        """Steps the scheduler, and adds a step to the loss. With several workers or layouts only updates have sums."""
         if update is not None:
             self.grad_norm = update.grad_norm
             # Not after an update that the host knows was skipped. If a GPU skips one by itself, the schedule must not
@@ -279,8 +284,9 @@ class TrainLoop:
         """At the end of an epoch: compares the weights of the workers, averages buffers, and sums the rows."""
         if self._workers.is_single:
             return rows
+        # Once an epoch: a worker whose weights have come apart, by a fault of memory or of the program, is named then.
         self._setup.module.compare_weights()
         self._setup.module.exchange_buffers()
         gathered = self._workers.all_gather_numbers("end of an epoch", [rows])
         self._stop.received()
-        return int(sum(each for (each,) in gathered))
+        return int(sum(worker_rows for (worker_rows,) in gathered))

@@ -31,6 +31,8 @@ def module_mode(mirrored: MirroredModule, *, training: bool) -> Iterator[None]:
     with keeping_modes(mirrored.module):
         mirrored.train(training)
         if not training:
+            # All replicas evaluate with the averaged statistics, as one device has one set of them
+            # (test_batch_norm_statistics_are_averaged_before_evaluation_and_in_the_file).
             mirrored.sync_buffers()
         yield
 
@@ -41,7 +43,7 @@ def run_evaluation(
     """The loss and metrics over the data, each row counted once. Every worker must call it."""
     strategy = setup.strategy
     metrics = ReplicaMetrics(strategy, setup.config.metrics)
-    states = PerReplica([ReplicaState(own) for own in metrics.per_replica])
+    states = PerReplica([ReplicaState(values) for values in metrics.per_replica])
     loss = RunningLoss()
     strategy.check_rows_in(evaluate_step)
 
@@ -59,7 +61,7 @@ def run_evaluation(
         _run_batches("test", data, run, callbacks=callbacks, clock=clock)
         replicas = loss.rows(len(strategy.devices))
         examples = [clock.examples] + [0] * (len(replicas) - 1)
-        numbers = [(*sums, own) for sums, own in zip(replicas, examples, strict=True)]
+        numbers = [(*sums, number) for sums, number in zip(replicas, examples, strict=True)]
         total, count, rows = strategy.workers.sum_numbers("end of an evaluation", numbers)
         clock.examples = int(rows)
         logs = {"loss": RunningLoss(total, count).final(), **metrics.compute()}
@@ -152,13 +154,17 @@ class CollectedOutputs:
         columns = [torch.cat(column) for column in zip(*self._shards, strict=True)]
         # A worker without rows takes the structure of another one's.
         empty = None if self._spec is None else _plain(tree_unflatten([column[:0] for column in columns], self._spec))
-        known = [each for each in all_gather_object(workers, "structure of the predictions", empty) if each is not None]
-        if not known:
+        structures = [
+            structure
+            for structure in all_gather_object(workers, "structure of the predictions", empty)
+            if structure is not None
+        ]
+        if not structures:
             raise ConfigError("predict got no rows on any worker; give data with at least one row")
         if workers.is_single:
             return tree_unflatten(columns, self._spec)
         if self._spec is None:
-            columns, self._spec = tree_flatten(known[0])
+            columns, self._spec = tree_flatten(structures[0])
         rows = all_gather_object(workers, "rows of the predictions", self._rows)
         gathered = [workers.all_gather("predictions", column, 0) for column in columns]
         return tree_unflatten([_interleaved(parts, rows) for parts in gathered], self._spec)

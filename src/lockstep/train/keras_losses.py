@@ -45,7 +45,10 @@ def _at_least_float32(outputs: Tensor) -> Tensor:
 def _log_probabilities(outputs: Tensor) -> Tensor:
     """As Keras: divided by their sum and clipped; NaN in rows that are no distribution."""
     values = _at_least_float32(outputs)
+    # Keras divides by the sum and clips, too: the numbers are its own, also of rows whose sum is rounded.
     clipped = (values / values.sum(-1, keepdim=True)).clamp(_EPSILON, 1 - _EPSILON)
+    # NaN instead of an error: to ask the device would make the host wait in every step, and a loss that is NaN ends the
+    # fit.
     return clipped.log().where(_are_probabilities(outputs), math.nan)
 
 
@@ -71,6 +74,7 @@ def _kl_divergence(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _log_cosh(outputs: Tensor, targets: Tensor) -> Tensor:
     error = outputs - targets
+    # log(cosh(x)) itself overflows from x = 90 on in float32.
     return error + F.softplus(-2 * error) - math.log(2)
 
 
@@ -155,6 +159,7 @@ def refuse_other_outputs(name: str, outputs: Tensor) -> None:
     if name not in _LOGITS_OF or not outputs.numel():
         return
     fits = _are_between_0_and_1(outputs) if name == "binary_crossentropy" else _are_probabilities(outputs)
+    # NaN is not between 0 and 1 either, and the error about it names the step.
     if bool(fits.all()) or bool(outputs.isnan().any()):  # NaN has an error of its own
         return
     function, of_logits = _LOGITS_OF[name]

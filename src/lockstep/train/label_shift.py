@@ -37,6 +37,7 @@ def shifts_labels(outputs: Any, targets: Any) -> bool | None:
     with torch.no_grad():
         same = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long())
         following = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten().long())
+        # Stacked, so that the host waits for the device once and not three times.
         numbers = torch.stack([loss.detach().reshape(()).to(same.dtype), same, following]).tolist()
     return _decide(*numbers, tolerance=_CLOSE if logits.dtype in (torch.float32, torch.float64) else 100 * _CLOSE)
 
@@ -48,13 +49,13 @@ def traced_shift(label_means: Sequence[LabelMean], targets: Any) -> bool | None:
     """
     if len(label_means) != 1 or not isinstance(targets, Tensor) or targets.dim() != 2 or targets.shape[1] < 2:
         return None
-    used = label_means[0].target.flatten()
+    loss_labels = label_means[0].target.flatten()
     following = F.pad(targets[:, 1:], (0, 1), value=label_means[0].ignored)
     same, shifts = (
-        used.shape == labels.shape and torch.equal(used, labels.to(used.dtype))
+        loss_labels.shape == labels.shape and torch.equal(loss_labels, labels.to(loss_labels.dtype))
         for labels in (targets.flatten(), following.flatten())
     )
-    shifts = shifts or (used.numel() != targets.numel() and used.numel() == targets[:, 1:].numel())
+    shifts = shifts or (loss_labels.numel() != targets.numel() and loss_labels.numel() == targets[:, 1:].numel())
     return shifts if same != shifts else None
 
 

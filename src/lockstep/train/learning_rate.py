@@ -174,6 +174,7 @@ class RangeTest:
         """Sets the rate of the next update."""
         rate = self.rates[len(self.losses)]
         for group, ratio in zip(self._groups, self._ratios, strict=True):
+            # In place: a captured update reads this tensor, and would not see another one.
             if isinstance(group["lr"], torch.Tensor):  # which a captured update reads
                 group["lr"].fill_(rate * ratio)
             else:
@@ -255,18 +256,20 @@ def restoring(checkpoint: Checkpoint, data: DistributedIterable) -> Iterator[Non
     """
     workers = checkpoint.workers
     random, attributes = data.random_state(), data.attribute_state()
-    made = run_on_chief(workers, "folder of the range test", lambda: tempfile.mkdtemp(prefix="lockstep-range-test-"))
-    folder = all_gather_object(workers.processes, "folder of the range test", made)[0]
+    path = run_on_chief(workers, "folder of the range test", lambda: tempfile.mkdtemp(prefix="lockstep-range-test-"))
+    folder = all_gather_object(workers.processes, "folder of the range test", path)[0]
     try:
         saved = CheckpointManager(checkpoint, folder).save(0)
-        lost = False
+        is_lost = False
         try:
             yield
         except ClusterError:
-            lost = True
+            is_lost = True
             raise
         finally:
-            if not lost:
+            if not is_lost:
+                # From a file and not from memory: the same way back as a resumed training, so nothing can be forgotten,
+                # and no second copy of the state is held on a device.
                 checkpoint.restore(saved)
                 data.load_attributes({"attributes": attributes})
                 data.load_random_state(random)

@@ -66,9 +66,9 @@ class RunningLoss:
         return copy
 
     def state(self) -> list[list[float]]:
-        """The totals and counts as they are added up, each replica's apart: from their sums others would have followed.
+        """Returns the total and the count of each replica. Their sum would not do: later steps are added to each one's.
 
-        Measured: one loss of an epoch that was resumed in its middle differed in its last bit.
+        Measured: with the sum, one loss of an epoch that was resumed in its middle differed in its last bit.
         """
         self.settle()
         return [list(row) for row in self._rows]
@@ -142,8 +142,8 @@ def naming_step(epoch: int, step: int, batch: Any = None) -> Iterator[None]:
     try:
         yield
     except NonFiniteLossError as error:
-        found = _not_finite(batch)
-        advice = f"{found}; clean the data, or leave such rows out" if found else error.advice
+        place = _not_finite(batch)
+        advice = f"{place}; clean the data, or leave such rows out" if place else error.advice
         raise NonFiniteLossError(f"epoch {epoch + 1}, step {step}: {error.finding}", advice) from error
 
 
@@ -191,6 +191,7 @@ class LazyLogs(dict[str, float]):
     def _fill(self) -> None:
         if not self._filled:
             self._filled = True
+            # dict's own: the update of this class would ask for the values again.
             dict.update(self, self._source[1]())
 
 
@@ -315,7 +316,7 @@ class History:
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> History:
         """The History that ``dataclasses.asdict`` made ``saved`` of."""
-        return cls(**{**saved, "timing": [EpochTiming(**each) for each in saved["timing"]]})
+        return cls(**{**saved, "timing": [EpochTiming(**entry) for entry in saved["timing"]]})
 
     def add(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Appends the logs of one epoch."""

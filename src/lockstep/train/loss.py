@@ -83,7 +83,9 @@ def no_examples(outputs: Tensor) -> tuple[Tensor, float]:
 
 def _pair(returned: tuple[Any, ...]) -> Sums:
     if len(returned) != 2 or not isinstance(returned[0], Tensor) or not all(map(_is_number, returned)):
-        kinds = [f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in returned]
+        kinds = [
+            f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for value in returned
+        ]
         raise ConfigError(
             f"the loss returned a tuple of {', '.join(kinds)}; return a pair (total, count): a scalar tensor, the sum, "
             "and a number"
@@ -112,7 +114,9 @@ class LossTotals:
 
     def numbers(self) -> _Numbers:
         """Total and count on the host."""
-        total, count = (each.detach() if isinstance(each, Tensor) else each for each in (self.total, self.count))
+        total, count = (
+            number.detach() if isinstance(number, Tensor) else number for number in (self.total, self.count)
+        )
         return float(total), float(count)
 
 
@@ -190,20 +194,20 @@ class _Mismatch:
 
 def _check_parts(loss: Loss, shard: ShardRows, sums: LossTotals, context: ReplicaContext, *, parts: int) -> None:
     """Compares a shard with its parts, and refuses a loss that they do not add up to."""
-    found = _compared(partial(_totals, loss, True), shard, sums, context, parts)
-    if isinstance(found, _Mismatch):
+    mismatch = _compared(partial(_totals, loss, True), shard, sums, context, parts)
+    if isinstance(mismatch, _Mismatch):
         shapes = [tuple(leaf.shape) for leaf in tree_leaves((shard.outputs, shard.batch.y)) if isinstance(leaf, Tensor)]
-        what = "the sum over" if found.is_sum else "no mean over"
+        what = "the sum over" if mismatch.is_sum else "no mean over"
         raise ConfigError(
             f"the loss {_name_of(loss)} returns {what} the rows, so its shards do not add up to the loss of the global "
             f"batch (shapes of outputs and targets: {', '.join(map(str, shapes))}); {_ADVICE}. A loss that compares "
             "rows with each other needs a loop of its own, with ls.get_replica_context().all_gather"
         )
     # Where the outputs are not rows, such as the logits of masked tokens, a returned total and count are trusted.
-    if found is not None and (sums.assumed_mean or not shard.has_other_outputs()):
-        taken = "a mean over" if sums.assumed_mean else "adding up over"
+    if mismatch is not None and (sums.assumed_mean or not shard.has_other_outputs()):
+        reading = "a mean over" if sums.assumed_mean else "adding up over"
         warnings.warn(
-            f"the loss {_name_of(loss)} is taken as {taken} the rows, which could not be checked: {found}; if "
+            f"the loss {_name_of(loss)} is taken as {reading} the rows, which could not be checked: {mismatch}; if "
             f"it is not, {_ADVICE}",
             stacklevel=2,
         )
@@ -213,8 +217,8 @@ def parts_mismatch(measure: _Measure, shard: ShardRows, context: ReplicaContext)
     """Why a shard's loss is not that of its rows in two parts, or could not be compared; None if it is."""
     with checked_alone(context):
         sums = measure(shard)
-    found = _compared(measure, shard, sums, context, 2)
-    return "its parts do not add up to it" if isinstance(found, _Mismatch) else found
+    mismatch = _compared(measure, shard, sums, context, 2)
+    return "its parts do not add up to it" if isinstance(mismatch, _Mismatch) else mismatch
 
 
 def _compared(
@@ -251,6 +255,7 @@ def _compare(measure: _Measure, shard: ShardRows, sums: LossTotals, most_parts: 
     if difference <= suspect:
         depends = sums.assumed_mean and shard.has_other_outputs() and _uses_others(measure, shard, whole, suspect)
         return "it takes from the outputs what the module has computed over its rows" if depends else None
+    # A loss that draws numbers differs from itself, so its difference from the parts says nothing.
     if _difference(whole, [measure(shard.take(index)).numbers()]) > suspect:
         return "it gives another value for the same rows when it is called again"
     if shard.has_other_outputs():
@@ -266,8 +271,8 @@ def _difference(whole: _Numbers, parts: Sequence[_Numbers]) -> float:
     if not all(map(math.isfinite, chain.from_iterable(parts))):
         return math.inf
     differences: list[float] = [
-        abs(sum(own) - number) / max(sum(map(abs, own)), abs(number), 1e-30)
-        for number, own in zip(whole, zip(*parts, strict=True), strict=True)
+        abs(sum(shares) - number) / max(sum(map(abs, shares)), abs(number), 1e-30)
+        for number, shares in zip(whole, zip(*parts, strict=True), strict=True)
     ]
     return max(differences)
 
@@ -337,8 +342,8 @@ def warning_of_loss_state(loss: Any, replicas: int) -> Iterator[None]:
 
 def _states_kept_by(loss: Any) -> dict[str, tuple[Any, Any]]:
     """What the function has captured, or the numbers and buffers of a module, by name, with their states."""
-    kept = dict(captured_by(loss))
+    values = dict(captured_by(loss))
     for path, part in loss.named_modules() if isinstance(loss, nn.Module) else ():
         numbers = {name: value for name, value in vars(part).items() if type(value) in (int, float)}
-        kept |= {f"{path}.{name}".lstrip("."): value for name, value in {**numbers, **part._buffers}.items()}
-    return {name: (value, state_of(value)) for name, value in kept.items()}
+        values |= {f"{path}.{name}".lstrip("."): value for name, value in {**numbers, **part._buffers}.items()}
+    return {name: (value, state_of(value)) for name, value in values.items()}

@@ -37,12 +37,13 @@ class _TensorNotes(Generic[T]):
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, int, T]] = {}
 
-    def put(self, tensor: Any, value: T) -> None:
+    def note(self, tensor: Any, value: T) -> None:
+        # The tensor is held: otherwise another one could get its id, and its note with it.
         self._of[id(tensor)] = (tensor, _version(tensor), value)
 
     def get(self, tensor: Any) -> T | None:
-        found = self._of.get(id(tensor))
-        return None if found is None or _version(tensor) != found[1] else found[2]
+        note = self._of.get(id(tensor))
+        return None if note is None or _version(tensor) != note[1] else note[2]
 
 
 class _Call(NamedTuple):
@@ -108,24 +109,24 @@ class ReductionTracer(TorchFunctionMode):
         return self._sums.get(returned) or None
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool) -> Any:
-        given = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
-        reduction = _reduction(given)
-        if reduction == "mean" and func in _OF_LABELS and not _are_probabilities(given):
-            self.label_means.append(LabelMean.of(given))
+        arguments = dict(zip(_PARAMETERS[func], args, strict=False)) | kwargs
+        reduction = _reduction(arguments)
+        if reduction == "mean" and func in _OF_LABELS and not _are_probabilities(arguments):
+            self.label_means.append(LabelMean.of(arguments))
         if reduction not in ("mean", "batchmean") or not traced:
             result = func(*args, **kwargs)
             if reduction == "sum" and traced:
-                self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(given.values())))
+                self._note_sum(result, f'{func.__name__}(reduction="sum")', next(iter(arguments.values())))
             return result
-        total, count = _SUMMED.get(func, _values_summed)(func, given)
+        total, count = _SUMMED.get(func, _values_summed)(func, arguments)
         result = total / count
-        self._pairs.put(result, (total, count))
+        self._pairs.note(result, (total, count))
         return result
 
     def _note_sum(self, result: Tensor, of: str, values: Any) -> None:
-        self._sums.put(result, of)
+        self._sums.note(result, of)
         if isinstance(values, Tensor) and not values.numel():
-            self._of_nothing.put(result, True)
+            self._of_nothing.note(result, True)
 
     def _sum(self, result: Tensor, call: _Call) -> None:
         if call.is_of_one_number:
@@ -137,11 +138,11 @@ class ReductionTracer(TorchFunctionMode):
         if call.is_of_one_number:
             self._linear(result, call)
         elif self._masked and len(call.args) == 1 and not call.kwargs:
-            chosen, *rest = call.first.shape
-            self._pairs.put(result, (call.first.sum() / max(math.prod(rest), 1), float(chosen)))
+            selected, *rest = call.first.shape
+            self._pairs.note(result, (call.first.sum() / max(math.prod(rest), 1), float(selected)))
 
     def _scaled(self, result: Tensor, call: _Call) -> None:
-        if all(isinstance(each, (int, float)) for each in call.args[1:]):
+        if all(isinstance(number, (int, float)) for number in call.args[1:]):
             self._linear(result, call)
 
     def _linear(self, result: Tensor, call: _Call) -> None:
@@ -150,15 +151,15 @@ class ReductionTracer(TorchFunctionMode):
             return
         pair, summed = self._pairs.get(call.first), self._sums.get(call.first)
         if pair is not None:
-            self._pairs.put(result, (call.func(pair[0], *call.args[1:], **call.kwargs), pair[1]))
+            self._pairs.note(result, (call.func(pair[0], *call.args[1:], **call.kwargs), pair[1]))
         elif summed is not None:
-            self._sums.put(result, summed)
+            self._sums.note(result, summed)
 
     def _added(self, result: Tensor, call: _Call) -> None:
         if len(call.args) == 2 and not call.kwargs:
             first, second = map(self._sums.get, call.args)
             if first is not None and second is not None:
-                self._sums.put(result, first or second)
+                self._sums.note(result, first or second)
 
     def _quotient(self, result: Tensor, call: _Call) -> None:
         if len(call.args) != 2 or call.kwargs:
@@ -168,9 +169,9 @@ class ReductionTracer(TorchFunctionMode):
             self._scaled(result, call)
         elif isinstance(count, Tensor) and count.numel() == 1:
             unclamped = self._unclamped.get(count)
-            self._pairs.put(result, (total, count if unclamped is None else unclamped))
+            self._pairs.note(result, (total, count if unclamped is None else unclamped))
         elif isinstance(count, (int, float)) and (self._masked or self._reads):
-            self._pairs.put(result, (total, self._counted(total, count)))
+            self._pairs.note(result, (total, self._counted(total, count)))
         # Otherwise divided by the rows or a constant, which the check of its parts tells apart.
 
     def _counted(self, total: Tensor, count: float) -> float:
@@ -185,13 +186,13 @@ class ReductionTracer(TorchFunctionMode):
         """A minimum of at most 1, which keeps a count from being 0, is left out of the count over all replicas."""
         least = call.args[1] if len(call.args) == 2 else call.kwargs.get("min")
         if isinstance(least, (int, float)) and least <= 1 and call.kwargs.get("max") is None and result.numel() == 1:
-            self._unclamped.put(result, call.first)
+            self._unclamped.note(result, call.first)
 
     def _choice(self, result: Tensor, call: _Call) -> None:
         """A selection by index or mask: the number of values depends on the data."""
         index = call.args[-1] if len(call.args) > 1 else next(iter(call.kwargs.values()), None)
         parts = index if isinstance(index, tuple) else (index,)
-        self._masked = self._masked or any(isinstance(each, Tensor) for each in parts)
+        self._masked = self._masked or any(isinstance(part, Tensor) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +204,10 @@ class LabelMean:
     ignored: int
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> LabelMean:
+    def of(cls, arguments: Mapping[str, Any]) -> LabelMean:
         """The labels of a call of a loss."""
-        ignored = given.get("ignore_index", -100)
-        return cls(given["target"], given.get("weight"), -100 if ignored is None else int(ignored))
+        ignored = arguments.get("ignore_index", -100)
+        return cls(arguments["target"], arguments.get("weight"), -100 if ignored is None else int(ignored))
 
     def counts_rows(self) -> bool:
         """Whether all labels count alike, so that the mean is one over rows. Waits for the device."""
@@ -226,45 +227,46 @@ class LabelMean:
         return weights.sum()
 
 
-def _values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
-    values = func(**{**given, "reduction": "none"})
+def _values_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
+    values = func(**{**arguments, "reduction": "none"})
     return _sum_exactly(values), float(values.numel())
 
 
-def _weighted_values_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
-    weight = given.get("weight")
-    total, count = _values_summed(func, given)
+def _weighted_values_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
+    weight = arguments.get("weight")
+    total, count = _values_summed(func, arguments)
     return total, count if weight is None else weight.sum()
 
 
-def _rows_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+def _rows_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
     """KLDivLoss: "batchmean" divides by the rows, "mean" by the values."""
-    total, count = _values_summed(func, given)
-    return total, count if _reduction(given) == "mean" else float(given["input"].shape[0])
+    total, count = _values_summed(func, arguments)
+    return total, count if _reduction(arguments) == "mean" else float(arguments["input"].shape[0])
 
 
-def _sequences_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
+def _sequences_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
     """CTCLoss: each sequence divided by its length."""
-    values = func(**{**given, "reduction": "none"})
-    lengths = torch.as_tensor(given["target_lengths"], device=values.device).clamp(min=1)
+    values = func(**{**arguments, "reduction": "none"})
+    lengths = torch.as_tensor(arguments["target_lengths"], device=values.device).clamp(min=1)
     return _sum_exactly(values / lengths), float(values.numel())
 
 
-def _labels_summed(func: Callable[..., Any], given: Mapping[str, Any]) -> Pair:
-    given = {**given, "reduction": "sum"}
-    if given["input"].dtype in (torch.float16, torch.bfloat16):
-        given["input"] = given["input"].float()
-        if isinstance(given.get("weight"), Tensor):
-            given["weight"] = given["weight"].float()
-    total = func(**given)
-    if _are_probabilities(given):
-        classes = given["input"].shape[1 if given["input"].dim() > 1 else 0]
-        return total, given["input"].numel() / classes
-    return total, LabelMean.of(given).count()
+def _labels_summed(func: Callable[..., Any], arguments: Mapping[str, Any]) -> Pair:
+    arguments = {**arguments, "reduction": "sum"}
+    # The largest float16 is 65504: a sum over some thousand labels would be infinite.
+    if arguments["input"].dtype in (torch.float16, torch.bfloat16):
+        arguments["input"] = arguments["input"].float()
+        if isinstance(arguments.get("weight"), Tensor):
+            arguments["weight"] = arguments["weight"].float()
+    total = func(**arguments)
+    if _are_probabilities(arguments):
+        classes = arguments["input"].shape[1 if arguments["input"].dim() > 1 else 0]
+        return total, arguments["input"].numel() / classes
+    return total, LabelMean.of(arguments).count()
 
 
-def _are_probabilities(given: Mapping[str, Any]) -> bool:
-    return bool(given["target"].is_floating_point())
+def _are_probabilities(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments["target"].is_floating_point())
 
 
 def _sum_exactly(values: Tensor) -> Tensor:
@@ -272,13 +274,14 @@ def _sum_exactly(values: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
+    # torch raises an error for the version of an inference tensor.
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _reduction(given: Mapping[str, Any]) -> str:
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+def _reduction(arguments: Mapping[str, Any]) -> str:
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         raise ConfigError("the loss gives torch size_average= or reduce=, which are deprecated; give it reduction=")
-    return str(given.get("reduction", "mean"))
+    return str(arguments.get("reduction", "mean"))
 
 
 _OF_LABELS = frozenset([F.cross_entropy, F.nll_loss])
@@ -297,6 +300,7 @@ _SUMMED: dict[Any, Callable[[Callable[..., Any], Mapping[str, Any]], Pair]] = {
     F.kl_div: _rows_summed,
     F.ctc_loss: _sequences_summed,
 }
+# ``total /= count`` would change the total that was noted. As ``total / count`` it stays, and the result is the same.
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {Tensor.__itruediv__: Tensor.__truediv__}
 _NOTED: dict[Any, Callable[[ReductionTracer, Any, _Call], None]] = {
     **dict.fromkeys([torch.sum, Tensor.sum], ReductionTracer._sum),

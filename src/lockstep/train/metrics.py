@@ -89,7 +89,7 @@ class ReplicaMetrics:
             metric.reset()
 
     def _all(self) -> Iterator[Any]:
-        return chain.from_iterable(own.values() for own in self.per_replica)
+        return chain.from_iterable(replica_metrics.values() for replica_metrics in self.per_replica)
 
     def compute(self) -> dict[str, float]:
         """The values over the rows of all replicas, by name. Every worker must call it, outside the replicas."""
@@ -100,11 +100,12 @@ class ReplicaMetrics:
         """``compute`` without waiting for a GPU: the names, and the values that can be read later."""
         values: dict[str, Any] = {}
         for name in self.per_replica[0]:
-            local = [own[name] for own in self.per_replica]
+            local = [replica_metrics[name] for replica_metrics in self.per_replica]
             gathered = all_gather_object(self._workers, f"metric {name!r}", [states_of(metric) for metric in local])
-            states = [each for worker in gathered for each in worker]
+            states = [state for worker in gathered for state in worker]
             alone = self._workers.is_single and len(local) == 1
             merged = local[0] if alone else merge_metrics(local, states)
+            # With replicas=, with as many threads as a replica has: their number decides how torch rounds a sum.
             with self._computing_alike():
                 values.update(_single_numbers(name, merged.compute()))
         return list(values), AsyncScalars(list(values.values()), self._home)
@@ -134,7 +135,7 @@ def _single_numbers(name: str, value: Any) -> dict[str, Any]:
     """The logs of one computed value: itself, or one per entry if it is a dict."""
     if isinstance(value, Mapping):
         numbers = {key: _single_numbers(name, item).values() for key, item in value.items()}
-        return {f"{name}_{key}": number for key, found in numbers.items() for number in found}
+        return {f"{name}_{key}": number for key, values in numbers.items() for number in values}
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigError(
             f"metric {name!r} computed a tensor of shape {tuple(value.shape)}; the logs hold single numbers: "
@@ -154,14 +155,14 @@ def load_states(
     ``saved`` are the ``replica_states`` of all replicas that saved, ``first`` is the number of the first local replica
     and ``replicas`` how many there are now, over all workers.
     """
-    for local, own in enumerate(metrics):
+    for local, replica_metrics in enumerate(metrics):
         sources = saved[first + local :: replicas]
-        for name, metric in own.items():
+        for name, metric in replica_metrics.items():
             states = zip(*[source[name] for source in sources if name in source], strict=True)
             for part, saved_states in zip(nested_metrics(metric), states, strict=False):
-                used = [state for state in saved_states if state["updates"]]
-                if len(used) < 2 or _combines(part):
-                    merge_into(part, used)
+                updated_states = [state for state in saved_states if state["updates"]]
+                if len(updated_states) < 2 or _combines(part):
+                    merge_into(part, updated_states)
                     continue
                 warnings.warn(
                     f"metric {name!r} cannot combine the states of several replicas; on this smaller number of "
@@ -215,9 +216,13 @@ def _compared(metric: Any, shard: ShardRows) -> tuple[float, float] | None:
     parts = _value(merge_metrics(halves, [states_of(half) for half in halves]))
     if len(whole) != len(parts) or whole != again:  # it keeps all rows, or draws random numbers
         return None
-    for own, other in zip(whole, parts, strict=True):
-        if math.isfinite(own) and math.isfinite(other) and not math.isclose(own, other, rel_tol=CERTAIN, abs_tol=1e-6):
-            return own, other
+    for value, other in zip(whole, parts, strict=True):
+        if (
+            math.isfinite(value)
+            and math.isfinite(other)
+            and not math.isclose(value, other, rel_tol=CERTAIN, abs_tol=1e-6)
+        ):
+            return value, other
     return None
 
 

@@ -62,8 +62,8 @@ from lockstep.train.inference import module_mode, run_evaluation, run_prediction
 from lockstep.train.logs import History, StepClock
 from lockstep.train.module_loss import check_computes_loss
 from lockstep.train.names import ModuleLoss, loss_named, metrics_named, optimizer_named
-from lockstep.train.own_step import OwnStep, ShardLoss, TrainStep
 from lockstep.train.summary import noting_shapes, summary_table
+from lockstep.train.user_step import ShardLoss, TrainStep, UserStep
 
 # Methods that Keras and Lightning call in a subclass, and Model does not: ignoring them would train another loss.
 _NOT_CALLED = frozenset(
@@ -75,7 +75,7 @@ _NOT_CALLED = frozenset(
 )
 
 
-def _refuse_own_steps(names: Iterable[str], where: str) -> None:
+def _refuse_step_methods(names: Iterable[str], where: str) -> None:
     for name in _NOT_CALLED.intersection(names):
         raise UsageError(
             f"{where} defines {name}, which fit, evaluate and predict do not call; define forward in the module that "
@@ -126,12 +126,12 @@ class Model:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         above = cls.__mro__[: cls.__mro__.index(Model)]
-        _refuse_own_steps((name for each in above for name in vars(each)), f"class {cls.__name__}")
+        _refuse_step_methods((name for kind in above for name in vars(kind)), f"class {cls.__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("train_step", "test_step"):
             raise UsageError(f"{name} was set on an object; override it in a subclass of Model")
-        _refuse_own_steps((name,), f"an attribute of {type(self).__name__}")
+        _refuse_step_methods((name,), f"an attribute of {type(self).__name__}")
         object.__setattr__(self, name, value)
 
     if not TYPE_CHECKING:  # which takes a class that has this for one that has every name
@@ -152,12 +152,12 @@ class Model:
             return self._module(*args, **kwargs)
         if self._module.is_part or self._module.shards_weights or self._module.pipeline is not None:
             raise UsageError("the model is divided among workers, and cannot be called by itself; call model.predict")
-        given = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
+        moved = on_device((args, kwargs), self.strategy.devices[0].torch_device, floats_of(self.module))
         with module_mode(self._module, training=False), self._precision.autocast():
-            return self._module(*given[0], **given[1])
+            return self._module(*moved[0], **moved[1])
 
     def __repr__(self) -> str:
-        parameters = sum(each.numel() for each in self.module.parameters())
+        parameters = sum(parameter.numel() for parameter in self.module.parameters())
         parts = [type(self.module).__name__, f"{parameters:,} parameters", repr(self.strategy)]
         if self._setup is None:
             parts.append("not compiled")
@@ -261,19 +261,19 @@ class Model:
             check_computes_loss(self.module)
         loss, optimizer = ModuleLoss() if loss is None else loss_named(loss), optimizer_named(optimizer)
         graphs, compile_module = keras_execution(graphs, compile_module, jit_compile, run_eagerly)
-        given = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
-        given["combines_rows"] = combines_rows
-        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **given)  # type: ignore[arg-type]  # checked there
+        settings = {"precision": precision, "accumulate": accumulate, "clip_norm": clip_norm, "graphs": graphs}
+        settings["combines_rows"] = combines_rows
+        config = CompileConfig(loss=loss, metrics=metrics_named(metrics or {}, loss), **settings)  # type: ignore[arg-type]  # checked there
         compilation = Compilation.of(compile_module)
         if isinstance(loss, ModuleLoss):
             self._check_module_loss(compilation)
         setup = make_setup(self.strategy, self._module, config, optimizer, scheduler)
-        self._setup = replace(setup, train_step=self._own_step("train_step"), test_step=self._own_step("test_step"))
+        self._setup = replace(setup, train_step=self._user_step("train_step"), test_step=self._user_step("test_step"))
         self._batch_loop = None
         self._module.compile_as(compilation)
 
     def _check_module_loss(self, compilation: Compilation | None) -> None:
-        obstacles = [name for name in ("train_step", "test_step") if self._own_step(name) is not None]
+        obstacles = [name for name in ("train_step", "test_step") if self._user_step(name) is not None]
         if compilation is not None:
             obstacles.append("compile_module")
         if self._module.pipeline is not None:
@@ -586,7 +586,7 @@ class Model:
             raise UsageError(f"{caller} needs an optimizer; call model.compile(optimizer=..., loss=...) first")
         return setup
 
-    def _own_step(self, name: Literal["train_step", "test_step"]) -> OwnStep | None:
+    def _user_step(self, name: Literal["train_step", "test_step"]) -> UserStep | None:
         """The method of this name if a subclass has overridden it."""
         if getattr(type(self), name) is getattr(Model, name):
             return None
@@ -645,7 +645,7 @@ class Model:
 
     def _callbacks(
         self,
-        given: Sequence[Callback] | None,
+        user_callbacks: Sequence[Callback] | None,
         verbose: FitVerbose,
         data: EpochIterator | None,
         **params: Any,
@@ -656,11 +656,13 @@ class Model:
                 f"verbose={verbose!r} is unknown; choose 0 (silent), 1 or 'auto' (a live line) or 2 (plain lines)"
             )
         verbose = 1 if verbose == "auto" else verbose
-        if isinstance(given, Callback):
-            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list, such as callbacks=[callback]")
-        if given is not None and not isinstance(given, (list, tuple)):
-            raise ConfigError(f"callbacks is a {type(given).__name__}; give a list of lockstep.Callback")
-        callbacks = list(given or ())
+        if isinstance(user_callbacks, Callback):
+            raise ConfigError(
+                f"callbacks is a {type(user_callbacks).__name__}; give a list, such as callbacks=[callback]"
+            )
+        if user_callbacks is not None and not isinstance(user_callbacks, (list, tuple)):
+            raise ConfigError(f"callbacks is a {type(user_callbacks).__name__}; give a list of lockstep.Callback")
+        callbacks = list(user_callbacks or ())
         if verbose and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(ProgressBar(verbose))
         params |= {"steps": None if data is None else data.steps, "verbose": verbose}

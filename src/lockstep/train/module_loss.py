@@ -84,6 +84,7 @@ def _check_parts(copy: nn.Module, shard: ShardRows, context: ReplicaContext) -> 
             return _totals(tracer, copy(*args, **kwargs), part.rows, kind)
 
     with keeping_modes(copy):
+        # Dropout would draw other masks for the parts than for the whole.
         copy.eval()
         reason = parts_mismatch(measured, shard, context)
     if reason is not None:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,14 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.extras import require
 from lockstep.train import keras_losses
+from lockstep.train.classification import (
+    F1,
+    Accuracy,
+    Outputs,
+    ShiftedAccuracy,
+    classes_and_labels,
+    last_classes_and_labels,
+)
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy": F.binary_cross_entropy,
@@ -51,6 +58,12 @@ _METRICS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the module of torchm
     "perplexity": ("text", "Perplexity", {"ignore_index": -100}),
     "r2": ("regression", "R2Score", {}),
     "rmse": ("regression", "MeanSquaredError", {"squared": False}),
+}
+_CLASSIFICATION: dict[str, Callable[[Outputs | None], Any]] = {
+    "accuracy": Accuracy,
+    "binary_accuracy": Accuracy,
+    "f1": F1,
+    "shifted_accuracy": ShiftedAccuracy,
 }
 _OF_KERAS = {
     "acc": "accuracy",
@@ -116,7 +129,7 @@ class NamedLoss:
                 f"type {type(targets).__name__}; give compile a function loss(outputs, targets)"
             )
         if self.name == "sparse_categorical_crossentropy":
-            return _last_classes_and_labels(outputs, targets)
+            return last_classes_and_labels(outputs, targets)
         if self.name in _OF_CLASSES and targets.shape != outputs.shape:
             return classes_and_labels(outputs, targets)
         if targets.dim() == outputs.dim() - 1 and outputs.shape == (*targets.shape, 1):
@@ -137,38 +150,6 @@ class ModuleLoss:
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """The mean loss that the module has computed."""
         return outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
-
-
-def classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs with the classes in dimension 1, and class numbers for them.
-
-    Raises a ConfigError for shapes that do not belong together, or that could be meant in two ways.
-    """
-    labels = targets.squeeze(-1) if targets.dim() == outputs.dim() and targets.shape[-1] == 1 else targets
-    as_torch = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == labels.shape
-    last = outputs.dim() > 1 and outputs.shape[:-1] == labels.shape
-    if labels.is_floating_point() or not (as_torch or last) or (as_torch and last and outputs.dim() > 2):
-        raise ConfigError(
-            f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, {targets.dtype}, "
-            "are no scores of classes and class numbers whose dimensions can be told apart; give outputs (rows, "
-            "classes) or (rows, tokens, classes) and integer targets without the classes, or a function of them"
-        )
-    if as_torch:
-        return outputs, labels.long()
-    return outputs.flatten(0, -2), labels.flatten().long()
-
-
-def _last_classes_and_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the classes in the last dimension, where Keras has them."""
-    labels = targets.squeeze(-1) if targets.dim() == outputs.dim() and targets.shape[-1] == 1 else targets
-    if outputs.dim() < 2 or labels.shape != outputs.shape[:-1]:
-        one_hot = ", or one-hot targets to 'categorical_crossentropy'" * (labels.shape == outputs.shape)
-        raise ConfigError(
-            f"loss='sparse_categorical_crossentropy' got outputs of shape {tuple(outputs.shape)} and targets of shape "
-            f"{tuple(targets.shape)}; give outputs (rows, classes) or (rows, tokens, classes) and class numbers of "
-            f"that shape without the classes{one_hot}"
-        )
-    return outputs.flatten(0, -2), labels.flatten().long()
 
 
 def loss_named(loss: T | str) -> T | NamedLoss:
@@ -202,13 +183,13 @@ def metrics_named(metrics: Any, loss: object) -> Any:
     if isinstance(metrics, str):
         raise ConfigError(f"metrics is the string {metrics!r}; give a list, such as metrics=[{metrics!r}]")
     if isinstance(metrics, Sequence):
-        names = [each if isinstance(each, str) else _snake_case(each) for each in metrics]
+        names = [metric if isinstance(metric, str) else _snake_case(metric) for metric in metrics]
         if len(set(names)) < len(names):
             raise ConfigError(f"metrics has one name twice: {', '.join(names)}; give a dict of name to metric")
         metrics = dict(zip(names, metrics, strict=True))
     if not isinstance(metrics, Mapping):
         return metrics
-    return {key: _metric_named(each, loss) if isinstance(each, str) else each for key, each in metrics.items()}
+    return {key: _metric_named(metric, loss) if isinstance(metric, str) else metric for key, metric in metrics.items()}
 
 
 def takes_tensors(function: object) -> bool:
@@ -217,8 +198,8 @@ def takes_tensors(function: object) -> bool:
     if isinstance(function, ModuleLoss):
         return False
     home: str = (function if hasattr(function, "__code__") else type(function)).__module__
-    ours = ("torchmetrics.", "lockstep.train.")
-    return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(ours)
+    packages = ("torchmetrics.", "lockstep.train.")
+    return home in ("torch.nn.functional", "torch.nn.modules.loss") or home.startswith(packages)
 
 
 def without_partial(function: Any) -> Any:
@@ -235,18 +216,18 @@ def logits_of(outputs: Any) -> Any:
 
 
 def _metric_named(string: str, loss: object) -> Any:
-    known = {"accuracy": "Accuracy", "binary_accuracy": "Accuracy", "f1": "F1", "shifted_accuracy": "ShiftedAccuracy"}
     plain = string.lower() if string.isupper() else string
     name = _OF_KERAS.get(plain, plain)
-    if name not in known and name not in _METRICS:
+    if name not in _CLASSIFICATION and name not in _METRICS:
         name = string
-    _check("metric", name, [*known, *_METRICS, *_OF_KERAS], "a torchmetrics Metric, such as MulticlassAUROC(10)")
-    if name in known:
-        classification = import_module("lockstep.train.classification")  # which imports this module
+    _check(
+        "metric", name, [*_CLASSIFICATION, *_METRICS, *_OF_KERAS], "a torchmetrics Metric, such as MulticlassAUROC(10)"
+    )
+    if name in _CLASSIFICATION:
         outputs = _outputs_of(loss)
         if name == "binary_accuracy" and outputs != "logits":
             outputs = "probabilities"
-        return getattr(classification, known[name])(outputs)
+        return _CLASSIFICATION[name](outputs)
     module, of, settings = _METRICS[name]
     return getattr(require(f"torchmetrics.{module}", "train"), of)(**settings)
 
@@ -270,8 +251,8 @@ def _snake_case(metric: object) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _check(what: str, name: str, known: Iterable[str], otherwise: str) -> None:
-    if name not in known:
+def _check(what: str, name: str, choices: Iterable[str], otherwise: str) -> None:
+    if name not in choices:
         raise ConfigError(
-            f"{what} {name!r} is unknown; choose {', '.join(map(repr, sorted(known)))}, or give {otherwise}"
+            f"{what} {name!r} is unknown; choose {', '.join(map(repr, sorted(choices)))}, or give {otherwise}"
         )

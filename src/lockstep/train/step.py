@@ -41,7 +41,7 @@ from lockstep.train.loss_reduction import ReductionTracer
 from lockstep.train.metrics import LEAST_ROWS, check_metrics_additive, gather_states, update_metric
 from lockstep.train.module_loss import module_loss_sums
 from lockstep.train.names import ModuleLoss, logits_of, takes_tensors
-from lockstep.train.own_step import OwnStep, TrainStep, run_own_step
+from lockstep.train.user_step import TrainStep, UserStep, run_user_step
 from lockstep.watch.rows import current_row_watch
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class ReplicaState:
 
     def add(self, total: Number, count: Number) -> None:
         """Adds the sums of one step, in double precision."""
+        # In double precision, as the sums of an epoch grow and the losses that are added to them do not.
         self.sums = Totals(self.sums.total + _double(total), self.sums.count + _double(count))
 
     def take_sums(self) -> Totals:
@@ -91,6 +92,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
     rows, module = batch_rows(item, is_item=True), setup.module
     total: Number = 0.0
     count: Number = 0.0
+    # Between updates nothing is sent to other workers: the gradients of a cycle are exchanged once.
     with nullcontext() if update else module.no_sync():
         # A shard without rows adds nothing, but its replica must run the module if others wait for it there: batch norm
         # over all replicas, or weights that are sharded.
@@ -99,7 +101,7 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             if module.pipeline is not None:
                 total, count = _pipeline_sums(setup, module.pipeline, state, batch, rows)
             elif setup.train_step is not None:
-                total, count = _own_sums(setup, setup.train_step, state, batch, rows)
+                total, count = _user_step_sums(setup, setup.train_step, state, batch, rows)
             else:
                 args, kwargs = module_arguments(batch.x)
                 with setup.precision.autocast(), keep_logits_sharded():
@@ -111,6 +113,8 @@ def train_step(setup: TrainSetup, state: ReplicaState, item: Any, update: bool) 
             scale = setup.precision.scale(replica_of_step(), count)
             if isinstance(total, Tensor):
                 _check_graph(total)
+                # The total, and not a mean: the update divides once, by the counts of all replicas, which are not known
+                # here.
                 torch.autograd.backward(total if scale is None else total * scale.to(total.device, non_blocking=True))
                 refuse_mixed_rows(setup.config.loss, combines_rows=setup.config.combines_rows)
                 total = total.detach()
@@ -128,7 +132,7 @@ def evaluate_step(setup: TrainSetup, state: ReplicaState, item: Any) -> StepOutp
     if setup.module.pipeline is not None:
         total, count = _pipeline_sums(setup, setup.module.pipeline, state, batch, rows)
     elif setup.test_step is not None:
-        total, count = _own_sums(setup, setup.test_step, state, batch, rows)
+        total, count = _user_step_sums(setup, setup.test_step, state, batch, rows)
     else:
         args, kwargs = module_arguments(batch.x)
         with setup.precision.autocast(), keep_logits_sharded():
@@ -177,12 +181,12 @@ def update_weights(setup: TrainSetup, state: ReplicaState) -> StepResult:
     return setup.optimizer.update(replica_of_step(), totals=state.take_sums(), clip_norm=clip_norm, scaler=scaler)
 
 
-def _own_sums(
-    setup: TrainSetup, own_step: OwnStep, state: ReplicaState, batch: LabelledBatch, rows: int
+def _user_step_sums(
+    setup: TrainSetup, user_step: UserStep, state: ReplicaState, batch: LabelledBatch, rows: int
 ) -> tuple[Number, Number]:
     """The sums of a shard's loss by the user's ``train_step`` or ``test_step``; updates the metrics."""
     with setup.precision.autocast(), keep_logits_sharded():
-        loss = run_own_step(own_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
+        loss = run_user_step(user_step, TrainStep(batch, rows, setup.module, partial(_loss_sums, setup, state)))
     _update_metrics(setup, state, loss.outputs, loss.batch, loss.rows)
     return loss.sums
 
@@ -254,6 +258,8 @@ def _sums(
 def _loss_sums(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> Sums:
     if not rows:
         floating = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        # A zero that is connected to the outputs: backward runs through it, so this replica takes part in every
+        # exchange that others wait for there.
         return no_examples(min(floating, key=Tensor.numel))  # without elements: a loss that the module computed is NaN
     context = replica_of_step()
     sharded = context.num_replicas_in_sync > 1 or setup.module.pipeline is not None
@@ -285,9 +291,11 @@ def update_metrics(state: ReplicaState, inputs: Iterable[tuple[Any, Any]]) -> No
 def _update_metrics(setup: TrainSetup, state: ReplicaState, outputs: Any, batch: LabelledBatch, rows: int) -> None:
     if not rows or not state.metrics:
         return
+    # A metric that keeps its outputs would keep the graph of every step alive.
     detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
     if not state.metrics_checked:  # once; on a CPU, a shard that is too small leaves it to a later step
         context, enough = replica_of_step(), rows >= LEAST_ROWS
+        # On a GPU the comparison makes the host wait, so there it is made in the first step or not at all.
         state.metrics_checked = enough or context.device.kind != "CPU"
         if enough and not has_sharded_logits(detached) and context.num_replicas_in_sync > 1:
             check_metrics_additive(state.metrics, ShardRows(detached, batch, rows), context)

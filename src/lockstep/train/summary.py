@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,14 +28,14 @@ def summary_table(module: nn.Module, shapes: Mapping[str, str], *, depth: int | 
     """
     headings = ["layer", "output shape", "parameters", "trained"]
     rows = [
-        [f"{name} ({type(layer).__name__})", shapes.get(name, ""), f"{own:,}", f"{trained:,}"]
-        for name, layer, own, trained in _layers(module, depth)
+        [f"{name} ({type(layer).__name__})", shapes.get(name, ""), f"{count:,}", f"{trained:,}"]
+        for name, layer, count, trained in _layers(module, depth)
     ]
     if not shapes:
         headings, rows = [headings[0], *headings[2:]], [[row[0], *row[2:]] for row in rows]
     if width is not None:
-        _, *others = zip(headings, *rows, strict=True)
-        longest = max(width - sum(max(map(len, column)) + len(console.GAP) for column in others), _LEAST_NAME)
+        _, *columns = zip(headings, *rows, strict=True)
+        longest = max(width - sum(max(map(len, column)) + len(console.GAP) for column in columns), _LEAST_NAME)
         rows = [[name if len(name) <= longest else name[: longest - 1] + "…", *numbers] for name, *numbers in rows]
     return "\n".join([console.text_table(headings, rows), "", *_sums(module)])
 
@@ -47,13 +47,14 @@ def noting_shapes(module: nn.Module) -> Iterator[dict[str, str]]:
 
     def noting(name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, outputs: Any) -> None:
-            found = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            shapes[name] = str(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
+            sizes = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            shapes[name] = str(sizes[0]) + (f" and {len(sizes) - 1} more" if len(sizes) > 1 else "") if sizes else ""
 
         return note
 
     with ExitStack() as stack:
         for name, part in module.named_modules():
+            # The hooks go with the block, also after an error of the forward pass.
             stack.callback(part.register_forward_hook(noting(name)).remove)
         yield shapes
 
@@ -65,23 +66,29 @@ def _layers(module: nn.Module, depth: int | None) -> Iterator[tuple[str, nn.Modu
     share counts in the first.
     """
     check_number("depth", depth, least=0, whole=True)
-    seen: set[int] = set()
+    counted: set[int] = set()
     for name, part in module.named_modules():
         level = name.count(".") + 1 if name else 0
         if depth is not None and level > depth:
             continue
         is_last = depth is not None and level == depth
-        own = [each for each in part.parameters(recurse=is_last) if id(each) not in seen]
-        seen.update(map(id, own))
-        if is_last or own or not any(part.children()):
-            numbers = [sum(each.numel() for each in own if each.requires_grad or kept) for kept in (True, False)]
-            yield name or "(itself)", part, numbers[0], numbers[1]
+        parameters = [parameter for parameter in part.parameters(recurse=is_last) if id(parameter) not in counted]
+        counted.update(map(id, parameters))
+        if is_last or parameters or not any(part.children()):
+            yield name or "(itself)", part, *_counts(parameters)
+
+
+def _counts(parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+    """How many numbers the parameters hold, and how many of these are trained."""
+    trained = (parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in parameters), sum(trained)
 
 
 def _sums(module: nn.Module) -> Iterator[str]:
     parameters = list(module.parameters())
-    trained = [each for each in parameters if each.requires_grad]
-    memory = sum(each.nbytes for each in [*parameters, *module.buffers()]) / _MIB
-    gradients = sum(each.nbytes for each in trained) / _MIB
-    yield f"parameters: {sum(each.numel() for each in parameters):,}, {sum(each.numel() for each in trained):,} trained"
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    memory = sum(tensor.nbytes for tensor in [*parameters, *module.buffers()]) / _MIB
+    gradients = sum(parameter.nbytes for parameter in trained) / _MIB
+    count, trained_count = _counts(parameters)
+    yield f"parameters: {count:,}, {trained_count:,} trained"
     yield f"memory of each replica: {memory:,.1f} MiB of weights, {gradients:,.1f} MiB of gradients"

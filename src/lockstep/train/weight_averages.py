@@ -56,6 +56,7 @@ class WeightAverages:
         with self._module.writing_weights():
             for averages, storage in zip(self._averages, self._weights(), strict=True):
                 for average, weight in zip(averages, storage, strict=True):
+                    # Through a copy, and not by swapping the tensors: optimizers, hooks and captured graphs hold these.
                     former = weight.clone()
                     weight.copy_(average)
                     average.copy_(former)
@@ -66,6 +67,7 @@ class WeightAverages:
         if not self.count:
             return {}
         if part_of(self._module) is not None:
+            # A divided model can be gathered under the names of the whole one only from the module itself.
             self.exchange()
             try:
                 return host_state(self._module)

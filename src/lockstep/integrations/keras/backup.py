@@ -20,7 +20,7 @@ from lockstep.checkpoint.checkpoint import Checkpoint
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.state_adapters import AdapterState, SavedState, StateAdapter
 from lockstep.checks import check_path, shown
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.random_state import random_state, set_random_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.integrations.keras.model import DistributedModel
 from lockstep.integrations.keras.variables import ModelVariables
@@ -82,6 +82,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]  # Keras
         model._initial_epoch = None
         if self._manager.restore_or_initialize() is not None:
             model._distribution.default_generators.continue_as_restored()
+            # Keras's fit begins at this epoch if it is set: its own BackupAndRestore sets it too.
             model._initial_epoch = self._training.epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -148,6 +149,8 @@ class _Training(StateAdapter):
                 "keras.callbacks.BackupAndRestore"
             )
         batches = iterator._enumerate_iterator
+        # Keras calls no hook between the beginning of an epoch and its first batch. There the order of the rows is
+        # drawn, and there the batches that were trained before are left out.
         iterator._enumerate_iterator = lambda: self._batches(batches)
 
     def _batches(self, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -155,6 +158,8 @@ class _Training(StateAdapter):
         left_out, self._left_out = self._left_out, 0
         now = random_state(None)
         if left_out:
+            # The rows are drawn again from the numbers from which the interrupted epoch drew them
+            # (test_rows_of_a_loader_that_draws_are_those_that_were_left).
             set_random_state(None, self._epoch_random)
         else:
             self._epoch_random = now
@@ -165,6 +170,7 @@ class _Training(StateAdapter):
             for _ in range(first, last + 1):
                 next(iterator, None)
             if last + 1 >= left_out:
+                # What comes next draws the numbers that it would have drawn without the interruption.
                 set_random_state(None, now)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -19,8 +19,8 @@ from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError
 from lockstep.integrations.keras.fixed_draws import compared
 from lockstep.integrations.keras.losses import Shard, losses_of_shard
-from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.user_step import UserStep
 from lockstep.integrations.keras.variables import ModelVariables, stateless_scope
 from lockstep.strategies.base import Strategy
 
@@ -43,11 +43,12 @@ def check_batch(step: Step, data: Any, strategy: Strategy) -> None:
     model, variables, run, rows = step.model, step.variables, step.run, step.rows
     whole = _changes_of_whole(model, variables, data, rows, is_training=step.is_training)
     _, sums = run.sums(strategy)
-    compared = [(each, total) for each, total in sums if run.adds_up(each) or total.is_floating_point()]
+    compared = [(variable, total) for variable, total in sums if run.adds_up(variable) or total.is_floating_point()]
     states = {
-        id(each): (total if run.adds_up(each) else total - each.value, whole[id(each)]) for each, total in compared
+        id(variable): (total if run.adds_up(variable) else total - variable.value, whole[id(variable)])
+        for variable, total in compared
     }
-    (total, expected), _ = (states[id(each)] for each in model._loss_tracker.variables)
+    (total, expected), _ = (states[id(variable)] for variable in model._loss_tracker.variables)
     if not _close(total, expected, _LOSS_TOLERANCE if _is_exact(model) else _HALF_TOLERANCE):
         raise ConfigError(
             f"the loss of a batch of {rows} rows is {float(expected) / rows:.6g}, but the losses of its "
@@ -55,21 +56,21 @@ def check_batch(step: Step, data: Any, strategy: Strategy) -> None:
             "the rows; have it return one value a row, or a mean"
         )
     for metric in _single_metrics(model.metrics):
-        if not all(_close(*states[id(each)], _METRIC_TOLERANCE) for each in metric.variables):
+        if not all(_close(*states[id(variable)], _METRIC_TOLERANCE) for variable in metric.variables):
             raise ConfigError(
                 f"the metric {metric.name!r} cannot be merged: its state after a batch is not the sum of those "
                 "after the shards of the batch; compute it from model.predict after the training"
             )
-    for each, _ in compared:
-        if id(each) not in run.metrics and not _close(*states[id(each)], _METRIC_TOLERANCE):
+    for variable, _ in compared:
+        if id(variable) not in run.metrics and not _close(*states[id(variable)], _METRIC_TOLERANCE):
             raise ConfigError(
-                f"the variable {each.path!r} cannot be merged: the shards of a batch do not change it by the "
+                f"the variable {variable.path!r} cannot be merged: the shards of a batch do not change it by the "
                 'mean that the whole batch does; give add_weight aggregation="sum" if it holds a sum over rows, or '
                 '"only_first_replica" if it counts batches'
             )
 
 
-def check_own_step(model: Any, step: OwnStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
+def check_user_step(model: Any, step: UserStep, strategy: Strategy, data: Any, divided: tuple[Any, int]) -> None:
     """Raises a ConfigError if a model's own train_step gets other gradients from shards than from whole rows.
 
     Nothing is updated. A step that gives other gradients when it is run again is not compared.
@@ -83,13 +84,16 @@ def check_own_step(model: Any, step: OwnStep, strategy: Strategy, data: Any, div
     """
     (shards, sizes), rows = divided
     step = replace(step, rows=rows, sizes=sizes.values, is_compared=True)
-    found = step.run(strategy, shards)[0]
+    gradients = step.run(strategy, shards)[0]
     # Every replica computes with all rows, so that the mean over the replicas is that of one device.
     step = replace(step, rows=rows * strategy.num_replicas_in_sync, sizes=[rows] * len(sizes))
+    # A step may change its batch in place, and the replicas would share it.
     copies = [keras.tree.map_structure(_copied, data) for _ in sizes]
+    # Twice: a step that draws numbers differs from itself and is not compared
+    # (test_a_step_that_draws_numbers_is_not_refused).
     whole, again = (step.run(strategy, PerReplica(copies))[0] for _ in range(2))
     tolerance = _GRADIENT_TOLERANCE if _is_exact(model) else _HALF_GRADIENT_TOLERANCE
-    if _same_gradients(again, whole, tolerance) and not _same_gradients(found, whole, tolerance):
+    if _same_gradients(again, whole, tolerance) and not _same_gradients(gradients, whole, tolerance):
         raise ConfigError(
             f"{step.name} gets other gradients from the shards of {rows} rows than from all of them on one device: a "
             "loss is no mean over rows; have each be a loss of Keras or a mean over rows, of which none needs another"
@@ -107,7 +111,7 @@ def _same_gradients(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _is_exact(model: Any) -> bool:
-    return all(each.compute_dtype in ("float32", "float64") for each in model._flatten_layers())
+    return all(layer.compute_dtype in ("float32", "float64") for layer in model._flatten_layers())
 
 
 def _copied(leaf: Any) -> Any:
@@ -121,8 +125,8 @@ def _changes_of_whole(
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     whole = Shard(rows=rows, all_rows=rows, add=lambda number: number)
     with torch.no_grad(), stateless_scope() as scope, losses_of_shard(whole), compared():
-        before = {id(each): torch.zeros_like(each.value) for each in variables.metrics}
-        before |= {id(each): each.value for each in (*variables.trainable, *variables.statistics)}
+        before = {id(variable): torch.zeros_like(variable.value) for variable in variables.metrics}
+        before |= {id(variable): variable.value for variable in (*variables.trainable, *variables.statistics)}
         scope.state_mapping.update(before)
         outputs = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=is_training)
@@ -134,7 +138,7 @@ def _changes_of_whole(
 def _single_metrics(metrics: Sequence[Any]) -> Iterator[Any]:
     """The metrics that hold variables of their own, those of containers included."""
     for metric in metrics:
-        inner = [each for each in getattr(metric, "metrics", ()) if each is not metric]
+        inner = [part for part in getattr(metric, "metrics", ()) if part is not metric]
         if inner:
             yield from _single_metrics(inner)
         elif metric.variables:

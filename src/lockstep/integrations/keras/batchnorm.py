@@ -18,6 +18,7 @@ def synchronize_batchnorms(model: Any) -> None:
     """Has each batch norm of a model add up its moments over the replicas, in training."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization):
+            # object's own, as Keras tracks what is set on a layer.
             object.__setattr__(layer, "_moments", partial(_moments, layer, layer._moments))
 
 
@@ -32,6 +33,8 @@ def _moments(layer: Any, alone: Callable[..., Any], inputs: Tensor, mask: Tensor
     size = _summed(context, weights, axes)
     mean = _summed(context, inputs * weights, axes) / size
     shape = [1 if axis in axes else length for axis, length in enumerate(inputs.shape)]
+    # In two exchanges: the mean of the squares minus the square of the mean would lose the digits of a small variance
+    # beside a large mean.
     variance = _summed(context, (inputs - mean.view(shape)).square() * weights, axes) / size
     return mean, variance
 

@@ -60,10 +60,11 @@ class CompiledForward:
         tensors, rebuild = _tensors_of(x)
         shard = current_shard.get()
         variables = [*self._variables, default_seed]
-        inputs = [*(each.value for each in variables), *tensors]
+        inputs = [*(variable.value for variable in variables), *tensors]
         constants = (training, torch.is_grad_enabled(), shard and (shard.rows, shard.all_rows), rebuild.form)
-        shapes = ((each.shape, each.stride(), each.dtype, each.device) for each in tensors)
-        kind = (*constants, *shapes, *(each.requires_grad for each in inputs))
+        shapes = ((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+        # All that the code depends on beside values. Strides too: it is compiled for the memory layout that was traced.
+        kind = (*constants, *shapes, *(value.requires_grad for value in inputs))
         with DisableTorchFunction():
             code = self._codes.get(kind) or self._compile(kind, variables, rebuild, training, inputs)
             return code(variables, inputs)
@@ -71,6 +72,8 @@ class CompiledForward:
     def _compile(
         self, kind: Hashable, variables: Sequence[Any], rebuild: _Rebuild, training: bool, inputs: list[Tensor]
     ) -> _Code:
+        # One replica traces while the others wait for its code, with a limit as for every wait
+        # (test_predict_before_any_training_compiles_once_and_ends).
         if not self._lock.acquire(timeout=COMPILE_LIMIT_S):
             raise ReplicaError(
                 f"{self._model.name!r} has waited {COMPILE_LIMIT_S:g} s for another replica to compile it"
@@ -145,13 +148,15 @@ class _Forward(nn.Module):
         """The outputs, their masks, what layers have assigned and the losses that they have added."""
         values = inputs[: len(self._variables)]
         scope = stateless_scope()
-        scope.state_mapping.update((id(each), value) for each, value in zip(self._variables, values, strict=True))
+        scope.state_mapping.update(
+            (id(variable), value) for variable, value in zip(self._variables, values, strict=True)
+        )
         with scope, _tracing():
             x = self._rebuild(inputs[len(values) :])
             y = self.model(x, training=self._training) if self.model._call_has_training_arg else self.model(x)
         outputs, self.rebuild_outputs = _tensors_of(y)
-        masks = [get_keras_mask(each) for each in outputs]
-        new = [scope.state_mapping[id(each)] for each in self._variables]
+        masks = [get_keras_mask(output) for output in outputs]
+        new = [scope.state_mapping[id(variable)] for variable in self._variables]
         self.outputs, self.masked = len(outputs), [at for at, mask in enumerate(masks) if mask is not None]
         self.assigned = [at for at, (one, other) in enumerate(zip(new, values, strict=True)) if one is not other]
         return (*outputs, *(masks[at] for at in self.masked), *(new[at] for at in self.assigned), *scope.losses)
@@ -170,9 +175,9 @@ class _Rebuild:
         self.form: Hashable = (structure, repr(self._leaves), *self._is_tensor)
 
     def __call__(self, tensors: Iterable[Tensor]) -> Any:
-        given = iter(tensors)
+        iterator = iter(tensors)
         leaves = [
-            next(given) if is_tensor else leaf for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)
+            next(iterator) if is_tensor else leaf for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)
         ]
         return tree_unflatten(leaves, self._structure)
 

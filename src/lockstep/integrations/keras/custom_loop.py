@@ -5,7 +5,7 @@
     metric.update_state     counts in the replica; after the run the states of all replicas are added up
     other state of layers   averaged over the rows after the run, as by ``fit``
 
-A model's own ``train_step`` is such a step too, in which gradients are those of the whole batch (``own_step``).
+A model's own ``train_step`` is such a step too, in which gradients are those of the whole batch (``user_step``).
 
 Inside a replica Keras reads and assigns variables in a ``StatelessScope``, which its thread alone sees.
 """
@@ -23,16 +23,14 @@ import keras
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.torch.layer import TorchLayer
-from keras.src.losses import loss as keras_losses
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.collectives.communicator import refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
 from lockstep.errors import ConfigError, UsageError
-from lockstep.integrations.keras.own_step import OwnStep
 from lockstep.integrations.keras.step import Step
+from lockstep.integrations.keras.user_step import UserStep
 from lockstep.integrations.keras.variables import (
     DefaultGenerators,
     ModelVariables,
@@ -66,24 +64,24 @@ class CustomSteps:
     def _surround(
         self, strategy: Strategy, fn: Callable[..., Any], rows: Sequence[int | None]
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Around a run of ``fn``. Yields the block around it in each replica; afterwards merges what they assigned."""
+        """Surrounds a run of ``fn``: yields the block that each replica enters, and then merges what they assigned."""
         step = getattr(fn, "__self__", None)
         if isinstance(step, Step):  # of fit, which does all this by itself
             yield nullcontext
             return
-        own_step = step if isinstance(step, OwnStep) else None
+        user_step = step if isinstance(step, UserStep) else None
         run = RunVariables(
-            "custom" if own_step is None else "own",
+            "custom" if user_step is None else "user",
             self.default_generators.generators(),
             lambda: map(ModelVariables, self.models),
-            [each for model in self.models for metric in metrics_of(model) for each in metric.variables],
+            [variable for model in self.models for metric in metrics_of(model) for variable in metric.variables],
         )
 
         @contextmanager
         def in_replica() -> Iterator[None]:
             replica = replica_of_step().local_replica
-            with run.in_replica(0.0 if own_step is None else own_step.share(replica)) as values:
-                values.optimizer_gradients = [] if own_step is not None and own_step.is_compared else None
+            with run.in_replica(0.0 if user_step is None else user_step.share(replica)) as values:
+                values.optimizer_gradients = [] if user_step is not None and user_step.is_compared else None
                 yield
 
         # For the run only: with a hook of others in place, mirrored optimizers use no fused kernels.
@@ -92,9 +90,9 @@ class CustomSteps:
             yield in_replica
         finally:
             watched.remove()
-        if own_step is None:
+        if user_step is None:
             _share_by_rows(strategy, run, rows)
-        if own_step is None or not own_step.is_compared:
+        if user_step is None or not user_step.is_compared:
             run.merge(strategy)
 
 
@@ -118,9 +116,12 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
     """
     context, is_training = replica_of_step(), torch.is_grad_enabled()
 
-    def prepare(given: list[Any]) -> None:
-        first, *others = [[leaf for leaf in keras.tree.flatten(each) if keras.ops.is_tensor(leaf)] for each in given]
-        for leaf, *same in zip(first, *others, strict=False) if others and is_training else ():
+    def prepare(calls: list[Any]) -> None:
+        first, *other_tensors = [
+            [leaf for leaf in keras.tree.flatten(arguments) if keras.ops.is_tensor(leaf)] for arguments in calls
+        ]
+        for leaf, *same in zip(first, *other_tensors, strict=False) if other_tensors and is_training else ():
+            # The same object in all replicas: nobody has divided it.
             if leaf.dim() and len(leaf) > 1 and all(other is leaf for other in same):
                 warnings.warn(
                     f"the step calls the model {model.name!r} on one batch of shape {tuple(leaf.shape)} in all "
@@ -130,7 +131,7 @@ def prepare_in_step(model: Any, args: Any, kwargs: Any) -> None:
                 )
         with _without_scope(context.strategy.devices[0].torch_device):
             if not model.built:
-                build(model, *given[0])
+                build(model, *calls[0])
             model._distribution.compare_weights(model)
 
     context.meet(f"the first call of {model.name}", (args, kwargs), prepare)
@@ -142,7 +143,7 @@ def build(model: Any, args: Any, kwargs: Any) -> None:
     model(*args, **kwargs)
 
 
-def runs_own_code() -> bool:
+def runs_user_step() -> bool:
     """Whether the replica runs a step of the user's, in which models may be called that the strategy has not seen."""
     scope = get_stateless_scope()
     return isinstance(scope, ReplicaVariables) and scope.kind != "keras"
@@ -150,17 +151,17 @@ def runs_own_code() -> bool:
 
 def _share_by_rows(strategy: Strategy, run: RunVariables, rows: Sequence[int | None]) -> None:
     """Weights the replicas of a custom step by the rows of their shards; equally where there are none."""
-    if not any(own.assignments for own in run.replicas.values()):
+    if not any(values.assignments for values in run.replicas.values()):
         return
-    counts = [1 if each is None else each for each in rows]
+    counts = [1 if count is None else count for count in rows]
     total = int(strategy.reduce("sum", PerReplica(counts)))
     if not total:
         counts, total = [1] * len(counts), strategy.num_replicas_in_sync
-    for replica, own in run.replicas.items():
-        own.share = counts[replica] / total
+    for replica, values in run.replicas.items():
+        values.share = counts[replica] / total
 
 
-def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Optimizer.apply``, which in a replica is one update with the sums of all replicas' gradients."""
 
     @wraps(original)
@@ -174,25 +175,32 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.name}.apply was called in a replica of a strategy that has no Keras model; call "
                 "model = distribute(model) in the strategy's scope before strategy.run"
             )
+        # A step that is only compared changes nothing, see check_user_step.
         if step.optimizer_gradients is not None:
-            step.optimizer_gradients.append([None if each is None else each.detach().clone() for each in grads])
+            step.optimizer_gradients.append(
+                [None if gradient is None else gradient.detach().clone() for gradient in grads]
+            )
             return None
         refuse_to_train(context.strategy.workers, f"{self.name}.apply")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        strategy, assigned = context.strategy, [each for each in variables if id(each) in step.assignments]
+        strategy, assigned = context.strategy, [variable for variable in variables if id(variable) in step.assignments]
 
         @torch.no_grad()
-        def update(given: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:
-            gradients = [each for each, _ in given]
+        def update(shares_of_replicas: list[tuple[list[Tensor | None], list[Tensor]]]) -> None:
+            gradients = [gradients_of_replica for gradients_of_replica, _ in shares_of_replicas]
             with _without_scope(variables[0]._value.device):
                 if assigned:
-                    for each, value in zip(assigned, summed(strategy, [parts for _, parts in given]), strict=True):
-                        each.assign(value)
-                own = gradients[0] if step.kind == "own" else _sums(strategy, gradients, variables)
-                original(self, own, variables)
+                    for variable, value in zip(
+                        assigned, summed(strategy, [parts for _, parts in shares_of_replicas]), strict=True
+                    ):
+                        variable.assign(value)
+                totals = gradients[0] if step.kind == "user" else _sums(strategy, gradients, variables)
+                original(self, totals, variables)
 
-        parts = [step.part(each) for each in assigned]
+        parts = [step.part(variable) for variable in assigned]
         context.meet(f"{self.name}.apply", (list(grads), parts), update)
+        # What the step computes after the update has to see the new weights, and the replica's scope holds the old
+        # ones.
         step.forget((*variables, *self.variables))
         return None
 
@@ -200,27 +208,29 @@ def _updating_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums(
-    strategy: Strategy, given: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
+    strategy: Strategy, gradients_of_replicas: Sequence[Sequence[Tensor | None]], variables: Sequence[Any]
 ) -> list[Tensor | None]:
     """The sums of the replicas' gradients of each variable; None where no replica has one."""
     parts = [
         [
             *(
-                torch.zeros_like(each._value, device=device) if gradient is None else gradient.detach()
-                for each, gradient in zip(variables, own, strict=True)
+                torch.zeros_like(variable._value, device=device) if gradient is None else gradient.detach()
+                for variable, gradient in zip(variables, gradients, strict=True)
             ),
-            torch.tensor([float(gradient is not None) for gradient in own], device=device),
+            torch.tensor([float(gradient is not None) for gradient in gradients], device=device),
         ]
-        for own, device in zip(given, (each.torch_device for each in strategy.devices), strict=True)
+        for gradients, device in zip(
+            gradients_of_replicas, (replica_device.torch_device for replica_device in strategy.devices), strict=True
+        )
     ]
-    *sums, used = summed(strategy, parts)
+    *sums, use_counts = summed(strategy, parts)
     return [
-        each.to(variable._value.device) if is_used else None
-        for each, variable, is_used in zip(sums, variables, used.tolist(), strict=True)
+        total.to(variable._value.device) if is_used else None
+        for total, variable, is_used in zip(sums, variables, use_counts.tolist(), strict=True)
     ]
 
 
-def _refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_means(original: Callable[..., Any]) -> Callable[..., Any]:
     """``reduce_weighted_values`` of Keras, without the means of a shard, which do not add up to that of the batch."""
 
     @wraps(original)
@@ -244,7 +254,7 @@ def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises a UsageError if a step updates the weights of a Keras model by an optimizer of torch."""
     step = get_stateless_scope()
     if isinstance(step, ReplicaVariables) and step.holds(
-        {id(p) for each in optimizer.param_groups for p in each["params"]}
+        {id(p) for group in optimizer.param_groups for p in group["params"]}
     ):
         raise UsageError(
             f"torch's {type(optimizer).__name__}.step was called in a replica on the weights of a Keras model, which "
@@ -252,13 +262,13 @@ def _refuse_torch_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
-def _of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+def of_replica(original: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
     """``named_parameters`` of a layer, which in a replica are the values that its gradients are computed for."""
 
     @wraps(original)
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         in_replica = get_replica_context() is not None
-        values = {id(each._value): each.value for each in self.variables} if in_replica else {}
+        values = {id(variable._value): variable.value for variable in self.variables} if in_replica else {}
         for name, parameter in original(self, *args, **kwargs):
             yield name, values.get(id(parameter), parameter)
 
@@ -281,11 +291,3 @@ def _without_scope(device: torch.device) -> Iterator[None]:
             yield
     finally:
         global_state.set_global_attribute(_SCOPE, scope)
-
-
-# Keras has no other place between a gradient and its use, nor between the values of a loss and their mean. Outside
-# replicas nothing changes.
-for _optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-    _optimizer.apply = _updating_once(_optimizer.apply)
-keras_losses.reduce_weighted_values = _refusing_means(keras_losses.reduce_weighted_values)
-TorchLayer.named_parameters = _of_replica(TorchLayer.named_parameters)  # which zero_grad and clip_grad_norm_ go by

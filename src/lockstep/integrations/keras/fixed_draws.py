@@ -35,6 +35,7 @@ class _FixedDraws(TorchFunctionMode):
         if func in (torch.argsort, Tensor.argsort):  # by which Keras shuffles
             return _in_order(*args, **kwargs)
         drawn = func(*args, **kwargs)
+        # Noise alone: scaled_dot_product_attention counts as random for its dropout, and its result is none.
         if not is_noise(func) or not isinstance(drawn, Tensor) or drawn.requires_grad:
             return drawn
         return torch.arange(drawn.numel(), device=drawn.device) if func is torch.randperm else drawn.fill_(0.5)
@@ -42,4 +43,5 @@ class _FixedDraws(TorchFunctionMode):
 
 def _in_order(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
     """``argsort``, which leaves equal numbers in their order."""
+    # What Keras sorts by to shuffle is 0.5 everywhere here, so only a stable order leaves the rows where they are.
     return torch.sort(input, dim=dim, descending=descending, stable=True).indices

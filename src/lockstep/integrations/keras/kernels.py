@@ -20,8 +20,6 @@ from typing import Any
 import keras
 import torch
 import torch.nn.functional as F
-from keras.src.backend.torch import nn as keras_nn
-from keras.src.backend.torch import random as keras_random
 from torch import Tensor
 
 from lockstep._torch_compat import EnableTorchFunction
@@ -34,6 +32,7 @@ _KNOWN = ("keras.", "lockstep.")
 def fuse_batchnorms(model: Any) -> None:
     """Has each plain batch norm of a model train by torch's kernel in replicas."""
     for layer in model._flatten_layers():
+        # A subclass with a call of its own may compute something else.
         is_plain = getattr(type(layer), "call", None) is keras.layers.BatchNormalization.call
         if is_plain and not layer.renorm and "call" not in vars(layer):
             object.__setattr__(layer, "call", MethodType(_batchnorm, layer))
@@ -46,14 +45,15 @@ def needs_modes(model: Any) -> bool:
 
 def _is_keras_alone(layer: Any) -> bool:
     calls_others = (keras.layers.Lambda, keras.layers.TorchModuleWrapper)
-    parts = (type(layer), *(each for each in vars(layer).values() if callable(each)))
-    return not isinstance(layer, calls_others) and all(each.__module__.startswith(_KNOWN) for each in parts)
+    parts = (type(layer), *(value for value in vars(layer).values() if callable(value)))
+    return not isinstance(layer, calls_others) and all(part.__module__.startswith(_KNOWN) for part in parts)
 
 
 def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Any:
     """``BatchNormalization.call``, where the statistics are those of the inputs."""
     numbers = inputs.numel() // inputs.shape[layer.axis]
     training = training and not is_compared.get()
+    # torch's kernel has no mask, and refuses to train on a single value a channel.
     if get_replica_context() is None or not training or not layer.trainable or mask is not None or numbers < 2:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
     inputs = inputs if inputs.dtype == torch.float64 else inputs.float()
@@ -62,12 +62,13 @@ def _batchnorm(layer: Any, inputs: Tensor, training: bool | None = None, mask: T
     # With a momentum of 1 the running statistics become those of the inputs, the variance divided by n - 1.
     mean, variance = (torch.zeros(inputs.shape[layer.axis], dtype=inputs.dtype, device=inputs.device) for _ in range(2))
     outputs = F.batch_norm(inputs.movedim(layer.axis, 1), mean, variance, gamma, beta, True, 1.0, layer.epsilon)
+    # Keras's moving variance is of division by n, torch's running one by n - 1.
     for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, variance * ((numbers - 1) / numbers))):
         moving.assign(torch.lerp(moving.value.to(new.dtype), new, 1.0 - layer.momentum))
     return keras.ops.cast(outputs.movedim(1, layer.axis), layer.compute_dtype)
 
 
-def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``_transpose_spatial_inputs`` of Keras, without the copy in replicas."""
 
     @wraps(original)
@@ -79,7 +80,7 @@ def _without_copy(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return transpose
 
 
-def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``_transpose_conv_kernel`` of Keras, with strides that torch's backward takes for a single row.
 
     It refuses those of a kernel with one output channel, in Keras alone too, where a batch of one row is rare.
@@ -95,7 +96,7 @@ def _with_plain_strides(original: Callable[[Tensor], Tensor]) -> Callable[[Tenso
     return transpose
 
 
-def _with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of Keras that draws from torch's default generator: the replica's own, also where modes are off."""
 
     @wraps(original)
@@ -104,13 +105,3 @@ def _with_modes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(*args, **kwargs)
 
     return draw
-
-
-_REPLACED: dict[Any, dict[str, Callable[[Any], Any]]] = {
-    keras_nn: {"_transpose_spatial_inputs": _without_copy, "_transpose_conv_kernel": _with_plain_strides},
-    keras_random: dict.fromkeys(("dropout", "gamma", "beta", "binomial"), _with_modes),
-}
-for _module, _functions in _REPLACED.items():
-    for _name, _replaced in _functions.items():
-        if hasattr(_module, _name):  # what a later Keras lacks, it does not need
-            setattr(_module, _name, _replaced(getattr(_module, _name)))

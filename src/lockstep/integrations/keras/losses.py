@@ -61,8 +61,8 @@ def losses_of_shard(shard: Shard) -> Iterator[None]:
         current_shard.reset(token)
 
 
-def _of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``reduce_weighted_values`` of Keras, for the shard of the block above."""
+def of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``reduce_weighted_values`` of Keras: in a replica a loss is that of the current shard."""
 
     @wraps(original)
     def reduce(
@@ -78,7 +78,9 @@ def _of_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         if shard is None or reduction in (None, "none") or values.dim() == 0:
             return loss
         if reduction == "sum":
+            # The step multiplies the loss of the shard by its share, which is for means.
             return loss / shard.share if shard.rows else loss
+        # A replica without rows computes with a row of another one, which is counted there.
         count = _count(values, sample_weight, mask, reduction) * (shard.rows > 0)
         total = shard.add(count)
         # Integers up to 2**53 are exact here, so that equal counts give a factor of exactly 1.
@@ -100,8 +102,8 @@ def _count(values: Tensor, sample_weight: Any, mask: Any, reduction: str) -> Ten
     return count
 
 
-def _of_means(original: Callable[..., None]) -> Callable[..., None]:
-    """``Mean.update_state`` of Keras, in which the mean of a shard counts by its share of the batch."""
+def of_means(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``Mean.update_state`` of Keras: the mean of a shard counts by its share of the batch."""
 
     @wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> None:
@@ -113,8 +115,8 @@ def _of_means(original: Callable[..., None]) -> Callable[..., None]:
     return update_state
 
 
-def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_mask`` of Keras, which multiplies the weights of the batch in place, so that metrics get other ones."""
+def of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``apply_mask`` of Keras, which multiplies weights in place: it gets a copy, and metrics the original."""
 
     @wraps(original)
     def apply(sample_weight: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,21 +127,15 @@ def _of_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _ids_of_scope(layer: Any) -> set[int]:
-    """The ``id`` of each loss that a layer has added, by which Keras tells whose they are: in a scope, those of it.
+def ids_of_scope(layer: Any) -> set[int]:
+    """Returns the ids of the losses that a layer has added, by which Keras tells whose a loss is; in a scope, its own.
 
-    Keras keeps one set for each layer. Replicas would share it, and once the losses are gone, others get their ids.
+    Keras keeps one set for each layer. Replicas would share it, and once the losses are gone, others get their ids
+    (test_a_loss_counts_once_where_another_layer_has_one_with_its_id_in_another_replica).
     """
     scope = get_stateless_scope()
     if scope is None:
-        own: set[int] = layer.__dict__.setdefault("_loss_ids", set())
-        return own
+        ids: set[int] = layer.__dict__.setdefault("_loss_ids", set())
+        return ids
     of_layers: dict[Any, set[int]] = scope.__dict__.setdefault("_lockstep_loss_ids", {})
     return of_layers.setdefault(layer, set())
-
-
-# Keras has no other place between the values of a loss and their mean. Outside the block above nothing changes.
-keras_losses.apply_mask = _of_masks(keras_losses.apply_mask)
-keras_losses.reduce_weighted_values = _of_shard(keras_losses.reduce_weighted_values)
-keras.metrics.Mean.update_state = _of_means(keras.metrics.Mean.update_state)
-keras.layers.Layer._loss_ids = property(_ids_of_scope, lambda layer, ids: layer.__dict__.update(_loss_ids=ids))

@@ -39,36 +39,37 @@ def averaged(context: ReplicaContext, share: float, results: Any) -> Any:
     }
     if not numbers:
         return results
-    values = torch.stack([torch.as_tensor(each).detach().cpu().double() for each in numbers.values()])
+    values = torch.stack([torch.as_tensor(number).detach().cpu().double() for number in numbers.values()])
     means = context.all_reduce("sum", values * share if share else torch.zeros_like(values))
-    found = {
+    averages = {
         at: mean.to(leaf.device, leaf.dtype) if isinstance(leaf, Tensor) else float(mean)
         for (at, leaf), mean in zip(numbers.items(), means, strict=True)
     }
-    return tree_unflatten([found.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
+    return tree_unflatten([averages.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
 
 
 @contextmanager
 def results_of_all(metrics: Sequence[Any]) -> Iterator[None]:
     """A block in which ``result`` of these metrics, called in a replica, is that of all replicas."""
     with ExitStack() as after:
-        for each in metrics:
-            object.__setattr__(each, "result", partial(_result_of_all, each, each.result))  # Keras tracks nothing here
-            after.callback(object.__delattr__, each, "result")
+        for metric in metrics:
+            # object's, as Keras's own __setattr__ would track the function as a part of the metric.
+            object.__setattr__(metric, "result", partial(_result_of_all, metric, metric.result))
+            after.callback(object.__delattr__, metric, "result")
         yield
 
 
-def _result_of_all(metric: Any, own: Callable[[], Any]) -> Any:
+def _result_of_all(metric: Any, local_result: Callable[[], Any]) -> Any:
     context, step = get_replica_context(), get_stateless_scope()
     if context is None:
-        return own()
+        return local_result()
 
-    def combine(given: list[list[Tensor]]) -> Any:
-        totals = zip(metric.variables, summed(context.strategy, given), strict=True)
+    def combine(values_of_replicas: list[list[Tensor]]) -> Any:
+        totals = zip(metric.variables, summed(context.strategy, values_of_replicas), strict=True)
         return metric.stateless_result(
-            [each._value + total if each.aggregation == "sum" else total for each, total in totals]
+            [variable._value + total if variable.aggregation == "sum" else total for variable, total in totals]
         )
 
     with torch.no_grad():
-        parts = [step.part(each) for each in metric.variables]
+        parts = [step.part(variable) for variable in metric.variables]
         return context.meet(f"{metric.name}.result", parts, combine)

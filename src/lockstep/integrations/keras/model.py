@@ -28,15 +28,15 @@ from lockstep.data.readers import batch_digest
 from lockstep.data.sharding import as_tensor, batch_rows, local_rows
 from lockstep.data.structure import leaf_has_rows, take_rows
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.integrations.keras.batch_check import check_batch, check_own_step
+from lockstep.integrations.keras.batch_check import check_batch, check_user_step
 from lockstep.integrations.keras.batchnorm import synchronize_batchnorms
 from lockstep.integrations.keras.compiled import CompiledForward
-from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_own_code
+from lockstep.integrations.keras.custom_loop import allow_custom_steps, build, prepare_in_step, runs_user_step
 from lockstep.integrations.keras.kernels import fuse_batchnorms, needs_modes
 from lockstep.integrations.keras.metrics import computes_metrics, results_of_all
-from lockstep.integrations.keras.own_step import OwnStep, is_own_step
 from lockstep.integrations.keras.step import Step
 from lockstep.integrations.keras.torch_modules import replicate_torch_modules
+from lockstep.integrations.keras.user_step import UserStep, is_user_step
 from lockstep.integrations.keras.variables import DefaultGenerators, ModelVariables, RunVariables, metrics_of
 from lockstep.replicas.context import get_replica_context
 from lockstep.strategies.base import Strategy, get_strategy
@@ -89,7 +89,7 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
         if model._distribution.strategy is not strategy:
             raise UsageError("this model belongs to another strategy already; build it anew for this one")
         return model
-    stateful = [each.name for each in model._flatten_layers() if getattr(each, "stateful", False)]
+    stateful = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
     if stateful:
         raise ConfigError(
             f"the layer {stateful[0]!r} is stateful: it keeps a state for each row of a batch, and replicas divide the "
@@ -99,6 +99,8 @@ def distribute(model: M, strategy: Strategy | None = None, *, sync_batchnorm: bo
     replicate_torch_modules(model, len(strategy.devices), sync_batchnorm=sync_batchnorm)
     distribution = Distribution(strategy, allow_custom_steps(model, strategy), sync_batchnorm=sync_batchnorm)
     object.__setattr__(model, "_distribution", distribution)  # which Keras does not track
+    # The object stays and its class changes: the program holds the model, its layers and its optimizer in variables
+    # already.
     kind: Any = type(model)
     model.__class__ = _distributed_class(kind)
     model.train_function = model.test_function = model.predict_function = None
@@ -164,15 +166,15 @@ class Distribution:
                 "their rows of each: call keras.utils.set_random_seed with one seed, and give all the same data"
             )
         rows = batch_rows(data, is_item=True)
-        own = local_rows(rows, workers)
+        local = local_rows(rows, workers)
         shards = [
             keras.tree.map_structure(lambda leaf, at=at: _rows(leaf, at, copies=workers.any_layout), data)
             for at in (
                 (begin, size) if size else (0, 1)
-                for begin, size in zip(accumulate(own.sizes, initial=own.start), own.sizes, strict=False)
+                for begin, size in zip(accumulate(local.sizes, initial=local.start), local.sizes, strict=False)
             )
         ]
-        return (PerReplica(shards), PerReplica(own.sizes)), rows
+        return (PerReplica(shards), PerReplica(local.sizes)), rows
 
     def compare_weights(self, model: Any) -> None:
         """Raises a UsageError if workers have models with different variables. Compares them once."""
@@ -191,7 +193,7 @@ class Distribution:
         if workers.is_single:
             return None
         digests = workers.all_gather_bytes(name, digest().to_bytes(4, "big"))
-        return next((name for name, each in zip(workers.names, digests, strict=True) if each != digests[0]), None)
+        return next((name for name, value in zip(workers.names, digests, strict=True) if value != digests[0]), None)
 
 
 class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -207,7 +209,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         context = get_replica_context()
         if context is not None and context.strategy is not self._distribution.strategy:
             raise UsageError(f"the model {self.name!r} is called in a step of another strategy than its own")
-        if context is not None and not self._distribution.weights_are_compared and runs_own_code():
+        if context is not None and not self._distribution.weights_are_compared and runs_user_step():
             prepare_in_step(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -299,6 +301,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if force or self.train_function is None:
             self._refuse_options()
             super().make_train_function(force)
+            # Around Keras's function, so that its loop, its callbacks and a train_step of the model's class stay as
+            # they are.
             self.train_function = self._step_function(self.train_function, "train_step")
 
     def make_test_function(self, force: bool = False) -> None:
@@ -373,8 +377,8 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _results(self, step: Step) -> dict[str, Any]:
         """The numbers of a step that has been merged."""
-        own: dict[str, Any] | None = step.run.replicas[0].results
-        return self.get_metrics_result() if own is None else own
+        results: dict[str, Any] | None = step.run.replicas[0].results
+        return self.get_metrics_result() if results is None else results
 
     def _on_chief(self, name: str, act: Callable[[], None]) -> None:
         """Calls ``act`` on the chief, where the model is of the class that it had before."""
@@ -388,7 +392,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
                 "the model was compiled with jit_compile=True and has batch norms of sync_batchnorm=True, in which "
                 "replicas meet and compiled code cannot; leave one of the two out"
             )
-        if float8 := [each.path for each in self.trainable_variables if each.overwrite_with_gradient]:
+        if float8 := [variable.path for variable in self.trainable_variables if variable.overwrite_with_gradient]:
             raise ConfigError(
                 f"the variable {float8[0]!r} belongs to a float8 layer, whose scales are no sums over the replicas; "
                 "train with a policy of float32 or mixed_bfloat16"
@@ -399,14 +403,14 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         return False
 
     def _step_function(self, function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        """A step function of Keras, whose step runs on all replicas: that of this class, or the model's own."""
-        if is_own_step(_class_before(type(self)), name):
+        """Wraps a step function of Keras: its step, of this class or of the model's own, runs on all replicas."""
+        if is_user_step(_class_before(type(self)), name):
             if self.jit_compile:
                 raise ConfigError(
                     f"{_class_before(type(self)).__name__}.{name} computes a step by itself, and jit_compile=True "
                     f"compiles Keras's steps only; leave jit_compile out, or call super().{name}(data)"
                 )
-            return partial(self._own_steps, name)
+            return partial(self._user_steps, name)
 
         def step(data: Any) -> Any:
             self._distribution.has_stepped = False
@@ -420,17 +424,17 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         return step
 
-    def _own_steps(self, name: str, data: Sequence[Any]) -> Any:
+    def _user_steps(self, name: str, data: Sequence[Any]) -> Any:
         """The results of a step that the model's class computes by itself, for each of the batches that Keras gives.
 
         These are several with ``steps_per_execution`` of Keras 3.16, which returns the last results, and all outputs.
         """
-        results = [self._own_step(name, batch) for batch in data]
+        results = [self._user_step(name, batch) for batch in data]
         if name != "predict_step" or len(results) == 1:
             return results[-1]
         return keras.tree.map_structure(lambda *outputs: torch.cat(outputs), *results)
 
-    def _own_step(self, name: str, data: Any) -> Any:
+    def _user_step(self, name: str, data: Any) -> Any:
         """The results of a step that the model's class computes by itself, in each replica on its shard."""
         distribution, replicas = self._distribution, self._distribution.strategy.num_replicas_in_sync
         batch = keras.tree.map_structure(_on_host, data)
@@ -438,7 +442,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if name == "predict_step":  # Keras builds a model for fit and evaluate
             self._build_for(batch)
         distribution.compare_weights(self)
-        step = OwnStep(
+        step = UserStep(
             step=getattr(self, name),
             name=f"{_class_before(type(self)).__name__}.{name}",
             metrics=metrics_of(self),
@@ -448,7 +452,7 @@ class DistributedModel(keras.Model):  # type: ignore[misc]  # Keras has no types
         if name == "train_step" and distribution.checks_batch(rows):
             at = (0, min(rows, replicas * _COMPARED_ROWS))
             some = keras.tree.map_structure(lambda leaf: _rows(leaf, at, copies=False), batch)
-            check_own_step(self, step, distribution.strategy, some, distribution.divide(some))
+            check_user_step(self, step, distribution.strategy, some, distribution.divide(some))
         with nullcontext() if name == "train_step" else torch.no_grad():
             results = step.run(distribution.strategy, shards)
         if name != "predict_step":
@@ -466,9 +470,9 @@ def _check_given(x: Any, batch_size: int | None, callbacks: Any) -> None:
             f"batch_size={batch_size} was given beside a {type(x).__name__}, which makes batches by itself; leave "
             "batch_size out, and have it make global batches, which are divided among the replicas"
         )
-    for each in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
-        if isinstance(each, Callback):
-            name = type(each).__name__
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        if isinstance(callback, Callback):
+            name = type(callback).__name__
             place = "lockstep.integrations.keras" if name == "BackupAndRestore" else "keras.callbacks"
             counterpart = name if hasattr(keras.callbacks, name) else "Callback"
             raise ConfigError(
@@ -484,8 +488,8 @@ def _on_host(leaf: Any) -> Any:
 
 def _digest(variables: Sequence[Any]) -> int:
     digest = 0
-    for each in variables:
-        digest = zlib.crc32(each.numpy().tobytes(), digest)
+    for variable in variables:
+        digest = zlib.crc32(variable.numpy().tobytes(), digest)
     return digest
 
 

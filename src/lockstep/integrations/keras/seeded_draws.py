@@ -14,7 +14,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from keras.src.backend.torch import random as keras_random
 from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -42,12 +41,12 @@ class _Draws(TorchFunctionMode):
         self._seeds = seeds
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        seed = self._seeds.get(given.pop("generator", None))
-        return func(*args, **(kwargs or {})) if seed is None else _OPERATORS[func](seed, *args, **given)
+        arguments = dict(kwargs or {})
+        seed = self._seeds.get(arguments.pop("generator", None))
+        return func(*args, **(kwargs or {})) if seed is None else _OPERATORS[func](seed, *args, **arguments)
 
 
-def _standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """``torch_seed_generator`` of Keras, whose generator stands for the seed while a model is traced."""
 
     @wraps(original)
@@ -55,16 +54,15 @@ def _standing_for_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         seeds = _seeds.get()
         if seeds is None:
             return original(seed)
-        made = torch.Generator()
-        seeds[made] = draw_seed(seed)
-        return made
+        stand_in = torch.Generator()
+        seeds[stand_in] = draw_seed(seed)
+        return stand_in
 
     return generator
 
 
-keras_random.torch_seed_generator = _standing_for_seed(keras_random.torch_seed_generator)
-
-
+# An operator can stand in a compiled graph, and a torch.Generator cannot. The graph has the seed as its input, so that
+# each call draws other numbers.
 @torch.library.custom_op(
     "lockstep::seeded_draw",
     mutates_args=(),
@@ -78,8 +76,8 @@ def _seeded_draw(seed: Tensor, method: str, numbers: Sequence[float], like: Tens
         return torch.bernoulli(like, generator=generator)
     if method == "multinomial":
         return torch.multinomial(like, int(numbers[0]), replacement=True, generator=generator)
-    given = [int(each) for each in numbers] if method == "random_" else numbers
-    drawn: Tensor = getattr(torch.empty_like(like), method)(*given, generator=generator)
+    arguments = [int(number) for number in numbers] if method == "random_" else numbers
+    drawn: Tensor = getattr(torch.empty_like(like), method)(*arguments, generator=generator)
     return drawn
 
 

@@ -53,7 +53,7 @@ class Step:
         """Forward and backward."""
         with self.run.in_replica(rows / self.rows) as values:
             loss = self._loss(values, data, rows, training=True)
-            weights = [values.value(each) for each in self.variables.trainable]
+            weights = [values.value(variable) for variable in self.variables.trainable]
             if weights:  # as in Keras, which trains nothing where all layers are frozen
                 values.gradients = torch.autograd.grad(loss * (values.share * self.scale), weights, allow_unused=True)
 
@@ -80,6 +80,8 @@ class Step:
         if self.compiled is not None:
             default_seed = self.run.replicas[replica_of_step().local_replica].default_seed
             return self.compiled(x, default_seed, training=training)
+        # Function modes run Python code for each call of torch. A model of Keras's own layers needs them in a few
+        # functions only, see kernels.
         with nullcontext() if self.needs_modes else DisableTorchFunction():
             return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 

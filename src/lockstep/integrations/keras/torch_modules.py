@@ -31,39 +31,46 @@ class ReplicatedModule:
     """
 
     def __init__(self, layer: Any, replicas: int, *, sync_batchnorm: bool) -> None:
-        self._own: Callable[..., Any] = layer.call
-        tensors = {id(each): each for each in (*layer.module.parameters(), *layer.module.buffers())}
+        self._keras_call: Callable[..., Any] = layer.call
+        tensors = {id(tensor): tensor for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+        # The tensors are in the memo, so deepcopy takes them as copied already: the copies have Python state of their
+        # own, such as the training mode, and share weights and buffers.
         self._copies: list[nn.Module] = [copy.deepcopy(layer.module, dict(tensors)) for _ in range(replicas)]
         if sync_batchnorm:
-            self._copies = [convert_sync_batch_norm(each) for each in self._copies]
-        variables = {id(each.value): each for each in layer.variables}
-        self._parameters = {name: variables[id(each)] for name, each in layer.module.named_parameters()}
+            self._copies = [convert_sync_batch_norm(module) for module in self._copies]
+        variables = {id(variable.value): variable for variable in layer.variables}
+        self._parameters = {name: variables[id(parameter)] for name, parameter in layer.module.named_parameters()}
         self.buffers = {
             name: keras.Variable(
-                each, trainable=False, dtype=keras.backend.standardize_dtype(each.dtype), name=name.replace("/", "_")
+                buffer,
+                trainable=False,
+                dtype=keras.backend.standardize_dtype(buffer.dtype),
+                name=name.replace("/", "_"),
             )
-            for name, each in layer.module.named_buffers()
+            for name, buffer in layer.module.named_buffers()
         }
 
     def call(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         """``TorchModuleWrapper.call``, with the variables of the ``StatelessScope``."""
         context, shard = get_replica_context(), current_shard.get()
         if not in_stateless_scope():
-            return self._own(*args, training=training, **kwargs)
+            return self._keras_call(*args, training=training, **kwargs)
         module = self._copies[context.local_replica if context else 0].train(
             training is not False and not is_compared.get()
         )
-        values = {name: each.value for name, each in self._parameters.items()}
-        values |= {name: each.value.clone() for name, each in self.buffers.items()}
+        values = {name: variable.value for name, variable in self._parameters.items()}
+        values |= {name: variable.value.clone() for name, variable in self.buffers.items()}
         has_row = shard is None or shard.rows > 0 or not has_sync_batch_norm(module)
         if not has_row:  # the row that it computes with must not count in the statistics
             args, kwargs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         with guard_single_row(module, args, kwargs):
             outputs = torch.func.functional_call(module, values, args, kwargs)
         if module.training:
-            for name, each in self.buffers.items():
-                if each.value.dtype != torch.bool:
-                    each.assign(values[name])
+            for name, variable in self.buffers.items():
+                if variable.value.dtype != torch.bool:
+                    variable.assign(values[name])
+        # The layers after this one expect a row. The sum over no rows is one of zeros, and keeps the graph through
+        # which the batch norm's backward pass exchanges.
         return outputs if has_row else tree_map(lambda output: output.sum(0, keepdim=True), outputs)
 
 

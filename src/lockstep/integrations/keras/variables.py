@@ -31,7 +31,7 @@ from lockstep.replicas.context import ReplicaContext, get_replica_context
 from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
-StepKind = Literal["keras", "own", "custom"]
+StepKind = Literal["keras", "user", "custom"]
 """A step that Keras computes, one that the model's class computes by itself, or a function given ``strategy.run``."""
 _SEED_STRIDE = 0x9E3779B1  # 2**32 over the golden ratio: the seeds of different replicas lie far from each other
 _SEED_NAME = "seed_generator_state"
@@ -175,7 +175,7 @@ class RunVariables:
 
     @torch.no_grad()
     def merge(self, strategy: Strategy, weights: Sequence[Any] = ()) -> list[Tensor | None]:
-        """Brings what the steps of all replicas have assigned to the variables themselves. Outside replicas.
+        """Assigns to the variables themselves what the steps of all replicas have assigned. Outside replicas.
 
         Returns the sums of the gradients for ``weights``; None where no local replica has one.
         """
@@ -261,7 +261,7 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
         return any(id(value) in tensors for value in values)
 
     def forget(self, variables: Sequence[Any]) -> None:
-        """Has the next value of each variable be its own at that time, without a gradient."""
+        """Drops the replica's values of some variables: the next one is the variable's own, without a gradient."""
         for variable in variables:
             self.state_mapping.pop(id(variable), None)
             self.assignments.pop(id(variable), None)
@@ -289,6 +289,7 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
         if is_seed(variable):
             return value - self._first_value(variable) if is_first else torch.zeros_like(value)
         if value.is_floating_point() and variable.aggregation != "only_first_replica":
+            # Each replica's part of the mean over all rows.
             return value * self.share if self.share else torch.zeros_like(value)  # the mean of no rows is NaN
         return value if is_first else torch.zeros_like(value)
 
@@ -318,7 +319,9 @@ class ReplicaVariables(keras.StatelessScope):  # type: ignore[misc]  # Keras has
 
     def _with_gradient(self, value: Tensor) -> Tensor:
         value.requires_grad_()
-        if self.kind == "own":
+        if self.kind == "user":
+            # torch.autograd.backward passes WholeGradients by, and would leave the gradients of one shard without a
+            # word.
             value.register_hook(self._refuse_shard)  # type: ignore[no-untyped-call]
         return value
 

@@ -80,6 +80,7 @@ def check_program(trainer: transformers.Trainer, names: Collection[str]) -> None
             "processing_class=tokenizer"
         )
     for method, positional, keywords in _CALLS:
+        # Not that of a wrapped function: the wrapper is what transformers calls.
         signature = inspect.signature(getattr(trainer, method), follow_wrapped=False)
         try:
             signature.bind(*positional, **dict.fromkeys(keywords))
@@ -100,12 +101,12 @@ def check_model(model: Any) -> None:
         )
 
 
-def chosen_strategy(given: Strategy | None, *, on_cpu: bool) -> Strategy:
+def chosen_strategy(strategy: Strategy | None, *, on_cpu: bool) -> Strategy:
     """The given strategy, else the one in scope, else one over all local devices or over the whole job.
 
     Raises a ConfigError if the strategy does not give every replica the whole model.
     """
-    strategy = given or current_strategy()
+    strategy = strategy or current_strategy()
     if strategy is None and declared_job() is not None:
         return _strategy_of_job(on_cpu)
     if strategy is None:
@@ -140,9 +141,9 @@ class OneProcess:
         """Sets the state, or sets it again: making other TrainingArguments resets it from the environment."""
         self._args._n_gpu = self._replicas
         self._args.__dict__["_setup_devices"] = self._device
-        own = object.__new__(PartialState)  # one that does not share accelerate's global state
-        own.__dict__ = _state(self._device, index=self._index)
-        self._args.distributed_state = own
+        state = object.__new__(PartialState)  # one that does not share accelerate's global state
+        state.__dict__ = _state(self._device, index=self._index)
+        self._args.distributed_state = state
         if not self._is_known():
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState._shared_state.update(_state(self._device, index=0))
@@ -153,8 +154,8 @@ class OneProcess:
         self._accelerator = dict(AcceleratorState._shared_state)
 
     def _is_known(self) -> bool:
-        known, accelerator = PartialState._shared_state, AcceleratorState._shared_state
-        alone = known.get("distributed_type") is DistributedType.NO and known.get("device") == self._device
+        process, accelerator = PartialState._shared_state, AcceleratorState._shared_state
+        alone = process.get("distributed_type") is DistributedType.NO and process.get("device") == self._device
         return alone and (not self._accelerator or accelerator.keys() == self._accelerator.keys())
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.data.resume import random_state, set_random_state
+from lockstep.data.random_state import random_state, set_random_state
 from lockstep.data.sharding import shard_sizes
 from lockstep.errors import DataError
 
@@ -62,7 +62,7 @@ def count_examples(loader: Any, replicas: int) -> None:
     collator = getattr(base, "collate_fn", None)
     batches = isinstance(base, DataLoader) and base.batch_sampler is not None
     if collator is not None and batches and not (isinstance(collator, partial) and collator.func is _collated):
-        base.collate_fn = partial(_collated, collator, replicas, _Known())
+        base.collate_fn = partial(_collated, collator, replicas, _Expansion())
 
 
 def division_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Division | None]:
@@ -76,35 +76,35 @@ def division_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Division |
 def halves(inputs: Mapping[str, Any], examples: int, order: RowOrder) -> list[dict[str, Any]]:
     """The two halves of a replica's inputs, by example."""
     middle = shard_sizes(examples, 2)[0]
-    return [_taken(inputs, examples, order, *half) for half in ((0, middle), (middle, examples))]
+    return [_rows_of_examples(inputs, examples, order, *half) for half in ((0, middle), (middle, examples))]
 
 
 @dataclass(eq=False)
-class _Known:
+class _Expansion:
     """The order of rows in the batches so far, in this process."""
 
     orders: set[RowOrder] = field(default_factory=set)
 
 
-def _collated(collator: Callable[[Any], Any], replicas: int, known: _Known, examples: Any) -> Any:
+def _collated(collator: Callable[[Any], Any], replicas: int, expansion: _Expansion, examples: Any) -> Any:
     """The batch of some examples, with its division if rows are not examples."""
     batch = collator(examples)
     number = len(examples)
     if replicas == 1 or not isinstance(batch, Mapping) or all(size == number for size in row_counts(batch)):
         return batch
-    division = _divided(collator, batch, examples, replicas, known)
+    division = _divided(collator, batch, examples, replicas, expansion)
     return batch if division is None else {**batch, _KEY: division}
 
 
 def _divided(
-    collator: Callable[[Any], Any], batch: Mapping[str, Any], examples: Any, replicas: int, known: _Known
+    collator: Callable[[Any], Any], batch: Mapping[str, Any], examples: Any, replicas: int, expansion: _Expansion
 ) -> Division | None:
     """How a batch is divided; None if its tensors disagree in length in a way that no example explains."""
     number = len(examples)
     places = list(pairwise(accumulate(shard_sizes(number, replicas), initial=0)))
-    if known.orders and all(size % number == 0 for size in row_counts(batch)):
-        (order,) = known.orders
-        parts = [_taken(batch, number, order, *place) for place in places]
+    if expansion.orders and all(size % number == 0 for size in row_counts(batch)):
+        (order,) = expansion.orders
+        parts = [_rows_of_examples(batch, number, order, *place) for place in places]
         return Division(examples=number, parts=parts, order=order)
     collated = _collated_alone(collator, examples, places, max(row_counts(batch)))
     fitting: list[RowOrder] = [order for order in _ORDERS if _fits(batch, collated, number, places, order)]
@@ -119,9 +119,9 @@ def _divided(
             "of each replica alone, so that the batch cannot be divided by example; have it make the same rows of an "
             "example whatever the others are, or use one replica"
         )
-    parts = [_taken(batch, number, fitting[0], *place) for place in places]
+    parts = [_rows_of_examples(batch, number, fitting[0], *place) for place in places]
     if len(fitting) == 1:
-        known.orders.add(fitting[0])
+        expansion.orders.add(fitting[0])
     return Division(examples=number, parts=parts, order=fitting[0])
 
 
@@ -129,6 +129,7 @@ def _collated_alone(
     collator: Callable[[Any], Any], examples: Any, places: Sequence[tuple[int, int]], rows: int
 ) -> list[Mapping[str, Any] | None]:
     """The examples of each replica, collated by themselves; what this draws is drawn again by what comes next."""
+    # The examples are collated once more than on one device; a collator that draws must not draw more for it.
     state = random_state(None)
     try:
         return [collator(examples[start:stop]) if stop > start else None for start, stop in places]
@@ -153,7 +154,7 @@ def row_counts(batch: Mapping[str, Any]) -> list[int]:
     return lengths
 
 
-def _taken(batch: Mapping[str, Any], number: int, order: RowOrder, start: int, stop: int) -> dict[str, Any]:
+def _rows_of_examples(batch: Mapping[str, Any], number: int, order: RowOrder, start: int, stop: int) -> dict[str, Any]:
     """The rows of some of a batch's ``number`` examples."""
 
     def rows_of(value: Any) -> Any:
@@ -182,7 +183,7 @@ def _fits(
     """Whether the parts have the rows of the batch in this order, but for padding."""
     if any(size % number for size in row_counts(batch)):
         return False
-    pairs = [(_taken(batch, number, order, *place), part) for place, part in zip(places, parts, strict=True)]
+    pairs = [(_rows_of_examples(batch, number, order, *place), part) for place, part in zip(places, parts, strict=True)]
     return all(part is None or _is_padded(rows, part) for rows, part in pairs)
 
 
@@ -194,11 +195,11 @@ def _is_padded(rows: Any, part: Any) -> bool:
         return type(rows) is type(part) and bool(rows == part)
     if rows.ndim != part.ndim or rows.shape[:1] != part.shape[:1] or rows.dtype != part.dtype:
         return False
-    wider = [(size, wanted) for size, wanted in zip(rows.shape, part.shape, strict=True)]
-    if any(wanted > size for size, wanted in wider):
+    wider = [(size, length) for size, length in zip(rows.shape, part.shape, strict=True)]
+    if any(length > size for size, length in wider):
         return False
-    on_right = rows[tuple(slice(wanted) for _, wanted in wider)]
-    on_left = rows[tuple(slice(size - wanted, size) for size, wanted in wider)]
+    on_right = rows[tuple(slice(length) for _, length in wider)]
+    on_left = rows[tuple(slice(size - length, size) for size, length in wider)]
     return torch.equal(on_right, part) or torch.equal(on_left, part)
 
 

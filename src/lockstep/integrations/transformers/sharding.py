@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep._torch_compat import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator, all_gather_object
 from lockstep.collectives.per_replica import PerReplica, select
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.shard_notes import WithRows
 from lockstep.data.sharding import batch_rows, local_rows, local_shards
 from lockstep.integrations.transformers import examples
@@ -47,7 +47,7 @@ Items = Literal["labels", "shifted labels", "rows"]
 class CountedItems(Tensor):
     """The number of items of a batch, a 0-dim tensor that notices when something computes with it."""
 
-    used = False
+    is_used = False
 
     @classmethod
     def __torch_function__(
@@ -57,7 +57,7 @@ class CountedItems(Tensor):
         if getattr(func, "__name__", "") != "__get__":
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, cls):
-                    value.used = True
+                    value.is_used = True
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -73,18 +73,19 @@ class Share:
     def watch(self, items: Tensor | int | None, device: torch.device) -> Tensor | None:
         """The number of items on ``device``, as a tensor that notices whether the loss is divided by it."""
         watched = None if items is None else torch.as_tensor(items, device=device).detach()
+        # Whether the model divides by it shows only in use: losses of transformers take the number and may ignore it.
         self._items = None if watched is None else watched.as_subclass(CountedItems)
         return self._items
 
     @property
     def factor(self) -> float:
         """The factor of the shard's loss, if the number of items is that of the whole batch."""
-        return 1.0 if self._items is not None and self._items.used else self._count / self._total
+        return 1.0 if self._items is not None and self._items.is_used else self._count / self._total
 
     @property
     def weight(self) -> float:
         """The divisor of the shard's loss, if the number of items is that of the shard."""
-        return float(self._items) if self._items is not None and self._items.used else self._count
+        return float(self._items) if self._items is not None and self._items.is_used else self._count
 
 
 _share: ContextVar[Share | None] = ContextVar("lockstep_share", default=None)
@@ -145,12 +146,14 @@ class Shard(WithRows):
     division: Division | None = None  # of the whole batch, where a row is not an example
 
 
-def divided(batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout, *, items: Items) -> PerReplica[Shard]:
+def divided(
+    batch: Mapping[str, Any], workers: Communicator, list_reader: ListReader, *, items: Items
+) -> PerReplica[Shard]:
     """The shards of this worker's replicas: views of the whole collated batch, which is equal on all workers.
 
-    ``layout`` finds the lists of one item per example, such as texts or boxes; ``items`` is what a mean loss averages.
-    With one replica in all the batch is the shard, whatever its rows are. Otherwise a DataError is raised if the
-    tensors disagree in length.
+    ``list_reader`` finds the lists of one item per example, such as texts or boxes; ``items`` is what a mean loss
+    averages. With one replica in all the batch is the shard, whatever its rows are. Otherwise a DataError is raised if
+    the tensors disagree in length.
     """
     plain, division = division_of(batch)
     if division is not None:
@@ -159,10 +162,10 @@ def divided(batch: Mapping[str, Any], workers: Communicator, layout: BatchLayout
         rows = max(row_counts(plain), default=1)
         count = _count_items(plain, rows, items=items)
         return PerReplica([Shard(inputs=plain, rows=rows, count=count, total=count)])
-    marked = layout.marked(plain)
+    marked = list_reader.marked(plain)
     rows = batch_rows(marked)
     cut = local_rows(rows, workers)
-    local = local_shards(marked, lambda _: cut, layout)
+    local = local_shards(marked, lambda _: cut, list_reader)
     total = _count_items(marked, rows, items=items)
     shards = []
     for replica, size in enumerate(cut.sizes):
@@ -206,12 +209,15 @@ class LossCheck:
         return self._items or ("shifted labels" if shifts_labels(model) else "labels")
 
     def candidates(self, model: Any) -> list[Items]:
-        """What the loss may average: first what it is taken to."""
+        """Returns what the loss may average, beginning with the present assumption."""
         first = self.items(model)
         return [first, *(items for items in get_args(Items) if items != first)]
 
-    def settle(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
-        """Takes what a step has shown: the differences of all replicas for each candidate, until one had none."""
+    def decide(self, differences: Mapping[Items, Sequence[tuple[float, float] | None]]) -> None:
+        """Decides what the loss averages.
+
+        ``differences`` has those of all replicas for each candidate of a step, up to the first candidate without any.
+        """
         former, *_ = differences
         fitting = next((items for items, apart in differences.items() if not any(apart)), None)
         if fitting is None:
@@ -256,9 +262,9 @@ class LossCheck:
             stacklevel=4,
         )
 
-    def _warn(self, found: Sequence[tuple[float, float] | None]) -> None:
+    def _warn(self, differences: Sequence[tuple[float, float] | None]) -> None:
         """Warns once, if a replica has found a difference."""
-        apart = next((each for each in found if each is not None), None)
+        apart = next((difference for difference in differences if difference is not None), None)
         if apart is None or self._warned:
             return
         self._warned = True
@@ -289,7 +295,7 @@ def loss_difference(
             parts = [float(loss_of(half.inputs, share)) * share.factor for half, share in shares]
     except FAILURES:  # the step itself will raise it
         return None
-    rough = any(each.dtype in _LOW for each in model.parameters()) or torch.is_autocast_enabled("cpu")
+    rough = any(parameter.dtype in _LOW for parameter in model.parameters()) or torch.is_autocast_enabled("cpu")
     apart = abs(sum(parts) - whole) / max(sum(map(abs, parts)), abs(whole), 1e-12)
     return (whole, sum(parts)) if apart > (_ROUGH if rough else _EXACT) else None
 
@@ -297,7 +303,7 @@ def loss_difference(
 def _halves(shard: Shard, *, items: Items) -> PerReplica[Shard]:
     order = None if shard.division is None else shard.division.order
     if order is None:
-        return divided(shard.inputs, SingleWorkerCommunicator(2), BatchLayout(records_are_rows=True), items=items)
+        return divided(shard.inputs, SingleWorkerCommunicator(2), ListReader(records_are_rows=True), items=items)
     parts = examples.halves(shard.inputs, shard.rows, order)
     division = Division(examples=shard.rows, parts=parts, order=order)
     return _by_example(division, SingleWorkerCommunicator(2), items=items)
@@ -325,13 +331,13 @@ def joined(
     is that of the batch, where a row is not an example.
     """
     local = [tuple(part) for part in parts if part is not None]
-    met = all_gather_object(workers, "the outputs for a batch", local)
-    found = [Prediction(*part) for worker in met for part in worker]
-    rows = [part.rows for part in found]
+    gathered = all_gather_object(workers, "the outputs for a batch", local)
+    predictions = [Prediction(*part) for worker in gathered for part in worker]
+    rows = [part.rows for part in predictions]
     return (
-        _mean_loss(found, device),
-        _joined([part.logits for part in found], rows, device, division),
-        _joined([part.labels for part in found], rows, device, division),
+        _mean_loss(predictions, device),
+        _joined([part.logits for part in predictions], rows, device, division),
+        _joined([part.labels for part in predictions], rows, device, division),
     )
 
 
@@ -356,7 +362,7 @@ def _joined(structures: Sequence[Any], rows: Sequence[int], device: torch.device
 def _joined_leaf(values: Sequence[Any], rows: Sequence[int], device: torch.device, division: Division | None) -> Any:
     if not isinstance(values[0], Tensor):
         return values[0]
-    here = [value.to(device) for value in values]
-    if here[0].ndim:
-        return examples.joined(here, rows, division)
-    return sum(value * (count / sum(rows)) for value, count in zip(here, rows, strict=True))
+    values_on_device = [value.to(device) for value in values]
+    if values_on_device[0].ndim:
+        return examples.joined(values_on_device, rows, division)
+    return sum(value * (count / sum(rows)) for value, count in zip(values_on_device, rows, strict=True))

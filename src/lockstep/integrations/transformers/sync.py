@@ -78,6 +78,7 @@ def load_data_state(attributes: SourceAttributes, folder: Path | None) -> None:
     """Brings the attributes of the data to what they are in a checkpoint, if there is one."""
     attributes.look()
     if folder is not None and (file := folder / DATA_FILE).is_file():
+        # weights_only, here and below: no code of a checkpoint runs.
         attributes.load(torch.load(file, map_location="cpu", weights_only=True))
 
 
@@ -86,16 +87,16 @@ def agree_on_flags(workers: Communicator, control: TrainerControl) -> None:
     if workers.size == 1:
         return
     everyones = workers.all_gather_numbers("what the callbacks ask for", [getattr(control, flag) for flag in FLAGS])
-    for flag, asked in zip(FLAGS, zip(*everyones, strict=True), strict=True):
-        setattr(control, flag, any(asked))
+    for flag, requests in zip(FLAGS, zip(*everyones, strict=True), strict=True):
+        setattr(control, flag, any(requests))
 
 
 def agree_on_arguments(workers: Communicator, args: TrainingArguments) -> None:
     """Raises a ClusterError if workers have other arguments than the chief, except for folders and logging."""
     if workers.size > 1:
         settings = sorted(args.to_dict().items())  # type: ignore[no-untyped-call]
-        own = [f"{name}={value!r}" for name, value in settings if not name.startswith(_OWN)]
-        check_agreement(workers, "the training arguments", own)
+        arguments = [f"{name}={value!r}" for name, value in settings if not name.startswith(_OWN)]
+        check_agreement(workers, "the training arguments", arguments)
 
 
 def agree_on_checkpoint(workers: Communicator, folder: str | None) -> None:
@@ -132,9 +133,9 @@ def load_random_numbers(strategy: Strategy, folder: Path, *, seed: int, step: in
 
 def save_conditions(strategy: Strategy, folder: Path, args: TrainingArguments) -> None:
     """Writes what the bits of the training depend on. Every worker must call it; the chief writes."""
-    found = all_conditions(strategy, _settings(args))
+    conditions = all_conditions(strategy, _settings(args))
     if strategy.workers.is_chief:
-        (folder / CONDITIONS).write_text(json.dumps(found, indent=2), encoding="utf-8")
+        (folder / CONDITIONS).write_text(json.dumps(conditions, indent=2), encoding="utf-8")
 
 
 def compare_conditions(strategy: Strategy, folder: Path, args: TrainingArguments) -> None:

@@ -26,7 +26,7 @@ from lockstep._torch_compat import tree_leaves, tree_map
 from lockstep.checkpoint.fingerprint import fingerprint_of
 from lockstep.collectives.communicator import all_gather_object, refuse_to_save, refuse_to_train
 from lockstep.collectives.per_replica import PerReplica
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.readers import batch_digest
 from lockstep.data.typed_batches import TypedMapping
 from lockstep.errors import UsageError
@@ -50,7 +50,7 @@ class Trainer(transformers.Trainer):
         model: as in transformers.
         args: as in transformers. ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are per replica.
             The Trainer changes them: ``n_gpu`` becomes the number of replicas.
-        *others: as in transformers.
+        *positional: as in transformers.
         strategy: the strategy to train on. None takes the one in scope, else all local devices, or in a job of several
             workers all devices of all workers.
         **named: as in transformers.
@@ -60,7 +60,7 @@ class Trainer(transformers.Trainer):
         self,
         model: Any = None,
         args: TrainingArguments | None = None,
-        *others: Any,
+        *positional: Any,
         strategy: Strategy | None = None,
         **named: Any,
     ) -> None:
@@ -70,14 +70,14 @@ class Trainer(transformers.Trainer):
         self.strategy = arguments.chosen_strategy(strategy, on_cpu=args.use_cpu)
         self._workers = self.strategy.workers
         self._mirrored: MirroredModule | None = None
-        self._layout = BatchLayout(records_are_rows=True, copies=self._workers.any_layout)
+        self._list_reader = ListReader(records_are_rows=True, copies=self._workers.any_layout)
         self._holds_best = False
         self._loss_check = sharding.LossCheck(0)
         arguments.check_arguments(args, workers=self._workers.size)
         arguments.check_model(model)
         self._one_process = arguments.OneProcess(args, self.strategy)
         sync.begin_random_numbers(self.strategy, args.seed)
-        super().__init__(model, args, *others, **named)
+        super().__init__(model, args, *positional, **named)
         self._callbacks = self.callback_handler = sync.AgreeingCallbacks(self.callback_handler, self._workers)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -85,6 +85,8 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self._one_process.keep()
         backward = self.accelerator.backward
+        # transformers calls backward in the middle of its training_step; there is no hook between the loss and its
+        # gradients.
         self.accelerator.backward = lambda loss, **named: backward(sharding.weighted(loss), **named)
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -199,6 +201,7 @@ class Trainer(transformers.Trainer):
 
     def _renewed(self, optimizer: Any) -> MirroredOptimizer:
         result = self.strategy.mirror(optimizer.plain if isinstance(optimizer, MirroredOptimizer) else optimizer)
+        # The step sums gradients itself, at the end of an accumulation cycle (_sums_in_step).
         result.gradients.sums_after_runs = False
         return result
 
@@ -216,8 +219,9 @@ class Trainer(transformers.Trainer):
         """As in transformers, on all replicas, each with its shard of ``inputs``."""
         self._add_digest(inputs)
         with arguments.seen_as_one_device(self.args):
+            # Before the step: what the loss averages decides how this batch is weighed already.
             if self._loss_check.is_due():
-                self._settle_items(inputs, num_items_in_batch)
+                self._decide_items(inputs, num_items_in_batch)
             shards = self._divided(inputs)
             watches = self._loss_check.row_watches(self.strategy, [shard.rows for shard in shards])
             losses = self._run(self._train_shard, (shards, num_items_in_batch, watches))
@@ -246,7 +250,7 @@ class Trainer(transformers.Trainer):
                 raise torch.OutOfMemoryError(f"CUDA out of memory. {worker}: {texts[0]}")
         return results
 
-    def _settle_items(self, inputs: dict[str, Any], number: Any) -> None:
+    def _decide_items(self, inputs: dict[str, Any], number: Any) -> None:
         """Finds out what the loss averages, of ``number`` items. Every worker must call it."""
         differences: dict[sharding.Items, list[tuple[float, float] | None]] = {}
         for items in self._loss_check.candidates(self.model):
@@ -256,7 +260,7 @@ class Trainer(transformers.Trainer):
             differences[items] = [difference for worker in worker_differences for difference in worker]
             if not any(differences[items]):
                 break
-        self._loss_check.settle(differences)
+        self._loss_check.decide(differences)
 
     def _check_loss(self, shard: sharding.Shard, number: Any, items: sharding.Items) -> tuple[float, float] | None:
         """Compares the loss of this replica's shard with its halves."""
@@ -268,6 +272,7 @@ class Trainer(transformers.Trainer):
                 loss: Any = self.compute_loss(copy, self._prepare_inputs(inputs), num_items_in_batch=count)
             return torch.as_tensor(loss)
 
+        # The step after the check draws the numbers that it would have drawn without it.
         with preserving_rng(replica_of_step()):
             return sharding.loss_difference(loss_of, shard, copy, items=items)
 
@@ -338,7 +343,9 @@ class Trainer(transformers.Trainer):
 
     def _divided(self, inputs: dict[str, Any], items: sharding.Items | None = None) -> PerReplica[sharding.Shard]:
         """The shards of a batch, weighed by ``items``; None is what the loss averages as far as is known."""
-        return sharding.divided(inputs, self._workers, self._layout, items=items or self._loss_check.items(self.model))
+        return sharding.divided(
+            inputs, self._workers, self._list_reader, items=items or self._loss_check.items(self.model)
+        )
 
     @property
     def _mirrored_module(self) -> MirroredModule:

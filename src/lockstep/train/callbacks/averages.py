@@ -30,6 +30,8 @@ class WeightAverage(Callback, ABC):
     best, and after fit. In training it has the trained weights, with the same bits as without the callback.
     """
 
+    # Before the others: what they save or compare at the end of an epoch has the averages
+    # (test_what_is_saved_has_the_average_and_a_whole_checkpoint_both).
     comes_after = -1
 
     def __init__(self, average: Average) -> None:
@@ -79,6 +81,7 @@ class WeightAverage(Callback, ABC):
 
     @final
     def on_test_begin(self, logs: Logs) -> None:
+        # The validation begins before on_epoch_end, so whichever comes first ends the training part of the epoch.
         if self._averages is not None:  # in fit
             self._end_training_part()
 

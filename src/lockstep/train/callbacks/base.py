@@ -82,6 +82,8 @@ class Callback:
 
         By default: whether the class overrides ``on_train_batch_end``.
         """
+        # Metrics are merged over all replicas and workers for these logs; a callback that does not listen to batches
+        # must not cost that (test_only_who_listens_to_batches_wants_their_metrics).
         hooks = ("on_train_batch_end", "on_batch_end")
         return any(getattr(type(self), hook) is not getattr(Callback, hook) for hook in hooks)
 
@@ -154,11 +156,11 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         super().__init__()
-        known = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
+        names = [name for name in vars(Callback) if name.startswith("on_") and not name.startswith("on_batch_")]
         self._hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         for name, hook in self._hooks.items():
-            if name not in known or not callable(hook):
-                raise ConfigError(f"LambdaCallback({name}={hook!r}); give functions for some of {', '.join(known)}")
+            if name not in names or not callable(hook):
+                raise ConfigError(f"LambdaCallback({name}={hook!r}); give functions for some of {', '.join(names)}")
             setattr(self, name, hook)
 
     def wants_batch_logs(self) -> bool:
@@ -172,15 +174,17 @@ class CallbackList:
     """
 
     def __init__(self, callbacks: Sequence[Callback], *, model: Model, params: Mapping[str, Any]) -> None:
-        given: Sequence[Any] = callbacks
-        for each in given:
-            if not isinstance(each, Callback):
-                kind = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+        instances: Sequence[Any] = callbacks
+        for instance in instances:
+            if not isinstance(instance, Callback):
+                kind = (
+                    f"the class {instance.__name__}" if isinstance(instance, type) else f"a {type(instance).__name__}"
+                )
                 raise ConfigError(f"callbacks holds {kind}; give instances of lockstep.Callback")
         leads = model.strategy.workers.leads  # an evaluator shows its own progress
         parts = [part for callback in callbacks for part in callback.expanded()]
-        here = [callback for callback in parts if leads or not callback.chief_only]
-        self._callbacks = tuple(sorted(here, key=lambda callback: callback.comes_after))
+        local_callbacks = [callback for callback in parts if leads or not callback.chief_only]
+        self._callbacks = tuple(sorted(local_callbacks, key=lambda callback: callback.comes_after))
         for callback in self._callbacks:
             _call(callback, "set_params", dict(params))
             _call(callback, "set_model", model)
@@ -226,11 +230,11 @@ class CallbackList:
             _call(callback, hook, *args, copy_logs(logs))
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for callback in self._callbacks:
             kind = type(callback).__name__
-            seen[kind] += 1
-            yield kind if seen[kind] == 1 else f"{kind} {seen[kind]}", callback
+            counts[kind] += 1
+            yield kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback
 
 
 def _call(callback: Callback, hook: str, *args: Any) -> Any:
@@ -323,6 +327,7 @@ class Monitor:
             raise ConfigError(
                 f"{self._owner} cannot tell whether {self.name!r} is better high or low; give mode='max' or 'min'"
             )
+        # Every comparison with NaN is false, so as a best value it would never be beaten.
         if math.isnan(value):
             return False
         if reference is None:

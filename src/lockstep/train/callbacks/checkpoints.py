@@ -148,6 +148,8 @@ class ModelCheckpoint(_SavingCallback):
             manager.finish_writing()
 
     def _check_folder(self) -> None:
+        # The folder may depend on numbers that are not known yet; the part of it that does not can be checked before
+        # anything is trained (test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_trained).
         beginning = self.filepath.partition("{")[0]
         folder = Path(f"{beginning}x").parent if self._manager is None else Path(self.filepath)
         check_can_make(folder, "ModelCheckpoint(filepath)")
@@ -242,6 +244,7 @@ class BackupAndRestore(_SavingCallback):
         # Not the run's own name: ModelCheckpoint's checkpoints of the same run are not backups.
         self._manager.run = f"{self.model.training_state.run} backup"
         workers.all_gather_numbers("beginning of a fit with a backup")  # a signal that came too late for the fit before
+        # A signal that came after the fit before had ended is no reason to end this one.
         workers.clear_flags(ControlFlags.SAVE)
         self._signal.listen(lambda: workers.set_flags(ControlFlags.SAVE))
         if restored is not None and self.params.get("verbose"):
@@ -264,6 +267,7 @@ class BackupAndRestore(_SavingCallback):
         self._ended = True
         if not self.delete_checkpoint or self._manager is None:
             return
+        # Python sets ps1 in an interactive session alone.
         if hasattr(sys, "ps1"):  # an exception ends no interactive session, and the model stays
             self._manager.remove_own(with_folder=self._made_folder)
             return
@@ -321,30 +325,35 @@ class _EndedBackup:
     one removes nothing.
     """
 
-    _left: ClassVar[dict[Path, _EndedBackup]] = {}  # by folder: the next fit must not take them for an interruption's
+    # By folder. Without this the next fit in the same process would take a finished fit's backup for one that an
+    # interruption left (test_the_next_fit_does_not_take_an_ended_one_for_interrupted).
+    _ended_backups: ClassVar[dict[Path, _EndedBackup]] = {}
 
     def __init__(self, module: object, folder: Path, run: str, *, with_folder: bool) -> None:
         self._folder = folder.absolute()  # the program may change its working directory
         self._run, self._with_folder = run, with_folder
-        self._left[self._folder] = self
+        self._ended_backups[self._folder] = self
         # Not atexit, which processes of multiprocessing, such as the workers of ls.launch, do not call.
         self._finalize = Finalize(module, self._remove_unless_failing, exitpriority=0)
 
     @classmethod
     def remove_if_in(cls, folder: Path) -> None:
         """Removes the backups of the fit that ended with this folder, if there was one."""
-        if (ended := cls._left.get(folder.absolute())) is not None:
+        if (ended := cls._ended_backups.get(folder.absolute())) is not None:
             ended._finalize.cancel()
             ended._remove()
 
     def _remove_unless_failing(self) -> None:
+        # At exit the exception that ended the program is no longer handled, but Python has left it in last_value when
+        # it printed it. A program that fails before it has saved its result keeps its backup
+        # (test_what_a_program_had_trained_when_it_failed_before_it_saved_is_not_lost).
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is None or (isinstance(error, SystemExit) and not error.code):
             with suppress(CheckpointError):  # nobody is left who could be told
                 self._remove()
 
     def _remove(self) -> None:
-        self._left.pop(self._folder, None)
+        self._ended_backups.pop(self._folder, None)
         CheckpointFolder(self._folder).remove_all(run=self._run, with_folder=self._with_folder)
 
 
@@ -370,6 +379,8 @@ class _Termination:
             received()
 
         self.came = False
+        # signal.signal raises a ValueError in other threads
+        # (test_another_thread_than_the_main_one_trains_without_listening).
         if threading.current_thread() is threading.main_thread() and not self._listens:
             self._previous = signal.signal(signal.SIGTERM, handle)
             self._listens = True
@@ -385,6 +396,8 @@ class _Termination:
             return
         self._listens = False
         former = signal.SIG_DFL if self._previous is None else self._previous
+        # A second SIGTERM would end the process by the default handler, with another exit code than the 75 that tells a
+        # scheduler to start it again.
         signal.signal(signal.SIGTERM, signal.SIG_IGN if exits and former == signal.SIG_DFL else former)
         if self.came and again:
             signal.raise_signal(signal.SIGTERM)

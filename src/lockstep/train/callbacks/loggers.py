@@ -68,6 +68,8 @@ class CSVLogger(Callback):
             writer.writerow(self._columns)
         row = {"epoch": epoch, **logs}
         writer.writerow([row.get(column, "NA") for column in self._columns])
+        # A program that is killed has the lines of all its epochs
+        # (test_a_line_is_in_the_file_as_soon_as_its_epoch_ends).
         self._file.flush()
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,6 +77,8 @@ class CSVLogger(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.append and self._file is not None and self._file.tell() > state["bytes"]:
+            # The interrupted run may have written epochs after its last backup, which are trained again
+            # (test_a_resumed_training_writes_no_epoch_twice).
             self._file.truncate(state["bytes"])
             self._columns = self._existing_columns()
 
@@ -119,7 +123,7 @@ def epoch_scalars(
         "step_ms": 1000 * timing.median_step_s,
         **({} if grad_norm is None else {"grad_norm": grad_norm}),
     }
-    sizes = {f"{each.name}/{what}": size for each in memory for what, size in each.sizes_mb().items()}
+    sizes = {f"{device.name}/{what}": size for device in memory for what, size in device.sizes_mb().items()}
     return _tagged("epoch_", numbers) | _tagged("memory_mb/", sizes)
 
 
@@ -152,12 +156,12 @@ class ScalarLogger(Callback, ABC):
 
     def __init__(self, update_freq: UpdateFreq) -> None:
         super().__init__()
-        every = {"epoch": 0, "batch": 1}.get(update_freq) if isinstance(update_freq, str) else update_freq
-        if type(every) is not int or every < 0 or update_freq == 0:
+        interval = {"epoch": 0, "batch": 1}.get(update_freq) if isinstance(update_freq, str) else update_freq
+        if type(interval) is not int or interval < 0 or update_freq == 0:
             name = type(self).__name__
             raise ConfigError(f"{name}(update_freq={shown(update_freq)}) is unknown; give 'epoch', 'batch' or a number")
         self.update_freq = update_freq
-        self._every = every  # batches; 0 for epochs
+        self._interval = interval  # batches; 0 for epochs
         self._run: str | None = None
         self._is_open = self._completed = False
 
@@ -175,7 +179,7 @@ class ScalarLogger(Callback, ABC):
 
     @final
     def wants_batch_logs(self) -> bool:
-        return self._every > 0 and (self.model.training_state.position.step + 1) % self._every == 0
+        return self._interval > 0 and (self.model.training_state.position.step + 1) % self._interval == 0
 
     @final
     def on_train_begin(self, logs: Logs) -> None:
@@ -192,7 +196,7 @@ class ScalarLogger(Callback, ABC):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         model = self.model
         step = model.training_state.position.step
-        if self._every and step % self._every == 0:
+        if self._interval and step % self._interval == 0:
             scalars = batch_scalars(logs, model.clock.last_step_s, model.learning_rate, model.grad_norm)
             self._write(scalars, "batch", step)
 
@@ -311,9 +315,9 @@ class TensorBoard(ScalarLogger):
         return self._writers[run]
 
 
-def _settings(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    check_kind(name, given, Mapping, "a dict of settings")
-    return dict(given or {})
+def _settings(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    check_kind(name, settings, Mapping, "a dict of settings")
+    return dict(settings or {})
 
 
 @final
@@ -357,6 +361,7 @@ class WeightsAndBiases(ScalarLogger):
     def _open(self, run: str | None, step: int) -> str:
         wandb = require("wandb", "loggers")
         self._owned = wandb.run is None
+        # "allow" and not "must": a run that somebody has deleted meanwhile begins anew instead of ending the training.
         resumed = {} if run is None else {"id": run, "resume": "allow"}
         self._to = wandb.init(**self._arguments, **resumed) if self._owned else wandb.run
         for axis in ("epoch", "batch"):
@@ -425,8 +430,8 @@ class MLflow(ScalarLogger):
         return self._to
 
     def _experiment_id(self) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
-        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        return str(self._client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id)
 
     def _write(self, scalars: Scalars, axis: Axis, number: int) -> None:
         metric, now_ms = require("mlflow.entities", "loggers").Metric, int(1000 * time.time())

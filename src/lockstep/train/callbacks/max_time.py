@@ -37,6 +37,7 @@ class MaxTime(Callback):
         seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
         check_number("MaxTime(max_time)", seconds, least=ABOVE_ZERO, optional=False)
         self.max_time_s = float(seconds)
+        # monotonic, as the time of day may be set while a training runs.
         self._began, self._before_s = time.monotonic(), 0.0
         self._ended = False
 

@@ -108,6 +108,8 @@ class _TerminalBar(_Display):
     def __init__(self, tqdm: type[Any]) -> None:
         super().__init__()
         # Without tqdm's monitor thread, which would outlive the run.
+        # A class of its own, as the interval is an attribute of the class: set on tqdm itself, it would change the bars
+        # of the program.
         self._make = type("Bar", (tqdm,), {"monitor_interval": 0})
         self._bar: Any = None
 
@@ -155,8 +157,10 @@ class _NotebookBar(_Display):
 
     def _display(self, items: Sequence[str], step: int) -> None:
         ipython = import_module("IPython.display")  # a kernel is running, so it is there
-        done = step / self.steps if self.steps else None
-        bar = _NotebookText(f"{self.title}: {', '.join(items)}", done=done)
+        fraction = step / self.steps if self.steps else None
+        bar = _NotebookText(f"{self.title}: {', '.join(items)}", fraction=fraction)
+        # One handle for all epochs: a new display for each would leave a bar in the cell for every one
+        # (test_a_notebook_has_one_bar_for_all_epochs).
         if self._handle is None:
             self._handle = ipython.display(bar, display_id=True)
         else:
@@ -164,16 +168,16 @@ class _NotebookBar(_Display):
 
 
 class _NotebookText:
-    """A line with a bar for ``done`` of it, as IPython displays objects: HTML, and text where there is none."""
+    """A line with a bar for a ``fraction`` of it, as IPython displays objects: HTML, and text where there is none."""
 
-    def __init__(self, text: str, *, done: float | None) -> None:
-        self._text, self._done = text, done
+    def __init__(self, text: str, *, fraction: float | None) -> None:
+        self._text, self._fraction = text, fraction
 
     def __repr__(self) -> str:
         return self._text
 
     def _repr_html_(self) -> str:
-        bar = "" if self._done is None else f'<progress value="{self._done:.3f}" max="1"></progress> '
+        bar = "" if self._fraction is None else f'<progress value="{self._fraction:.3f}" max="1"></progress> '
         return f"<div>{bar}{html.escape(self._text)}</div>"
 
 
@@ -194,11 +198,11 @@ class ProgressBar(Callback):
         self._due = 0.0  # when the display wants to show something
         self._step_s, self._step_ended = 0.0, 0.0
         self._step = 0
-        self._known: Logs = {}
+        self._newest: Logs = {}
         self._late: LazyLogs | None = None
         self._title = ""
         self._items: list[str] = []  # the numbers of the newest step that has any
-        self._wanted = True  # whether the numbers of this step were asked for
+        self._asks_for_logs = True  # whether the numbers of this step were asked for
         self._training = False  # in fit
         self._running = False  # a pass
 
@@ -206,8 +210,8 @@ class ProgressBar(Callback):
         # Asked before a step, which is shown when it is done. It may take half as long again as the last one. While
         # the validation runs, the numbers of the last step are shown.
         soon = time.monotonic() + 1.5 * self._step_s >= self._due
-        self._wanted = self._display is not None and (soon or self._step + 1 == self.params.get("steps"))
-        return self._wanted
+        self._asks_for_logs = self._display is not None and (soon or self._step + 1 == self.params.get("steps"))
+        return self._asks_for_logs
 
     def on_train_begin(self, logs: Logs) -> None:  # evaluations inside fit are shown on the epoch's line
         self._training = True
@@ -250,8 +254,8 @@ class ProgressBar(Callback):
 
     def _begin(self, title: str, steps: int | None) -> None:
         self._title, self._step, self._running = title, 0, True
-        self._known, self._late = {}, None
-        self._items, self._wanted = [], True
+        self._newest, self._late = {}, None
+        self._items, self._asks_for_logs = [], True
         self._step_s, self._step_ended = math.inf, time.monotonic()  # the first step may take long
         if self.verbose != 1:
             return
@@ -263,7 +267,8 @@ class ProgressBar(Callback):
     def _advance(self, logs: Logs) -> None:
         now = time.monotonic()
         self._step_s, self._step_ended = now - self._step_ended, now
-        if self._display is None or not (logs or self._wanted):  # a step that took longer than was to be expected
+        # A step that took longer than expected is due without having been asked for its numbers.
+        if self._display is None or not (logs or self._asks_for_logs):
             return
         if now >= self._due or self._step == self.params.get("steps"):
             self._items = self._describe(self._arrived(logs))
@@ -281,8 +286,8 @@ class ProgressBar(Callback):
         if self._late is None:
             self._late = logs
         elif self._late.arrived:
-            self._known, self._late = self._late, logs
-        return self._known
+            self._newest, self._late = self._late, logs
+        return self._newest
 
     def _finish(self, logs: Logs) -> None:
         self._running = False

@@ -29,7 +29,7 @@ def profiled_batches(profile_batch: Any, argument: str) -> tuple[int, int] | Non
     pair = (profile_batch, profile_batch) if type(profile_batch) is int else profile_batch
     if pair == (0, 0):
         return None
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(each) is int for each in pair)
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(type(batch) is int for batch in pair)
     if not is_pair or not 1 <= pair[0] <= pair[1]:
         raise ConfigError(
             f"{argument}={profile_batch!r}; give a global batch, counted from 1 over all epochs, or the first and the "

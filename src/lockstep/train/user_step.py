@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.mirroring.module.module import MirroredModule
 from lockstep.train.batch import LabelledBatch, Sums, module_arguments
 
-OwnStep = WeakMethod[Callable[["TrainStep"], Any]]
+UserStep = WeakMethod[Callable[["TrainStep"], Any]]
 """The ``train_step`` or ``test_step`` of a Model, which owns what holds this."""
 Measure = Callable[[Any, LabelledBatch, int], Sums]
 """Computes the total and the count of the compiled loss, of outputs and targets of a number of rows."""
@@ -72,8 +72,8 @@ class TrainStep:
         if self._loss is not None:
             raise UsageError("step.loss was called twice in one step; give it the outputs of all passes at once")
         batch = LabelledBatch(self.x, y, self.sample_weight if sample_weight is None else sample_weight)
-        found = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
-        rows = next((rows for rows in found if rows is not None), self._rows)
+        lengths = (rows_of(leaf) for _, leaf in named_leaves(y, name="y"))
+        rows = next((rows for rows in lengths if rows is not None), self._rows)
         self._loss = ShardLoss(outputs, batch, rows, self._measure(outputs, batch, rows))
         return self._loss
 
@@ -81,10 +81,10 @@ class TrainStep:
         raise UsageError("the step got a TrainStep instead of a batch; read step.x, step.y and step.sample_weight")
 
 
-def run_own_step(own_step: OwnStep, step: TrainStep) -> ShardLoss:
+def run_user_step(user_step: UserStep, step: TrainStep) -> ShardLoss:
     """Calls the user's method in a replica, and refuses what would train with other numbers than the loss says."""
     before = _gradients(step._module)
-    method = cast("Callable[[TrainStep], Any]", own_step())
+    method = cast("Callable[[TrainStep], Any]", user_step())
     returned, name = method(step), method.__name__
     if not isinstance(returned, ShardLoss) or returned is not step._loss:
         raise UsageError(
@@ -102,4 +102,5 @@ def run_own_step(own_step: OwnStep, step: TrainStep) -> ShardLoss:
 def _gradients(module: MirroredModule) -> list[tuple[int, int] | None]:
     with DisableTorchFunction():  # otherwise the step guard takes this for an access by the step
         gradients = [parameter.grad for parameter in module.parameters()]
-    return [None if each is None else (id(each), each._version) for each in gradients]
+    # The version of a tensor rises with each change in place, so nothing is copied to find one.
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]

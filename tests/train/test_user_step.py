@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UsageError
 from lockstep.train.model import Model
-from lockstep.train.own_step import ShardLoss, TrainStep
+from lockstep.train.user_step import ShardLoss, TrainStep
 
 if TYPE_CHECKING:
     from tests.train.conftest import MakeStrategy

@@ -37,17 +37,18 @@ from lockstep.strategies.base import Strategy
 from lockstep.train.batch import replica_of_step
 
 
-def is_own_step(kind: Any, name: str) -> bool:
+def is_user_step(kind: Any, name: str) -> bool:
     """Whether a class's step computes its results without that of Keras, as its code never names it."""
-    for each in kind.__mro__[: kind.__mro__.index(keras.Model)]:
-        code = getattr(inspect.unwrap(vars(each)[name]), "__code__", None) if name in vars(each) else None
+    for base in kind.__mro__[: kind.__mro__.index(keras.Model)]:
+        # A step that calls super().train_step has this name among those that its code uses.
+        code = getattr(inspect.unwrap(vars(base)[name]), "__code__", None) if name in vars(base) else None
         if code is not None and name not in code.co_names:
             return True
     return False
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStep:
+class UserStep:
     """A step that a model's class defines.
 
     Args:
@@ -113,22 +114,25 @@ class WholeGradients(TorchFunctionMode):
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         weights = self._variables.weights()
-        before = [each.grad for each in weights]
-        for each in weights:
-            each.grad = None
+        before = [weight.grad for weight in weights]
+        # backward adds to .grad. What is there already is a sum over the replicas, which must not be summed once more.
+        for weight in weights:
+            weight.grad = None
         with self._variables.summing():
             self._weighted(loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        used = [each for each in weights if each.grad is not None]
-        for each, gradient in zip(used, self._sums([each.grad for each in used]), strict=True):
-            each.grad = gradient
-        for each, earlier in zip(weights, before, strict=True):
+        weights_with_gradient = [weight for weight in weights if weight.grad is not None]
+        for weight, gradient in zip(
+            weights_with_gradient, self._sums([weight.grad for weight in weights_with_gradient]), strict=True
+        ):
+            weight.grad = gradient
+        for weight, earlier in zip(weights, before, strict=True):
             if earlier is not None:
-                each.grad = earlier if each.grad is None else earlier + each.grad
+                weight.grad = earlier if weight.grad is None else earlier + weight.grad
 
     def _grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        weights = {id(each) for each in self._variables.weights()}
-        of_weights = [at for at, each in enumerate(given) if id(each) in weights]
+        tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        weights = {id(weight) for weight in self._variables.weights()}
+        of_weights = [at for at, tensor in enumerate(tensors) if id(tensor) in weights]
         if of_weights and kwargs.get("create_graph"):
             raise UsageError(
                 "torch.autograd.grad got create_graph=True and weights of the model; replicas do not differentiate "
@@ -136,7 +140,7 @@ class WholeGradients(TorchFunctionMode):
             )
         if not of_weights:
             return torch.autograd.grad(outputs, inputs, *args, **kwargs)
-        outputs = [self._weighted(each) for each in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+        outputs = [self._weighted(output) for output in ([outputs] if isinstance(outputs, Tensor) else outputs)]
         with self._variables.summing():
             gradients = list(torch.autograd.grad(outputs, inputs, *args, **kwargs))
         of_weights = [at for at in of_weights if gradients[at] is not None]
@@ -145,15 +149,16 @@ class WholeGradients(TorchFunctionMode):
         return tuple(gradients)
 
     def _weighted(self, output: Tensor) -> Tensor:
-        """What gradients are computed of: a loss, which is the mean of a shard, times its share; other outputs as is.
+        """Returns what gradients are computed of: a loss, the mean of a shard, times the share; other outputs as is.
 
-        Before the backward, in which synchronised batch norms exchange gradients.
+        It is weighted before the backward pass, in which synchronised batch norms exchange gradients.
         """
         return output * self._share if output.dim() == 0 else output
 
     @torch.no_grad()
     def _sums(self, gradients: Sequence[Any]) -> list[Tensor]:
         """Each replica's own sums of the gradients of all replicas."""
-        own = [each.contiguous() if self._share else torch.zeros_like(each) for each in gradients]
-        sums = {dtype: self._context.all_reduce("sum", each) for dtype, each in flattened(own).items()}
-        return parts_like(sums, own)
+        # Zeros and not a product with 0: the mean of no rows is NaN, and so are its gradients.
+        contiguous = [gradient.contiguous() if self._share else torch.zeros_like(gradient) for gradient in gradients]
+        sums = {dtype: self._context.all_reduce("sum", flat) for dtype, flat in flattened(contiguous).items()}
+        return parts_like(sums, contiguous)

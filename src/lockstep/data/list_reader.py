@@ -47,7 +47,7 @@ _CHANNELS = (1, 3, 4)
 """The length of an image's dim 0."""
 
 
-class BatchLayout:
+class ListReader:
     """Finds the lists of rows in the batches of one source. What one batch shows holds for the batches after it.
 
     Args:
@@ -61,7 +61,7 @@ class BatchLayout:
 
     Attributes:
         is_item, copies: as given, as ``items`` and ``copies``.
-        known: what the lists of earlier batches held, "rows" or "columns", by name.
+        modes: what the lists of earlier batches held, "rows" or "columns", by name.
 
     Raises:
         ConfigError: ``lists`` is unknown.
@@ -80,10 +80,10 @@ class BatchLayout:
         self._lists, self.is_item = lists, items
         self._records_are_rows, self._keeps_tuples = records_are_rows, keeps_tuples
         self.copies = copies
-        self.known: dict[str, _Mode] = {}
+        self.modes: dict[str, _Mode] = {}
 
     @classmethod
-    def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False, copies: bool = False) -> BatchLayout:
+    def of(cls, dataset: Any, lists: Lists = "auto", *, items: bool = False, copies: bool = False) -> ListReader:
         if not isinstance(dataset, DataLoader) or lists != "auto":
             return cls(lists, items=items, copies=copies)
         if dataset.collate_fn is default_collate:
@@ -108,10 +108,10 @@ class BatchLayout:
         if self._lists != "auto":
             return isinstance(batch, list) if self._lists == "rows" else _all_text(batch)
         long = (isinstance(batch, list) and self._keeps_tuples) or len(batch) > _MOST_ITEMS
-        if long and len(batch) > 1 and _alike(batch) and _ROOT not in self.known:
+        if long and len(batch) > 1 and _alike(batch) and _ROOT not in self.modes:
             if not _are_columns(batch):
                 raise _unclear(f"the batch of {len(batch)} items")
-            self.known[_ROOT] = "columns"
+            self.modes[_ROOT] = "columns"
         return False
 
     def _num_rows(self, below: list[tuple[str, Any]]) -> int | None:
@@ -119,10 +119,10 @@ class BatchLayout:
         lengths = {rows for _, child in below for leaf in _leaves(child) if (rows := _leaf_rows(leaf)) is not None}
         if not lengths:
             lists = {name: child for name, child in below if is_sequence(child)}
-            told = self._lists == "rows" or "rows" in map(self.known.get, lists)
+            are_rows = self._lists == "rows" or "rows" in map(self.modes.get, lists)
             inside = (leaf for child in lists.values() for leaf in _leaves(child, lists=True))
             lengths = {rows for leaf in inside if (rows := _leaf_rows(leaf)) is not None}
-            if told or len(lengths) > 1:
+            if are_rows or len(lengths) > 1:
                 lengths = {len(child) for child in lists.values()}
             elif any(_alike(child) for child in lists.values()):
                 return None
@@ -133,9 +133,9 @@ class BatchLayout:
         if below is None:
             return node
         if is_sequence(node):
-            mode = self.known.get(name) or self._mode(node, name, rows)
+            mode = self.modes.get(name) or self._mode(node, name, rows)
             if mode == "rows" or len(node) != 1:  # a list of one item in a batch of one row can be either
-                self.known[name] = mode
+                self.modes[name] = mode
             if mode == "rows" and len(node) != rows:
                 raise DataError(
                     f"{name} had one item a row in the batches before, and has {len(node)} items in one of {rows} rows;"
@@ -144,7 +144,7 @@ class BatchLayout:
                 )
             if mode == "rows":
                 return _as_rows(node)
-        return rebuilt(node, [self._mark(child, each, rows) for each, child in below])
+        return rebuilt(node, [self._mark(child, child_name, rows) for child_name, child in below])
 
     def _mode(self, node: Any, name: str, rows: int | None) -> _Mode:
         """What a list that no earlier batch had holds. One that can hold neither is refused when it is divided."""
@@ -161,7 +161,7 @@ class BatchLayout:
         if any(_leaf_rows(leaf) is not None for leaf in leaves):  # of the batch's length, as columns are
             if rows == 1:
                 return "columns"
-            unclear = not self._records_are_rows or all(_leaf_rows(each) is not None for each in node)
+            unclear = not self._records_are_rows or all(_leaf_rows(item) is not None for item in node)
         else:  # numbers: the label of each row, or the height and width of all
             unclear = 1 < len(node) <= _MOST_ITEMS and _kind(node[0]) == "number" and not self._records_are_rows
         if unclear:
@@ -179,7 +179,7 @@ def _unclear(name: str) -> DataError:
 
 def _are_columns(batch: Any) -> bool:
     """Whether the items of a batch are two or three tensors with all rows each, and not as many rows or images."""
-    lengths = {_leaf_rows(each) for each in batch}
+    lengths = {_leaf_rows(item) for item in batch}
     if len(batch) > _MOST_ITEMS or len(lengths) > 1 or lengths <= {None, len(batch)}:
         return False
     return batch[0].ndim != 3 or lengths.isdisjoint(_CHANNELS)
@@ -225,12 +225,12 @@ def _may_divide(leaf: Any) -> bool:
 
 
 def _all_text(node: Any) -> bool:
-    return bool(node) and all(isinstance(each, (str, bytes)) for each in node)
+    return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
 
 
 def _alike(items: Iterable[Any]) -> bool:
     """Whether all items are of one kind, as rows are."""
-    return len({_kind(each) for each in items if each is not None and not (is_sequence(each) and not each)}) <= 1
+    return len({_kind(item) for item in items if item is not None and not (is_sequence(item) and not item)}) <= 1
 
 
 def _kind(item: Any) -> Any:

@@ -32,20 +32,21 @@ def random_state(dataset: Any) -> RandomState:
     """Returns the current states of all generators that ``dataset`` may draw from."""
     _, values, spare = random.getstate()
     state = {DEFAULT: default_state(), "python": torch.tensor(values), "python normal": _spare_normal(spare)}
-    found = numpy_state()
-    if found and found["bit_generator"] == "MT19937":
-        state["numpy"] = torch.tensor([*found["state"]["key"].tolist(), found["state"]["pos"]])
-        state["numpy normal"] = _spare_normal(found["gauss"] if found["has_gauss"] else None)
-    own = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
-    return {**state, **own}
+    numpy_random = numpy_state()
+    # A program may have put another generator there, by numpy.random.set_bit_generator. Its state has another form.
+    if numpy_random and numpy_random["bit_generator"] == "MT19937":
+        state["numpy"] = torch.tensor([*numpy_random["state"]["key"].tolist(), numpy_random["state"]["pos"]])
+        state["numpy normal"] = _spare_normal(numpy_random["gauss"] if numpy_random["has_gauss"] else None)
+    of_data = {f"data {index}": generator.get_state() for index, generator in enumerate(all_generators(dataset))}
+    return {**state, **of_data}
 
 
 def set_random_state(dataset: Any, state: Mapping[str, Tensor]) -> None:
     """Restores what ``random_state`` returned. Raises DataError if the dataset now holds other generators."""
-    generators, own = all_generators(dataset), [name for name in state if name.startswith("data ")]
-    if len(generators) != len(own):
+    generators, names = all_generators(dataset), [name for name in state if name.startswith("data ")]
+    if len(generators) != len(names):
         raise DataError(
-            f"the saved position has the states of {len(own)} generators of the data, which now holds "
+            f"the saved position has the states of {len(names)} generators of the data, which now holds "
             f"{len(generators)}; give the data and samplers that it was saved with"
         )
     for index, generator in enumerate(generators):
@@ -74,6 +75,8 @@ def _spare_normal(value: float | None) -> Tensor:
 
 def default_state() -> Tensor:
     """Returns the state of torch's default generator, a uint8 tensor on the CPU."""
+    # While a replica draws, the default generator holds the replica's numbers (replicas/rng/mode.py). Without the lock
+    # these could be taken for the caller's.
     with DEFAULT_GENERATOR_LOCK:
         return torch.default_generator.get_state()
 
@@ -93,12 +96,12 @@ def all_generators(dataset: Any) -> list[torch.Generator]:
 
 def generators_of(*holders: Any) -> list[torch.Generator]:
     """Returns the generators among the attributes of some objects and of the samplers that they wrap, each once."""
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     for holder in holders:
         for value in getattr(holder, "__dict__", {}).values():
-            held = generators_of(value) if isinstance(value, Sampler) else [value]
-            found |= {id(each): each for each in held if isinstance(each, torch.Generator)}
-    return list(found.values())
+            values = generators_of(value) if isinstance(value, Sampler) else [value]
+            generators |= {id(generator): generator for generator in values if isinstance(generator, torch.Generator)}
+    return list(generators.values())
 
 
 def numpy_state() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.collectives.communicator import Communicator, SingleWorkerCommunicator
 from lockstep.collectives.per_replica import select
 from lockstep.data.dataset import DistributedDataset
-from lockstep.data.layout import BatchLayout
+from lockstep.data.list_reader import ListReader
 from lockstep.data.sharding import split_batch
 from lockstep.errors import ConfigError, DataError
 
@@ -51,7 +51,7 @@ def test_a_batch_of_one_row_decides_nothing_for_the_following():
     def batch(boxes: int) -> Any:
         return images(1), [{"boxes": torch.zeros(boxes, 4), "labels": torch.zeros(boxes)}]
 
-    layout = BatchLayout()
+    layout = ListReader()
     found = [split_batch(batch(boxes), 1, layout)[0][1] for boxes in (1, 2)]
 
     assert [[len(target["boxes"]) for target in targets] for targets in found] == [[1], [2]]
@@ -112,7 +112,7 @@ def test_what_could_be_both_is_refused_with_what_says_it(batch: Any):
 
 
 def test_a_list_of_x_and_y_of_equal_shape_is_columns_and_so_are_the_lists_after_it():
-    layout = BatchLayout()
+    layout = ListReader()
     x = torch.arange(20.0).reshape(4, 5)
     first, second = split_batch([x, -x], 2, layout)
     assert torch.equal(first[0], x[:2])
@@ -122,7 +122,7 @@ def test_a_list_of_x_and_y_of_equal_shape_is_columns_and_so_are_the_lists_after_
 
 
 def test_told_rows_and_columns():
-    rows, columns = BatchLayout("rows"), BatchLayout("columns")
+    rows, columns = ListReader("rows"), ListReader("columns")
     assert firsts(split_batch(images(4), 2, rows)) == [[0, 1], [2, 3]]
     assert firsts(x for x, _ in split_batch((images(3), torch.ones(3)), 2, rows)) == [[0, 1], [2]]
     assert [len(x) for x, _ in split_batch(((torch.ones(2), torch.ones(2)), torch.ones(2)), 2, columns)] == [2, 2]
@@ -131,22 +131,22 @@ def test_told_rows_and_columns():
     assert [[label for _, label in shard] for shard in split_batch(uncollated, 2, rows)] == [[0, 1], [2, 3]]
     assert split_batch({"x": torch.ones(2, 4), "size": (224, 224)}, 2, columns)[1]["size"] == (224, 224)
     with pytest.raises(ConfigError, match="lists"):
-        BatchLayout("both")  # type: ignore[arg-type]
+        ListReader("both")  # type: ignore[arg-type]
 
 
 def test_what_a_batch_has_shown_holds_for_those_after_it():
-    layout = BatchLayout()
+    layout = ListReader()
     split_batch({"x": torch.ones(4, 2), "pair": (torch.ones(4), torch.zeros(4)), "size": [9, 9]}, 2, layout)
     last = split_batch({"x": torch.ones(2, 2), "pair": (torch.ones(2), torch.zeros(2)), "size": [9, 9]}, 2, layout)
     assert [len(shard["pair"]) for shard in last] == [2, 2]
     assert last[1]["size"] == [9, 9]
-    layout = BatchLayout()
+    layout = ListReader()
     split_batch((images(4), torch.ones(4)), 2, layout)
     assert firsts(x for x, _ in split_batch((images(3), torch.ones(3)), 2, layout)) == [[0, 1], [2]]
 
 
 def test_a_list_that_had_one_item_a_row_and_has_not_now_is_refused():
-    layout = BatchLayout()
+    layout = ListReader()
     split_batch({"x": torch.ones(4), "classes": ["a", "b", "c", "d"]}, 2, layout)
     with pytest.raises(DataError) as raised:
         split_batch({"x": torch.ones(3), "classes": ["a", "b", "c", "d"]}, 2, layout)
@@ -255,7 +255,7 @@ def test_a_stream_of_lists_of_images_is_refused(make_strategy):
 
 def test_records_are_rows_where_that_is_said():
     labels = [{"boxes": torch.full((2, 4), row)} for row in range(2)]
-    shards = split_batch({"x": torch.ones(2, 3), "labels": labels}, 2, BatchLayout(records_are_rows=True))
+    shards = split_batch({"x": torch.ones(2, 3), "labels": labels}, 2, ListReader(records_are_rows=True))
     assert [[int(label["boxes"][0, 0]) for label in shard["labels"]] for shard in shards] == [[0], [1]]
 
 
@@ -346,7 +346,7 @@ def test_a_list_of_rows_is_a_list_to_the_step_and_to_tree_map():
 
 
 def test_an_empty_shard_has_an_empty_list():
-    assert [len(x) for x, _ in split_batch((images(2), torch.ones(2, 1)), 3, BatchLayout("rows"))] == [1, 1, 0]
+    assert [len(x) for x, _ in split_batch((images(2), torch.ones(2, 1)), 3, ListReader("rows"))] == [1, 1, 0]
 
 
 def test_a_list_of_arrays_is_one_of_rows_too():
