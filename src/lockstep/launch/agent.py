@@ -139,8 +139,8 @@ class ExitMonitor:
 
     def _watch(self) -> None:
         poll = select.poll()
-        for each in (*self._handles, self._wake_read):
-            poll.register(each, select.POLLIN)
+        for handle in (*self._handles, self._wake_read):
+            poll.register(handle, select.POLLIN)
         while True:
             for ready, _ in poll.poll():
                 if ready == self._wake_read:

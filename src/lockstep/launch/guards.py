@@ -54,12 +54,12 @@ def restore_signal_handlers() -> Iterator[list[signal.Signals]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    before = {each: signal.getsignal(each) for each in _HANDLED_SIGNALS}
+    before = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
     try:
-        yield [each for each, handler in before.items() if handler == signal.SIG_IGN]
+        yield [number for number, handler in before.items() if handler == signal.SIG_IGN]
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def handle_sigterm_once(ignored: Iterable[signal.Signals]) -> None:
@@ -70,8 +70,8 @@ def handle_sigterm_once(ignored: Iterable[signal.Signals]) -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end_workers)
-        for each in ignored:
-            signal.signal(each, signal.SIG_IGN)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(number: int, frame: FrameType | None) -> NoReturn:

@@ -23,20 +23,20 @@ from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.elastic import ElasticAgent
-from lockstep.launch.failures import FailureRecord, WorkerFailure, read_stacks
+from lockstep.launch.elastic_meeting import Elastic, ElasticMeeting
+from lockstep.launch.failures import FailureRecord, WorkerFailure
 from lockstep.launch.guards import remove_empty_compiler_folder
+from lockstep.launch.hang_dump import read_stacks
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
-from lockstep.launch.rounds import Elastic, Rounds
+from lockstep.launch.serialization import deserialize, serialize_call
 from lockstep.launch.worker import (
     MODULE,
     SCRIPT,
     FunctionCall,
     WorkerPaths,
-    deserialize,
     run_function,
     semaphore_prefix,
-    serialize_call,
 )
 
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
@@ -71,26 +71,26 @@ def divide_host(
     threads = {} if environment.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
     if not gpus and not gpus_per_worker:
         return tuple(dict(threads) for _ in range(workers))
-    each = _gpus_each(len(gpus), workers, gpus_per_worker)
-    shares = [gpus[worker * each : (worker + 1) * each] for worker in range(workers)]
-    own = {"LOCAL_RANK": "0", OWN_GPUS: "1"} if each else {}
-    return tuple({**threads, "CUDA_VISIBLE_DEVICES": ",".join(share), **own} for share in shares)
+    gpus_each = _gpus_each(len(gpus), workers, gpus_per_worker)
+    shares = [gpus[worker * gpus_each : (worker + 1) * gpus_each] for worker in range(workers)]
+    gpu_variables = {"LOCAL_RANK": "0", OWN_GPUS: "1"} if gpus_each else {}
+    return tuple({**threads, "CUDA_VISIBLE_DEVICES": ",".join(share), **gpu_variables} for share in shares)
 
 
 def _gpus_each(gpus: int, workers: int, gpus_per_worker: int | None) -> int:
-    there = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+    gpus_present = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
     if gpus_per_worker is None and workers > gpus:
         raise ConfigError(
-            f"{workers} workers were given but there {there}, expected one GPU for each worker because NCCL takes one "
-            f"worker per GPU; start {gpus} workers, or give 0 GPUs per worker to train on the CPU"
+            f"{workers} workers were given but there {gpus_present}, expected one GPU for each worker because NCCL "
+            f"takes one worker per GPU; start {gpus} workers, or give 0 GPUs per worker to train on the CPU"
         )
-    each = gpus // workers if gpus_per_worker is None else gpus_per_worker
-    if each < 0 or each * workers > gpus:
+    share = gpus // workers if gpus_per_worker is None else gpus_per_worker
+    if share < 0 or share * workers > gpus:
         raise ConfigError(
-            f"{each} GPUs were given for each of {workers} workers but there {there}; start fewer workers or give each "
-            "fewer GPUs"
+            f"{share} GPUs were given for each of {workers} workers but there {gpus_present}; start fewer workers or "
+            "give each fewer GPUs"
         )
-    return each
+    return share
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
@@ -128,7 +128,7 @@ class Job:
         self,
         entrypoint: Callable[..., Any] | str,
         args: tuple[Any, ...],
-        rendezvous: Rendezvous | Rounds,
+        rendezvous: Rendezvous | ElasticMeeting,
         setup: WorkerSetup,
         on_restart: OnRestart = lambda failure, restarts: None,
     ) -> Agent:
@@ -142,8 +142,8 @@ class Job:
             max_restarts=self.max_restarts,
             monitor_interval=_POLL_S,
         )
-        if isinstance(rendezvous, Rounds):
-            agent: Agent = ElasticAgent(spec, setup, limits=self.limits, rounds=rendezvous)
+        if isinstance(rendezvous, ElasticMeeting):
+            agent: Agent = ElasticAgent(spec, setup, limits=self.limits, meeting=rendezvous)
         else:
             agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
         agent.run_to_end(rendezvous)
@@ -212,14 +212,14 @@ def _load_error(failure: WorkerFailure, path: Path) -> BaseException | None:
     """The worker's own exception with its traceback as text; the text alone if the exception cannot be rebuilt."""
     if failure.record is None:
         return None
-    shown = WorkerTraceback(failure.record.traceback)
+    traceback = WorkerTraceback(failure.record.traceback)
     try:
         error = deserialize(path.read_bytes())
     except Exception:  # noqa: BLE001 - whatever the user's class does when it is rebuilt; the text is enough
-        return shown
+        return traceback
     if not isinstance(error, BaseException):
-        return shown
-    error.__cause__ = shown
+        return traceback
+    error.__cause__ = traceback
     return error
 
 
@@ -272,18 +272,18 @@ class ProgramJob(Job):
     def run(self, on_status: StatusCallback) -> Outcome:
         """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
         resources = self.divide_this_host()
-        rendezvous: Rendezvous | Rounds
+        rendezvous: Rendezvous | ElasticMeeting
         if self.elastic is None:
             rendezvous = self.hosts.meet(on_status)
         else:
-            rendezvous = Rounds(self.hosts, self.elastic, max_restarts=self.max_restarts, report=on_status)
+            rendezvous = ElasticMeeting(self.hosts, self.elastic, max_restarts=self.max_restarts, report=on_status)
         folder = self.logs / rendezvous.get_run_id()
         folder.mkdir(parents=True, exist_ok=True)
         on_status(f"{_describe(resources)}; logs in {folder}/")
         return self._outcome(self._run(rendezvous, resources, folder, on_status), folder)
 
     def _run(
-        self, rendezvous: Rendezvous | Rounds, resources: Resources, folder: Path, on_status: StatusCallback
+        self, rendezvous: Rendezvous | ElasticMeeting, resources: Resources, folder: Path, on_status: StatusCallback
     ) -> Agent:
         def on_restart(failure: WorkerFailure | None, restarts: int) -> None:
             what = "a worker failed" if failure is None else f"worker {failure.worker} {failure.what}"
@@ -329,11 +329,11 @@ def _ended_alike(log: Path, chiefs: Path) -> bool:
 
 def _describe(resources: Resources) -> str:
     workers = "1 worker" if len(resources) == 1 else f"{len(resources)} workers"
-    if gpus := [each["CUDA_VISIBLE_DEVICES"] for each in resources if each.get("CUDA_VISIBLE_DEVICES")]:
+    if gpus := [variables["CUDA_VISIBLE_DEVICES"] for variables in resources if variables.get("CUDA_VISIBLE_DEVICES")]:
         return f"{workers} on this host, on GPU {' | '.join(gpus)}"
     threads = resources[0].get("OMP_NUM_THREADS")
-    each = "" if threads is None else f", {threads} thread{'s' * (threads != '1')} each"
-    return f"{workers} on this host{each}"
+    threads_each = "" if threads is None else f", {threads} thread{'s' * (threads != '1')} each"
+    return f"{workers} on this host{threads_each}"
 
 
 def _last_output(failure: WorkerFailure, log: Path) -> str:

@@ -75,7 +75,10 @@ def made_anew(model: Model, x: Any, y: Any) -> tuple[Callable[[], Step], int, st
 
         return step
 
-    weights = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    weights = [
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    ]
     shapes = [(name, tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in named_leaves(columns)]
     key = repr((module, weights, type(optimizer), setup.config.precision, sync_batchnorm, shapes, devices))
     return build, arrays.rows, key

@@ -15,9 +15,9 @@ from lockstep_tools.cli.entry_point import ResumeFlag, discard_broken_streams, n
 from lockstep_tools.cli.flags import BEFORE_A_PROGRAM, command
 
 if TYPE_CHECKING:
+    from lockstep.launch.elastic_meeting import Elastic
     from lockstep.launch.jobs import Outcome
     from lockstep.launch.rendezvous import Hosts
-    from lockstep.launch.rounds import Elastic
 
 
 def add_to(app: typer.Typer) -> None:
@@ -105,7 +105,7 @@ class Run:
 
     def _elastic(self, minimum: int | None, maximum: int | None, hosts: int) -> Elastic | None:
         """How far the number of workers may change; None if one number was given, or none."""
-        from lockstep.launch.rounds import Elastic
+        from lockstep.launch.elastic_meeting import Elastic
 
         if minimum is None or maximum is None:
             if self.rejoin_s is not None:
