@@ -449,14 +449,14 @@ def profiler_functions() -> dict[str, Any] | None:
     """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        found = {
+        functions = {
             name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _PROFILER_SYMBOLS.items()
         }
     except (OSError, AttributeError):
         return None
     pointer = ctypes.POINTER(SharedPtr)
-    found["current"].argtypes, found["current"].restype = [pointer], None
-    found["set_current"].argtypes, found["set_current"].restype = [pointer], None
-    found["callbacks"].argtypes, found["callbacks"].restype = [], ctypes.c_void_p
-    found["set_callbacks"].argtypes, found["set_callbacks"].restype = [ctypes.c_void_p], None
-    return found
+    functions["current"].argtypes, functions["current"].restype = [pointer], None
+    functions["set_current"].argtypes, functions["set_current"].restype = [pointer], None
+    functions["callbacks"].argtypes, functions["callbacks"].restype = [], ctypes.c_void_p
+    functions["set_callbacks"].argtypes, functions["set_callbacks"].restype = [ctypes.c_void_p], None
+    return functions

@@ -80,9 +80,9 @@ def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable
 
 def remove_folder(path: Path) -> None:
     """Removes a folder: first its name, in one step, then its files."""
-    gone = _aside(path, _REMOVED)
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    removed = _aside(path, _REMOVED)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_leftovers(parent: Path, *, record: str) -> None:
@@ -152,10 +152,10 @@ def _create_locked(target: Path, record: str = "") -> tuple[Path, int]:
 
 
 def _remove_dead_files(path: Path) -> None:
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        with suppress(OSError), left.open("rb") as opened:  # no permission, or another process has removed it
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        with suppress(OSError), leftover.open("rb") as opened:  # no permission, or another process has removed it
             if _writer_is_dead(opened.fileno()):
-                left.unlink()
+                leftover.unlink()
 
 
 def _remove_dead_folder(path: Path, record: str) -> None:

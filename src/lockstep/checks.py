@@ -121,10 +121,10 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
         check_number(name, getattr(config, name), least=least, most=most)
 
 
-def check_choice(name: str, value: Any, known: Sequence[str | None]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Checks that a string, or None, is one of ``known``."""
-    if not isinstance(value, str | None) or value not in known:
-        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, known))}")
+    if not isinstance(value, str | None) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, choices))}")
 
 
 def check_seconds(name: str, seconds: Any) -> None:
@@ -138,7 +138,7 @@ def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:
     """Checks that ``value`` divides all sizes, which are given with their names."""
     for of, size in sizes:
         if size % value:
-            fitting = divisors(math.gcd(*(each for _, each in sizes)))
+            fitting = divisors(math.gcd(*(number for _, number in sizes)))
             raise ConfigError(f"{name}={value} does not divide {of}={size}; choose {alternatives(fitting)}")
 
 

@@ -63,8 +63,8 @@ def bold(text: str) -> str:
 
 def line_of(title: str, items: Sequence[str]) -> str:
     """``title: item, item`` with a bold title; broken between items where the terminal is too narrow."""
-    unbroken, *others = (each.replace(" ", _NO_BREAK) for each in (title, *items))
-    line = fill(f"{unbroken}: {', '.join(others)}").replace(_NO_BREAK, " ")
+    unbroken_title, *unbroken_items = (part.replace(" ", _NO_BREAK) for part in (title, *items))
+    line = fill(f"{unbroken_title}: {', '.join(unbroken_items)}").replace(_NO_BREAK, " ")
     return line.replace(title, bold(title), 1)
 
 
@@ -113,9 +113,9 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for cells in zip(headings, *rows, strict=True):
         size = max(map(len, cells))
         align = str.rjust if all(map(is_number, cells[1:])) else str.ljust
-        heading, *others = (align(cell, size) for cell in cells)
-        column = [heading, "-" * size, *others]
-        beside = sum(len(each[0]) + len(GAP) for each in blocks[-1])
+        heading, *aligned = (align(cell, size) for cell in cells)
+        column = [heading, "-" * size, *aligned]
+        beside = sum(len(column[0]) + len(GAP) for column in blocks[-1])
         if available is not None and len(blocks[-1]) > 1 and beside + size > available:
             blocks.append([blocks[0][0]])
         blocks[-1].append(column)

@@ -57,7 +57,7 @@ def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> Clu
             if not _agrees(written, place, listed_evaluators(environment)):
                 raise ClusterError(
                     f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {place.source} declare "
-                    f"{_shown(place)}; unset TF_CONFIG, or list in it all processes that train; {ALONE}"
+                    f"{_describe_place(place)}; unset TF_CONFIG, or list in it all processes that train; {ALONE}"
                 )
     return written
 
@@ -164,7 +164,7 @@ def _agrees(written: ClusterSpec, place: Place, evaluators: int) -> bool:
     return not rest and written.index // started == place.index
 
 
-def _shown(place: Place) -> str:
+def _describe_place(place: Place) -> str:
     if place.workers is None:
         return f"worker {place.index} of several"
     return f"{place.workers} workers" if place.index is None else f"worker {place.index} of {place.workers}"

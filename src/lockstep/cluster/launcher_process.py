@@ -39,7 +39,7 @@ def _has(process: Path, variable: str) -> bool:
         variables = (process / "environ").read_bytes().split(b"\0")
     except PermissionError:
         return False
-    return any(each.startswith(f"{variable}=".encode()) for each in variables)
+    return any(variable_text.startswith(f"{variable}=".encode()) for variable_text in variables)
 
 
 def _status(process: Path) -> list[str]:

@@ -102,7 +102,9 @@ def first_host(text: str) -> tuple[str, bool]:
     """
     text = text.strip()
     match, brackets = _HOST_LIST.fullmatch(text), re.findall(r"\[[^\]]*\]", text)
-    ranges = [(int(first), int(last)) for each in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", each)]
+    ranges = [
+        (int(first), int(last)) for bracket in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", bracket)
+    ]
     if match is None or any(first > last for first, last in ranges):
         raise ClusterError(f"{shown(text)} is not a list of hosts; for example 'node[01-03,07],login1'")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[1]), "," not in text and not ranges

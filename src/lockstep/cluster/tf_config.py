@@ -64,7 +64,11 @@ def _read_cluster(cluster: Any) -> dict[str, list[str]]:
         raise _malformed(f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); list all but one as worker")
     try:
         check_addresses(
-            {f"cluster.{name}[{i}]": each for name, listed in cluster.items() for i, each in enumerate(listed)}
+            {
+                f"cluster.{name}[{i}]": address
+                for name, addresses in cluster.items()
+                for i, address in enumerate(addresses)
+            }
         )
     except ClusterError as error:
         raise _malformed(str(error)) from None
@@ -129,8 +133,8 @@ def parse_cluster_spec(environment: Mapping[str, str]) -> ClusterSpec | None:
     job_id = Variables(environment, "CLUSTER_SPEC").job_id()
     if task == "worker" and len(workers) == 1:
         return ClusterSpec(workers=("",), index=0, job_id=job_id, source="CLUSTER_SPEC")
-    own = index + (len(first) if kind == _POOLS[1] else 0)
-    return ClusterSpec(workers=workers or ("",), index=own, task=task, job_id=job_id, source="CLUSTER_SPEC")
+    worker = index + (len(first) if kind == _POOLS[1] else 0)
+    return ClusterSpec(workers=workers or ("",), index=worker, task=task, job_id=job_id, source="CLUSTER_SPEC")
 
 
 def _read_pools(text: str) -> tuple[dict[str, list[str]], str, int]:

@@ -143,7 +143,7 @@ class DeviceRegistry:
         """All logical devices or those of one kind, numbered in the order of their physical devices."""
         with self._lock:
             kinds: tuple[DeviceKind, ...] = ("CPU", "GPU") if kind is None else (kind,)
-            return tuple(device for each in kinds for device in self._number(each))
+            return tuple(device for device_kind in kinds for device in self._number(device_kind))
 
     def default_devices(self) -> tuple[LogicalDevice, ...]:
         """All logical GPUs, else those of the CPU; warns once if torch has an accelerator that is not used then."""
@@ -212,19 +212,19 @@ class DeviceRegistry:
     def _check_known(self, physical: PhysicalDevice) -> None:
         if not isinstance(physical, PhysicalDevice) or physical not in self.physical_devices():
             got = physical.name if isinstance(physical, PhysicalDevice) else f"a {type(physical).__name__}"
-            known = ", ".join(device.name for device in self.physical_devices())
+            names = ", ".join(device.name for device in self.physical_devices())
             raise ConfigError(
-                f"received {got}, expected a physical device of this machine ({known}); "
+                f"received {got}, expected a physical device of this machine ({names}); "
                 "take one from lockstep.config.list_physical_devices()"
             )
 
     def _check_free(self, physical: PhysicalDevice, *, renumbers: bool) -> None:
         devices = self.physical_devices(physical.kind)
         affected = devices[devices.index(physical) :] if renumbers else (physical,)
-        used = [device.name for device in affected if device in self._uses]
-        if used:
+        names = [device.name for device in affected if device in self._uses]
+        if names:
             raise UsageError(
-                f"{physical.name} cannot be divided again: {used[0]} is in use by a strategy and would change; "
+                f"{physical.name} cannot be divided again: {names[0]} is in use by a strategy and would change; "
                 "divide devices before the first strategy or model is made, or after strategy.close() of each strategy "
                 "that uses them, which is model.strategy.close() for a model"
             )
@@ -249,9 +249,9 @@ def check_shares(
             "write LogicalDeviceConfiguration(memory_limit=2048)"
         )
     if physical.memory is not None and sum(limits) > physical.memory:
-        asked = " + ".join(str(limit) for limit in limits) if len(limits) <= 8 else f"{len(limits)} shares"
+        total = " + ".join(str(limit) for limit in limits) if len(limits) <= 8 else f"{len(limits)} shares"
         raise ConfigError(
-            f"the shares of {physical.name} add up to {asked} = {sum(limits)} MB, but it has {physical.memory} MB; "
+            f"the shares of {physical.name} add up to {total} = {sum(limits)} MB, but it has {physical.memory} MB; "
             f"with {len(limits)} equal shares give each at most {physical.memory // len(limits)} MB"
         )
     return checked

@@ -197,12 +197,12 @@ class HeartbeatMonitor:
         self._alarmed = True
         # The chief reads of the alarm, and from then on finds a silent worker after ``quick_s``.
         until = time.monotonic() + self._quick_s + _BEATS_TO_EXPLAIN * self._beat_s
-        seen = self._exchanges
+        exchanges_before = self._exchanges
         while time.monotonic() < until:
             # A worker that ended wrote so before its connections broke: the next exchange reads it. There is no next
             # exchange if the store went away with that worker.
-            known = self._exchanges > seen + 1 or self._chief_ended
-            if (error := self._find_error(0.0 if known else None, f"; {name} waited in {waiting_in}")) is not None:
+            is_current = self._exchanges > exchanges_before + 1 or self._chief_ended
+            if (error := self._find_error(0.0 if is_current else None, f"; {name} waited in {waiting_in}")) is not None:
                 return error
             self.job.wait(self._beat_s)
         reason = (
@@ -214,13 +214,13 @@ class HeartbeatMonitor:
 
     def read_statuses(self) -> dict[int, str]:
         """What every other worker was doing at its last heartbeat; empty if the store does not answer."""
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        keys = [self._keys.heartbeat(rank) for rank in others]
+        ranks = [rank for rank in range(len(self._names)) if rank != self._rank]
+        keys = [self._keys.heartbeat(rank) for rank in ranks]
         try:
             texts = self._client.call(lambda store: read_all(store, keys), self._quick_s)
         except (StoreBrokenError, StoreSilentError):
             return {}
-        return {rank: Heartbeat.from_json(text).status for rank, text in zip(others, texts, strict=True)}
+        return {rank: Heartbeat.from_json(text).status for rank, text in zip(ranks, texts, strict=True)}
 
     def fail(self, report: FailureReport) -> FailureReport:
         """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
@@ -253,30 +253,30 @@ class HeartbeatMonitor:
             self._exchange = self._client.submit(self._exchange_with)
         self._clock.advance()
         if self._exchange is not None and wait([self._exchange], self._beat_s).done:
-            done, self._exchange = self._exchange, None
-            self._take(done)
+            exchange, self._exchange = self._exchange, None
+            self._take(exchange)
         self._clock.advance()
         self._find_lost()
 
     def _exchange_with(self, store: Store) -> _Exchange:
         """Writes this worker's heartbeat and reads what concerns it. Runs in the client's thread."""
         self._count += 1
-        own = Heartbeat(
+        heartbeat = Heartbeat(
             count=self._count,
             status=self.status,
             ended=self._ended,
             acknowledged=self._acknowledged,
             alarmed=self._alarmed,
         )
-        store.set(self._keys.heartbeat(self._rank), own.to_json())
+        store.set(self._keys.heartbeat(self._rank), heartbeat.to_json())
         failure, ended, *heartbeats = read_all(
             store, [self._keys.failure, self._keys.ended, *map(self._keys.heartbeat, self._watched)]
         )
-        return _Exchange(failure, ended, tuple(map(Heartbeat.from_json, heartbeats)), own.acknowledged)
+        return _Exchange(failure, ended, tuple(map(Heartbeat.from_json, heartbeats)), heartbeat.acknowledged)
 
-    def _take(self, done: Future[_Exchange]) -> None:
+    def _take(self, exchange: Future[_Exchange]) -> None:
         try:
-            result = done.result()
+            result = exchange.result()
         except StoreBrokenError as error:
             self._lose_store(str(error))
             return
@@ -303,8 +303,8 @@ class HeartbeatMonitor:
         patience_s = self._quick_s if self._alarmed else self._patience_s
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
-        elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
-            rank, silence_s = lost
+        elif (silent := self._peers.longest_silent(now_s, patience_s)) is not None:
+            rank, silence_s = silent
             how = f"no heartbeat for {silence_s:.1f} s"
             reason = describe_loss(self._names[rank], how, self._peers.status(rank))
             report = FailureReport(worker=rank, reporter=self._rank, reason=reason)
@@ -362,8 +362,8 @@ class HeartbeatMonitor:
                 self._peers.update(result.heartbeats, self._clock.now_s)
                 if result.failure:
                     self.job.fail(FailureReport.from_json(result.failure), notify=False)
-                lost = self.job.failure.worker if self.job.failure is not None else self._rank
-                if not lingers or self._peers.all_acknowledged({lost}) or time.monotonic() > until:
+                excused = self.job.failure.worker if self.job.failure is not None else self._rank
+                if not lingers or self._peers.all_acknowledged({excused}) or time.monotonic() > until:
                     return
                 pause.wait(_LINGER_POLL_S)
         except (StoreBrokenError, StoreSilentError):

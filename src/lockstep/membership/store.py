@@ -205,9 +205,9 @@ def serve_store(listener: socket.socket) -> Store:
 def _allow_many_connections() -> None:
     """Raises this process's limit of open files: most systems begin with 1,024, which many workers exceed."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit not in (resource.RLIM_INFINITY, wanted) and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    target = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit not in (resource.RLIM_INFINITY, target) and limit < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
@@ -217,18 +217,18 @@ def listen(host: str, port: int, who: str) -> socket.socket:
     PortTakenError if another program listens there, and ClusterError if it cannot be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UnknownHostError(
             f"the host of {who} cannot be looked up ({error.strerror}); give an address that can be looked up here"
         ) from None
-    if any(_is_every_address(str(address[0])) for *_, address in found):
+    if any(_is_every_address(str(address[0])) for *_, address in addresses):
         raise ClusterError(
             f"{who} would listen on every address of this machine, as {host!r} means them all; give the one by which "
             "the others reach it"
         )
     failure: OSError | None = None
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in addresses:
         try:
             return socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:
