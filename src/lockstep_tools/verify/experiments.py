@@ -43,14 +43,14 @@ class ExperimentRunner:
     def __init__(self, config: VerifyConfig, progress: Progress) -> None:
         self._config = config
         self._progress = progress
-        self._known: dict[tuple[RunConfig, RunConfig], Comparison | None] = {}
+        self._comparisons: dict[tuple[RunConfig, RunConfig], Comparison | None] = {}
         self.base = self.compare(Interventions())
         self.tolerance = Tolerance(unit=self.base.unit, coarse=self.base.coarse)
 
     @property
-    def done(self) -> Iterator[tuple[str, Comparison]]:
+    def completed(self) -> Iterator[tuple[str, Comparison]]:
         """All comparisons that succeeded, in order, each with its description."""
-        for runs, comparison in self._known.items():
+        for runs, comparison in self._comparisons.items():
             if comparison is not None:
                 yield describe(*runs), comparison
 
@@ -79,13 +79,13 @@ class ExperimentRunner:
 
     def is_rounding(self, differences: Sequence[Difference]) -> bool:
         """Whether all differences may be rounding. Measures rounding if the answer depends on it."""
-        if all(self.tolerance.covers(each) for each in differences):
+        if all(self.tolerance.covers(difference) for difference in differences):
             return True
-        size = max((each.size for each in differences), default=0.0)
-        if max(each.amount for each in differences) > GROSS * self.tolerance.relative * size:
+        size = max((difference.size for difference in differences), default=0.0)
+        if max(difference.amount for difference in differences) > GROSS * self.tolerance.relative * size:
             return False
         self.measure_rounding()
-        return all(self.tolerance.covers(each) for each in differences)
+        return all(self.tolerance.covers(difference) for difference in differences)
 
     def measure_rounding(self) -> Difference | None:
         """Compares one replica with itself where only rounding differs, and sets the tolerance by what that changes.
@@ -96,10 +96,14 @@ class ExperimentRunner:
         # A nudge of an eighth of a coarse rounding error changes an eighth of the weights when they are cast.
         nudged = Interventions(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
         twice = self._run(RunConfig(all_replicas=False, interventions=nudged), RunConfig(all_replicas=False))
-        noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
+        noise = {difference.key: difference.amount for difference in twice.differences if difference.amount > 0}
         self.tolerance = replace(self.tolerance, noise=noise)
-        given = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
-        return next(given, next((each for each in twice.differences if self._is_gross(each)), None))
+        inputs = (
+            difference
+            for difference in twice.differences
+            if difference.kind in ("initial weight", "rows") and difference.amount > 0
+        )
+        return next(inputs, next(filter(self._is_gross, twice.differences), None))
 
     def _is_gross(self, difference: Difference) -> bool:
         """Whether no order of additions explains it: it is large, and no rounding has gone through an update yet."""
@@ -110,12 +114,12 @@ class ExperimentRunner:
         return early and difference.relative > GROSS * self.tolerance.relative
 
     def _run(self, left: RunConfig, right: RunConfig) -> Comparison:
-        if (left, right) not in self._known:
+        if (left, right) not in self._comparisons:
             self._progress(describe(left, right))
-            self._known[left, right] = None
+            self._comparisons[left, right] = None
             with run_pair(self._config, left, right) as pair:
-                self._known[left, right] = _compare(self._config, pair)
-        comparison = self._known[left, right]
+                self._comparisons[left, right] = _compare(self._config, pair)
+        comparison = self._comparisons[left, right]
         if comparison is None:
             raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
         return comparison
@@ -133,8 +137,8 @@ def describe(left: RunConfig, right: RunConfig) -> str:
         "weights held between updates": changes.hold_weights,
         "the module called shard by shard on the one": right.interventions.shards > 1,
     }
-    made = [part for part, there in parts.items() if there]
-    return "all replicas with one, " + (", ".join(made) if made else "as written")
+    names = [name for name, is_on in parts.items() if is_on]
+    return "all replicas with one, " + (", ".join(names) if names else "as written")
 
 
 def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
@@ -142,15 +146,15 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
     weights: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     steps: list[StepComparison] = []
     draws = False
-    for ours, reference in pair.records():
-        if isinstance(ours, StartRecord) and isinstance(reference, StartRecord):
-            starts = ours, reference
-            weights = dict(ours.parameters), dict(reference.parameters)
-        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord):
-            steps.append(compare_updates(ours, reference, weights, Tolerance(unit=2.0**-23)))
-            for own, update in zip(weights, (ours, reference), strict=True):
-                own.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})
-            draws = draws or any(trace.draws for trace in (*ours.replicas, *reference.replicas))
+    for candidate, reference in pair.records():
+        if isinstance(candidate, StartRecord) and isinstance(reference, StartRecord):
+            starts = candidate, reference
+            weights = dict(candidate.parameters), dict(reference.parameters)
+        elif isinstance(candidate, UpdateRecord) and isinstance(reference, UpdateRecord):
+            steps.append(compare_updates(candidate, reference, weights, Tolerance(unit=2.0**-23)))
+            for values, update in zip(weights, (candidate, reference), strict=True):
+                values.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})
+            draws = draws or any(trace.draws for trace in (*candidate.replicas, *reference.replicas))
     ends = _ends(config, pair)
     if starts is None or not steps:
         raise ConfigError(f"{config.program.name} {_nothing_to_compare(ends[0])}")

@@ -61,14 +61,14 @@ def _named_modules(modules: Sequence[MirroredModule]) -> Iterator[tuple[str, nn.
 @torch.no_grad()
 def _nudge(module: MirroredModule, relative: float) -> None:
     """Moves every weight up or down by ``relative``; copies that alias their storage are moved once."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     for duplicate in module.copies:
         generator = torch.Generator().manual_seed(0)
         for parameter in duplicate.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            if parameter.data_ptr() not in seen and parameter.is_floating_point():
+            if parameter.data_ptr() not in pointers and parameter.is_floating_point():
                 parameter.mul_(1 + relative * sign.to(parameter.device, parameter.dtype))
-            seen.add(parameter.data_ptr())
+            pointers.add(parameter.data_ptr())
 
 
 def _forward_by_shard(forward: Callable[..., Any], number: int) -> Callable[..., Any]:

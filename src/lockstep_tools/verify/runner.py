@@ -116,15 +116,15 @@ class RunPair:
 
     def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
         """The records of both runs in pairs. A run that is ahead blocks as it sends, so memory stays small."""
-        for each in (self.left, self.right):
-            each.receive()  # a ReadyRecord
+        for process in (self.left, self.right):
+            process.receive()  # a ReadyRecord
         self.left.deadline = self.right.deadline = time.monotonic() + self._timeout_s
         while True:
-            ours, reference = self.left.next_record(), self.right.next_record()
-            if ours is None and reference is None:
+            candidate, reference = self.left.next_record(), self.right.next_record()
+            if candidate is None and reference is None:
                 return
-            if ours is not None and reference is not None:
-                yield ours, reference
+            if candidate is not None and reference is not None:
+                yield candidate, reference
             else:
                 self.extra += 1 if reference is None else -1
 

@@ -106,12 +106,12 @@ class UpdateRecord:
     @property
     def outputs(self) -> list[tuple[str, Tensor | None]]:
         """The outputs in call order, with their names. Rows of all replicas are concatenated; None if they differ."""
-        found = []
+        outputs = []
         for key in _keys(trace.outputs for trace in self.replicas):
             parts = [trace.outputs[key] for trace in self.replicas if key in trace.outputs and len(trace.outputs[key])]
             joined = torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
-            found.append((key[-1], joined))
-        return found
+            outputs.append((key[-1], joined))
+        return outputs
 
 
 def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> BatchTensors:
@@ -224,8 +224,8 @@ class ReplicaTrace:
 
     def take_update(self, number: int) -> StepTrace:
         """Returns a closed update and frees its tensors here."""
-        done, self.updates[number] = self.updates[number], StepTrace()
-        return done
+        update, self.updates[number] = self.updates[number], StepTrace()
+        return update
 
     def _record_dtype(self, tensor: Tensor) -> None:
         kind = tensor.device.type
