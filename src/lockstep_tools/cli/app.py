@@ -72,8 +72,8 @@ def tree(called: str | None) -> typer.Typer:
 def _not_called() -> None: ...
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"lockstep {__version__}")
         raise typer.Exit
 

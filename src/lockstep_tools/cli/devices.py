@@ -36,8 +36,8 @@ class Devices:
     devices: DevicesFlag = None
 
     def __call__(self) -> int:
-        chosen = take_devices(self.devices)
-        print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(chosen)}")
+        logical = take_devices(self.devices)
+        print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(logical)}")
         return 0
 
 
@@ -58,8 +58,8 @@ def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
             rows.append([device.name, "CPU", f"{cores} core{'s' * (cores > 1)}", "-"])
         else:
             free, total = driver.free_and_total(device.torch_device)
-            taken = f"{(total - free) / MB:.0f} MB"
-            rows.append([device.name, driver.product(device.torch_device), f"{device.memory} MB", taken])
+            used_memory = f"{(total - free) / MB:.0f} MB"
+            rows.append([device.name, driver.product(device.torch_device), f"{device.memory} MB", used_memory])
     return text_table(["physical", "is", "has", "taken"], rows)
 
 

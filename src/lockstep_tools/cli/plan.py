@@ -238,7 +238,7 @@ def _infeasible(plan: Plan) -> str:
     line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
     if not plan.infeasible:
         return f"{line}."
-    kinds = Counter("fit" if each.reason.startswith("needs") else "divide" for each in plan.infeasible)
+    kinds = Counter("fit" if entry.reason.startswith("needs") else "divide" for entry in plan.infeasible)
     counts = " and ".join(f"{number} {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
     return f"{line}. Of (data, pipeline, tensor), {counts}."
 

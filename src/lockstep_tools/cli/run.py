@@ -73,18 +73,18 @@ class Run:
         from lockstep.launch.agent import Limits
         from lockstep.launch.jobs import Program, ProgramJob
 
-        given = tuple(self.arguments or ())
+        arguments = tuple(self.arguments or ())
         minimum, workers = _read_workers(self.workers)
         resume_flag: ResumeFlag = nothing_saved
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
             possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
-            checked = _check_command(given, possible)
+            checked = _check_command(arguments, possible)
             if isinstance(checked, int):
                 return checked
             resume_flag = checked
         target = "lockstep_tools.cli" if is_lockstep else self.program
-        program = Program(target=target, is_module=self.module or is_lockstep, arguments=given)
+        program = Program(target=target, is_module=self.module or is_lockstep, arguments=arguments)
         hosts = self._hosts(self.job or program.job)
         launch = ProgramJob(
             program=program,
@@ -129,8 +129,8 @@ class Run:
         named = [host.strip() for host in self.hosts.split(",")]
         if self.nodes is not None and len(named) not in (1, self.nodes):
             raise ConfigError(f"--nodes {self.nodes} was given, but --hosts names {len(named)}; name all, or the first")
-        others = [""] * ((self.nodes or 1) - 1) if len(named) == 1 else []
-        return Hosts(hosts=(*named, *others), index=self.index, job=job, timeout_s=self.timeout_s)
+        unnamed = [""] * ((self.nodes or 1) - 1) if len(named) == 1 else []
+        return Hosts(hosts=(*named, *unnamed), index=self.index, job=job, timeout_s=self.timeout_s)
 
 
 def _read_workers(text: str | None) -> tuple[int | None, int | None]:

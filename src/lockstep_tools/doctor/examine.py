@@ -60,10 +60,12 @@ def examine_in_process(module: str, timeout_s: float) -> Section:
     Raises RuntimeError with the last line of its error output if it fails, and TimeoutExpired.
     """
     command = [sys.executable, "-m", module]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {done.returncode}")
-    return Section.from_json(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if process.returncode:
+        raise RuntimeError(
+            process.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {process.returncode}"
+        )
+    return Section.from_json(process.stdout.splitlines()[-1])
 
 
 def _failed(title: str, reason: str) -> Section:

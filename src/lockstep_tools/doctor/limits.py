@@ -57,7 +57,7 @@ class Limits:
         memory_limit = "no limit" if self.memory_limit is None else f"a limit of {self.memory_limit / GB:.1f} GB"
         available = f"{self.memory / GB:.1f} GB, {self.available_mb / 1024:.1f} GB available"
         shared = "none" if self.shared is None else f"{self.shared[0] / GB:.1f} GB, {self.shared[1] / GB:.1f} GB free"
-        here, temporary = (f"{free / GB:.1f} GB" for free in self.disk)
+        working_folder, temporary = (f"{free / GB:.1f} GB" for free in self.disk)
         return [
             Fact("cores", f"{self.cores}, {self.usable_cores} for this process, {quota} (control group)"),
             Fact("OMP_NUM_THREADS", self.omp_threads or "not set"),
@@ -65,7 +65,7 @@ class Limits:
             Fact("memory", f"{available}, {memory_limit} (control group)"),
             Fact("shared memory", shared),
             Fact("open files", f"{soft}, at most {hard}"),
-            Fact("disk", f"{here} free in this folder, {temporary} for temporary files"),
+            Fact("disk", f"{working_folder} free in this folder, {temporary} for temporary files"),
         ]
 
     def troubles(self) -> Iterator[Trouble]:

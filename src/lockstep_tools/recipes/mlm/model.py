@@ -185,9 +185,9 @@ def _losses(logits: Tensor, targets: Tensor, rows: slice, softmax: Tensor | None
 
     The log p of the likeliest token is exact in float32; that of the target is this less the difference of the logits.
     """
-    chosen = logits[rows].float()
-    probabilities = torch.softmax(chosen, dim=1, out=None if softmax is None else softmax[rows])
-    difference = chosen.amax(dim=1) - chosen.gather(1, targets[rows, None])[:, 0]
+    block = logits[rows].float()
+    probabilities = torch.softmax(block, dim=1, out=None if softmax is None else softmax[rows])
+    difference = block.amax(dim=1) - block.gather(1, targets[rows, None])[:, 0]
     return difference - probabilities.amax(dim=1).log()
 
 

@@ -108,23 +108,23 @@ def _new_tokenizer(settings: WordPieceSettings, *, vocabulary: dict[str, int] | 
         max_input_chars_per_word=_MAX_WORD_LENGTH,
         continuing_subword_prefix=settings.prefix,
     )
-    characters = settings.chinese == "characters"
+    by_character = settings.chinese == "characters"
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=characters)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=by_character)
     words = tokenizers.pre_tokenizers.BertPreTokenizer()
-    known = [token for token in vocabulary or () if len(token) == 1]
-    tokenizer.pre_tokenizer = words if characters else _split_long_runs(words, known=known)
+    characters = [token for token in vocabulary or () if len(token) == 1]
+    tokenizer.pre_tokenizer = words if by_character else _split_long_runs(words, characters=characters)
     tokenizer.decoder = tokenizers.decoders.WordPiece(settings.prefix)
     return tokenizer
 
 
-def _split_long_runs(words: Any, *, known: Sequence[str]) -> Any:
+def _split_long_runs(words: Any, *, characters: Sequence[str]) -> Any:
     """Splits long runs, and unknown characters out of them: one unknown character would make the whole run [UNK]."""
     tokenizers = require("tokenizers", "text")
     patterns = [f".{{1,{_MAX_CHINESE_RUN}}}"]
-    if known:
-        characters = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
-        patterns.insert(0, f"[^{characters}]")
+    if characters:
+        allowed = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(characters))
+        patterns.insert(0, f"[^{allowed}]")
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     return tokenizers.pre_tokenizers.Sequence([words, *splits])
 
