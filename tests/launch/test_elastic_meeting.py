@@ -19,7 +19,7 @@ from lockstep.membership.failure_report import FailureReport
 
 
 def host(index: int = 0, **changes: Any) -> HostState:
-    return HostState(**{"index": index, "name": f"host {index}", "places": 4, "survivors": 4, **changes})
+    return HostState(**{"index": index, "name": f"host {index}", "capacity": 4, "survivors": 4, **changes})
 
 
 def plan(*hosts: HostState, before: tuple[HostState, ...] = (), minimum: int = 2, max_restarts: int = 0) -> Plan | None:
@@ -57,7 +57,7 @@ def test_a_host_may_go_and_come():
     assert again.line == "host 1 has joined; 8 workers go on"
 
 
-def test_a_host_without_workers_starts_none_until_its_places_are_filled_again():
+def test_a_host_without_workers_starts_none_until_its_slots_are_filled_again():
     before = (host(), host(1))
 
     assert sizes(plan(host(), host(1, survivors=0, losses=("worker 4 was killed by SIGKILL",)), before=before)) == (

@@ -14,5 +14,5 @@ failures         which worker failed first, and how
 hang_dump        where each worker stood when its time was up
 batch_size       ``ls.find_batch_size``: the search
 trial            one training step in a fresh process; ``model_steps`` makes that of a Model
-guards           undoes what torch's launcher does to the process around it
+side_effects     undoes what torch's launcher does to the process around it
 """

@@ -26,9 +26,9 @@ from lockstep import console
 from lockstep.checks import check_seconds
 from lockstep.errors import ClusterError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
-from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
 from lockstep.launch.rendezvous import LauncherRendezvous
+from lockstep.launch.side_effects import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
@@ -62,14 +62,14 @@ class WorkerSetup(LogsSpecs):
     ``resources`` are those variables for cores and GPUs.
 
     Attributes:
-        places: whose resources each worker gets, by local rank.
+        slots: whose resources each worker gets, by local rank.
     """
 
     def __init__(self, forwarder: OutputForwarder, *, resources: Sequence[Mapping[str, str]], folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self._forwarder, self._resources = forwarder, resources
-        self.places: Sequence[int] = range(len(resources))
+        self.slots: Sequence[int] = range(len(resources))
         self._guard: ParentDeathGuard | None = None
 
     @property
@@ -87,7 +87,7 @@ class WorkerSetup(LogsSpecs):
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt)
-            variables.update(self._resources[self.places[local]])
+            variables.update(self._resources[self.slots[local]])
             if (columns := console.width()) is not None:
                 variables[console.COLUMNS_VARIABLE] = str(columns)
             if self._forwarder.shows_pieces(worker) and console.shows_bar():

@@ -208,8 +208,8 @@ def find_batch_size(
         timeout_s=timeout_s,
         alone=not workers.is_single,
     )
-    layout = (key, bounds, workers.replicas, margin, memory_limit_mb, list_logical_devices(), torch.__version__)
-    stored = None if cache is None or key is None else Cache(Path(cache).expanduser(), repr(layout), workers)
+    search_key = (key, bounds, workers.replicas, margin, memory_limit_mb, list_logical_devices(), torch.__version__)
+    stored = None if cache is None or key is None else Cache(Path(cache).expanduser(), repr(search_key), workers)
     trials = [] if stored is None else stored.read(process.host_mb * (1 - margin))
     is_cached = bool(trials)
     while not is_cached and (size := next_size(trials, bounds)) is not None:

@@ -25,7 +25,7 @@ from lockstep._torch_compat import Store
 from lockstep.launch.agent import Agent, Limits, WorkerSetup
 from lockstep.launch.elastic_meeting import ElasticMeeting, JobEndedError, RoundEnd, StoreLostError
 from lockstep.launch.failures import WorkerFailure
-from lockstep.launch.guards import handle_sigterm_once
+from lockstep.launch.side_effects import handle_sigterm_once
 from lockstep.membership.failure_report import FailureReport
 
 _POLL_S = 0.05
@@ -91,8 +91,8 @@ class ElasticAgent(Agent):
     def __init__(self, spec: WorkerSpec, setup: WorkerSetup, *, limits: Limits, meeting: ElasticMeeting) -> None:
         super().__init__(spec, setup, limits=limits)
         self._meeting, self._elastic = meeting, meeting.elastic
-        self._places = list(range(setup.workers))  # those of the workers that run, by local rank
-        self._lost_places: set[int] = set()
+        self._slots = list(range(setup.workers))  # those of the workers that run, by local rank
+        self._lost_slots: set[int] = set()
         self._began_s = 0.0
         self._saves_on_sigterm = False  # some time some worker handled the signal
 
@@ -138,9 +138,9 @@ class ElasticAgent(Agent):
         plan = self._meeting.plan
         size, total, first = plan.sizes[group_rank], sum(plan.sizes), sum(plan.sizes[:group_rank])
         if size == self._elastic.maximum:
-            self._lost_places.clear()
-        self._places = [place for place in range(self._elastic.maximum) if place not in self._lost_places]
-        self._setup.places = self._places
+            self._lost_slots.clear()
+        self._slots = [slot for slot in range(self._elastic.maximum) if slot not in self._lost_slots]
+        self._setup.slots = self._slots
         spec.local_world_size = size
         # torch's agent tells the workers that they were restarted so often; each round's number is its own.
         self._remaining_restarts = spec.max_restarts - self._meeting.number
@@ -200,7 +200,7 @@ class ElasticAgent(Agent):
         self._saves_on_sigterm = self._saves_on_sigterm or any(handles)
         if time.monotonic() < self._began_s + self._elastic.rejoin_s:
             return False
-        if not self._lost_places and not self._meeting.num_nodes_waiting():
+        if not self._lost_slots and not self._meeting.num_nodes_waiting():
             return False
         return all(handles) or not self._saves_on_sigterm
 
@@ -217,17 +217,17 @@ class ElasticAgent(Agent):
         if end == RoundEnd.LOSS:
             casualties = self._find_casualties()
             self._shutdown(signal.SIGKILL)
-            self._lost_places |= {self._places[local] for local in casualties.losses}
+            self._lost_slots |= {self._slots[local] for local in casualties.losses}
         else:
             self._shutdown(signal.SIGTERM)
-            back = len(self._lost_places)
-            self._lost_places.clear()
+            back = len(self._lost_slots)
+            self._lost_slots.clear()
         if end == RoundEnd.STOP:
             raise SignalException("the first host was told to end", sigval=signal.SIGTERM)
         first = self.first_failure() if casualties.has_failed else None
         self._meeting.host_state = replace(
             state,
-            survivors=state.places - len(self._lost_places),
+            survivors=state.capacity - len(self._lost_slots),
             losses=tuple(casualties.losses.values()),
             back=back,
             failure=f"worker {first.worker} of {self.num_workers} {first.what}" if first is not None else "",

@@ -113,7 +113,7 @@ class HostState:
 
     index: int  # the host's place in the list
     name: str  # the host in messages
-    places: int  # workers that it can run
+    capacity: int  # workers that it can run
     survivors: int  # how many of them were not lost
     losses: tuple[str, ...] = ()  # who was lost since the last round, and how
     back: int = 0  # how many workers are started again that were lost earlier
@@ -142,8 +142,8 @@ def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: 
     """
     if before and all(host.finished for host in hosts):
         return Plan(finished=True)
-    survivors, places = sum(host.survivors for host in hosts), sum(host.places for host in hosts)
-    if places < minimum:
+    survivors, capacity = sum(host.survivors for host in hosts), sum(host.capacity for host in hosts)
+    if capacity < minimum:
         return None
     changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
     stayed = [host for host in hosts if host.index in {host.index for host in before}]
@@ -156,7 +156,7 @@ def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: 
     if restarts == max_restarts:
         return Plan(end=cause)
     line = f"{cause}; starting all again ({restarts + 1} of {max_restarts})"
-    return Plan(sizes=tuple(host.places for host in hosts), line=line, restarts=restarts + 1)
+    return Plan(sizes=tuple(host.capacity for host in hosts), line=line, restarts=restarts + 1)
 
 
 def _changes(hosts: Sequence[HostState], before: Sequence[HostState]) -> list[str]:
@@ -286,8 +286,8 @@ class ElasticMeeting(LauncherRendezvous):
     ) -> None:
         self._hosts, self.elastic, self._max_restarts, self._report = hosts, elastic, max_restarts, report
         self._name = hosts.name(hosts.index) if hosts.hosts else "this host"
-        places = elastic.maximum
-        self.host_state = HostState(index=hosts.index, name=self._name, places=places, survivors=places)
+        capacity = elastic.maximum
+        self.host_state = HostState(index=hosts.index, name=self._name, capacity=capacity, survivors=capacity)
         self.plan, self.rank, self.number = Plan(), 0, 0
         self._before: Sequence[HostState] = ()
         self._workers_store: Store | None = None
@@ -437,8 +437,8 @@ class ElasticMeeting(LauncherRendezvous):
                 plan = decide(states, self._before, minimum=self.elastic.minimum, max_restarts=self._max_restarts)
                 if plan is not None and not self._awaits_first(states):
                     return self._publish(plan, states)
-                places = sum(state.places for state in states)
-                missing = f"other hosts: {places} of at least {self.elastic.minimum} workers are there"
+                capacity = sum(state.capacity for state in states)
+                missing = f"other hosts: {capacity} of at least {self.elastic.minimum} workers are there"
                 try:
                     wait.check(missing, "start more hosts")
                 except ClusterError as error:

@@ -40,7 +40,7 @@ class FailureRecord:
         return self.error.partition(":")[0]
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def origin(self) -> tuple[str, ...]:
         """The type of the error and the lines that led to it: the same in all workers that make one mistake."""
         return (self.kind, *(line for line in self.traceback.splitlines() if line.startswith('  File "')))
 

@@ -25,11 +25,11 @@ from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, Worker
 from lockstep.launch.elastic import ElasticAgent
 from lockstep.launch.elastic_meeting import Elastic, ElasticMeeting
 from lockstep.launch.failures import FailureRecord, WorkerFailure
-from lockstep.launch.guards import remove_empty_compiler_folder
 from lockstep.launch.hang_dump import read_stacks
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
 from lockstep.launch.serialization import deserialize, serialize_call
+from lockstep.launch.side_effects import remove_empty_compiler_folder
 from lockstep.launch.worker import (
     MODULE,
     SCRIPT,
@@ -318,7 +318,7 @@ class ProgramJob(Job):
 def _chief_failed_alike(failure: WorkerFailure, folder: Path) -> bool:
     """Whether the chief, whose output is shown, failed with the same error at the same place."""
     chief = FailureRecord.read(WorkerPaths(folder, 0, failure.attempt).failure)
-    return chief is not None and failure.record is not None and chief.place == failure.record.place
+    return chief is not None and failure.record is not None and chief.origin == failure.record.origin
 
 
 def _ended_alike(log: Path, chiefs: Path) -> bool:

@@ -24,8 +24,8 @@ import torch
 
 from lockstep.config import list_logical_devices
 from lockstep.errors import ReplicaError
-from lockstep.launch.guards import hide_main
 from lockstep.launch.serialization import deserialize, serialize
+from lockstep.launch.side_effects import hide_main
 from lockstep.parent_death import die_with_parent
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import MB, is_out_of_memory

@@ -178,7 +178,7 @@ def _ends(config: VerifyConfig, pair: RunPair) -> tuple[EndRecord, EndRecord]:
     output = process.last_output()
     # Where there is only an exit code, the last line that the program printed tells more.
     last = f": {output.splitlines()[-1]}" if end.error.startswith("exit code") and output else ""
-    failure = f"{end.error}{f' ({end.place})' if end.place else ''}{last}"
+    failure = f"{end.error}{f' ({end.location})' if end.location else ''}{last}"
     cause = ChildTracebackError(end.traceback + (f"\nthe program's last output:\n{output}\n" if output else ""))
     if left.error and right.error:
         raise ConfigError(f"{config.program.name} fails by itself: {failure}") from cause

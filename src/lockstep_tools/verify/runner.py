@@ -205,12 +205,12 @@ def _with_error(end: EndRecord, error: BaseException | None) -> EndRecord:
     return replace(
         end,
         error=f"exit code {text}" if exits else f"{type(error).__name__}: {text}".removesuffix(": "),
-        place=_place(error),
+        location=_location(error),
         traceback="".join(tracebacks.format_exception(error)),
     )
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """The innermost line of the program itself, not of this package, torch or runpy."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"

@@ -55,7 +55,7 @@ class EndRecord:
     unit: float = 2.0**-23  # machine epsilon of the parameters' dtype
     coarse: float = 2.0**-23  # machine epsilon of the coarsest dtype in use, as under autocast
     error: str = ""  # the exception that the program raised, in one line; empty if none
-    place: str = ""  # where it was raised, such as ``train.py:12``
+    location: str = ""  # where it was raised, such as ``train.py:12``
     traceback: str = field(default="", repr=False)  # its traceback
 
 

@@ -1,4 +1,4 @@
-"""Process guards: undo what torch's launcher does to the process around it.
+"""The side effects of torch's launcher on the process around it, and what undoes them.
 
 It sets signal handlers, logs warnings, runs ``__main__`` again in every worker, and leaves an empty folder.
 """
