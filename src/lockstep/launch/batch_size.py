@@ -212,6 +212,8 @@ def find_batch_size(
     stored = None if cache is None or key is None else Cache(Path(cache).expanduser(), repr(search_key), workers)
     trials = [] if stored is None else stored.read(process.host_mb * (1 - margin))
     is_cached = bool(trials)
+    # Every worker follows the same search, because each trial's result is that of all workers (``_agreed``); no other
+    # agreement is needed.
     while not is_cached and (size := next_size(trials, bounds)) is not None:
         trials.append(_agreed(workers, process, size))
     best = best_trial(trials, bounds)
@@ -233,6 +235,7 @@ def _agreed(workers: Communicator, process: TrialProcess, rows: int) -> Trial:
     error, local = None, Trial(rows=rows, fits=False)
     try:
         local = process.run(rows)
+    # The collective below must be reached by all workers: an error that left before it would have the others wait.
     except Exception as raised:  # noqa: BLE001  raised below, once the others know of it
         error = raised
     failure = "" if error is None else f"{type(error).__name__}: {error}"

@@ -100,6 +100,8 @@ class ElasticAgent(Agent):
         """Leaves stopped workers as they are: they count as lost."""
 
     def _invoke_run(self, role: str = "worker") -> RunResult:
+        # torch's own loop (``SimpleElasticAgent._invoke_run``) restarts the workers of a host after any failure, so it
+        # is replaced here; ranks, starting and stopping remain torch's.
         group = self._worker_group
         try:
             while True:
@@ -126,6 +128,7 @@ class ElasticAgent(Agent):
         return RunResult(state=WorkerState.FAILED)
 
     def _success(self) -> RunResult:
+        # As torch's agent does for a program: it expects a value of every worker.
         values = {int(worker.global_rank): None for worker in self._worker_group.workers}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
@@ -140,6 +143,7 @@ class ElasticAgent(Agent):
         if size == self._elastic.maximum:
             self._lost_slots.clear()
         self._slots = [slot for slot in range(self._elastic.maximum) if slot not in self._lost_slots]
+        # The workers that are left keep their cores and GPUs; only their ranks close up.
         self._setup.slots = self._slots
         spec.local_world_size = size
         # torch's agent tells the workers that they were restarted so often; each round's number is its own.
@@ -159,6 +163,7 @@ class ElasticAgent(Agent):
         self._began_s = time.monotonic()
         if worker_group.workers:
             return super()._start_workers(worker_group)
+        # Nothing is started where no worker is left, and the exit codes of the last round must not be read again.
         self._pcontext = None
         handle_sigterm_once(self._ignored_signals)
         return {}
@@ -173,6 +178,8 @@ class ElasticAgent(Agent):
             codes = self.exit_codes.values()
             if any(codes) or self.waits_after_failure():
                 return RoundEnd.LOSS
+            # Exits are looked for every 0.05 s, and the launchers' store only every 0.25 s, so that it is not kept busy
+            # by waiting.
             if time.monotonic() < look_s:
                 continue
             look_s = time.monotonic() + _LOOK_EVERY_S
@@ -265,6 +272,8 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _handles_sigterm(pid: int) -> bool:
+    # SigCgt is a bit mask of the signals with a handler (proc(5)); ``signal.getsignal`` can be asked by the process
+    # itself only.
     caught = int(_status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 

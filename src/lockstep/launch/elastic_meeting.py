@@ -233,6 +233,8 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads the state of torch's rendezvous, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Whatever torch's state consists of has to be in that list;
+        # test_what_a_stranger_writes_into_the_store_is_not_unpickled writes another class.
         if (module, name) not in _STATE_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
         return super().find_class(module, name)
@@ -242,6 +244,8 @@ class CheckedBackend(C10dRendezvousBackend):
     """Torch's state of the rendezvous in the launchers' store. Torch unpickles it, and anybody may write there."""
 
     def get_state(self) -> tuple[bytes, Any] | None:
+        # torch 2.13 calls ``pickle.loads`` on what this returns (``dynamic_rendezvous.py``,
+        # ``_BackendRendezvousStateHolder.sync``).
         stored: tuple[bytes, Any] | None = super().get_state()
         if stored is not None:
             _check_state(stored[0])
@@ -383,10 +387,14 @@ class ElasticMeeting(LauncherRendezvous):
             try:
                 plan = self._lead(info.world_size) if info.rank == 0 else self._follow(info.world_size)
             except (StoreLostError, RendezvousError):
+                # A store that is gone, or a round that another launcher has left, shows again in ``_join``, which knows
+                # the words for it.
                 continue  # the next attempt says what is wrong
             if plan is not None:
                 break
         self.plan = plan
+        # Where a program has failed, its error is said by the launcher whose worker raised it; a loss has no other
+        # voice.
         if self.plan.end and self.host_state.losses:
             self._report(self.plan.end)
         if self.plan.end or self.plan.finished:
@@ -459,6 +467,8 @@ class ElasticMeeting(LauncherRendezvous):
             self._workers_store = serve_store(listener)
         plan = replace(plan, address=self._address, port=port)
         text = json.dumps(asdict(plan))
+        # Another launcher may have asked for a new meeting in the meantime: the first text under the key counts for
+        # all.
         if self._link.compare_set(self._key("plan"), "", text).decode() != text:
             return None
         self._before = states

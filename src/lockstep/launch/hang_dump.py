@@ -27,6 +27,7 @@ def dump_stacks_near(deadline: float | None, path: Path) -> Iterator[None]:
         return
     left_s = max(0.0, deadline - time.monotonic())
     with path.open("w") as file:
+        # faulthandler's thread is in C and takes no GIL: it writes although all Python threads hang in native code.
         faulthandler.dump_traceback_later(max(0.01, left_s - min(_DUMP_LONGEST_S, _DUMP_SHARE * left_s)), file=file)
         try:
             yield

@@ -54,6 +54,7 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return tuple(str(number) for number in range(present))
+    # CUDA ignores names after the first invalid one, so torch may see fewer GPUs than are listed.
     return tuple(name.strip() for name in named.split(",") if name.strip())[:present]
 
 
@@ -202,6 +203,8 @@ def _raise_signal(number: signal.Signals, exit_code: int) -> None:
 
     After SIGTERM that nothing in this process handles, it ends with the exit code that the workers chose, if they did.
     """
+    # test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too: a scheduler starts a job again by that code, which
+    # a death by SIGTERM would hide.
     if number == signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL and 1 < exit_code < _FIRST_SIGNAL_CODE:
         raise SystemExit(exit_code)
     signal.raise_signal(number)
@@ -247,6 +250,7 @@ class Program:
         """The command line of a worker after Python's name. The agent would substitute what follows a dollar sign."""
         kind = MODULE if self.is_module else SCRIPT
         arguments = ("-u", "-m", "lockstep.launch.worker", str(folder), kind, self.target, *self.arguments)
+        # torch 2.13, ``macros.substitute``: a ``string.Template``, whose "$$" stands for a dollar sign.
         return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
@@ -295,6 +299,8 @@ class ProgramJob(Job):
             try:
                 return self.run_workers(sys.executable, self.program.command(folder), rendezvous, setup, on_restart)
             finally:
+                # Each is a few bytes that stay until the machine restarts;
+                # test_a_killed_workers_semaphores_do_not_stay_in_shared_memory.
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
                     path.unlink(missing_ok=True)
@@ -304,6 +310,7 @@ class ProgramJob(Job):
             return Outcome(exit_code=result.exit_code, interrupted=result.received == signal.SIGINT)
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
+        # One mistake fails in all workers at nearly the same time; the person has already read the chief's traceback.
         if self.output == "chief" and _chief_failed_alike(failure, folder):
             failure = replace(failure, worker=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log

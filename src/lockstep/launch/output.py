@@ -187,11 +187,17 @@ class OutputForwarder:
         paths: dict[Stream, str] = {}
         for stream in STREAMS:
             reading, writing = os.pipe()
+            # Workers of functions are forked from another process, which inherits no descriptor of this one; by this
+            # path they can open it.
             paths[stream] = f"/proc/{os.getpid()}/fd/{writing}"  # for any process of this user
+            # Closing pipes reads them empty without waiting for an end: processes that a worker left running may hold
+            # them open for hours.
             os.set_blocking(reading, False)
             with self._lock:
                 self._writing_ends.append(writing)
                 self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
+        # The thread sleeps in ``poll`` with the descriptors that it had; a byte in its own pipe makes it take the new
+        # ones.
         os.write(self._wake_write, b"+")
         return paths
 

@@ -25,6 +25,7 @@ def serialize_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: 
     module = inspect.getmodule(fn)
     if module is None or module.__name__ == "__main__" or _is_importable(module):
         return serialize((fn, args, kwargs))
+    # The registration is of the process: left in place, later pickles of the user's would carry the module too.
     cloudpickle.register_pickle_by_value(module)
     try:
         return serialize((fn, args, kwargs))

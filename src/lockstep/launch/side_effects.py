@@ -54,6 +54,8 @@ def restore_signal_handlers() -> Iterator[list[signal.Signals]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
+    # torch 2.13 (``PContext.start``) handles SIGTERM, SIGINT, SIGHUP and SIGQUIT from the first start on, and never
+    # puts back what was there.
     before = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
     try:
         yield [number for number, handler in before.items() if handler == signal.SIG_IGN]
@@ -106,6 +108,7 @@ def silence_torch_launcher() -> Iterator[None]:
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
+        # A handler alone is not enough: torch's loggers would pass their records on to the root logger of the program.
         logger.propagate = False
     try:
         yield

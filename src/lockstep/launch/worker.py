@@ -111,6 +111,8 @@ def main() -> None:
     folder, kind, target, *arguments = sys.argv[1:]
     paths = _paths(Path(folder))
     sys.argv = [target, *arguments]
+    # multiprocessing names semaphores after this prefix, by default "/mp"; a name of our own tells the launcher which
+    # are left of this run. There is no public function (Python 3.11).
     multiprocessing.current_process()._config["semprefix"] = semaphore_prefix(Path(folder))  # type: ignore[attr-defined]
     handler = _ExitHandler()
     atexit.register(handler)  # before the program registers anything, so that it is called last
@@ -118,6 +120,8 @@ def main() -> None:
         if kind == MODULE:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
+            # For ``-m`` Python has put the working directory there; a script expects its own folder, as under ``python
+            # script.py``.
             sys.path[0] = str(Path(target).resolve().parent)
             runpy.run_path(target, run_name="__main__")
     except (SystemExit, KeyboardInterrupt) as end:
@@ -130,6 +134,8 @@ def main() -> None:
         FailureRecord.of(error, hide=_HIDDEN).write(paths.failure)
         user_frames = without_frames(error.__traceback__, _HIDDEN)
         sys.last_value = error  # as Python does; what is called at exit looks there
+        # ``runpy`` and this function stand above the program's first frame; without them the traceback is that of
+        # ``python script.py``.
         sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
         sys.exit(1)
 
@@ -152,6 +158,8 @@ class _ExitHandler:
             return
         if self.failed:
             self._nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
+            # The watchdog of faulthandler is a thread in C: it ends the process though Python waits for a group, and
+            # its dump goes to nowhere.
             faulthandler.dump_traceback_later(_EXIT_LIMIT_S, exit=True, file=self._nowhere)
         else:
             distributed.destroy_process_group()
