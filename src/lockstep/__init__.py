@@ -108,5 +108,6 @@ if not TYPE_CHECKING:  # which takes a module that has this for one that has eve
         else:
             names = import_module("lockstep.tensorflow_names")
             raise names.missing(f"module {__name__!r}", name, names.PACKAGE)
+        # Python asks ``__getattr__`` for missing names alone, so the next look costs nothing.
         globals()[name] = value
         return value

@@ -43,6 +43,8 @@ def check_number(
     if value is None and optional:
         return
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    # Python's integers may exceed the largest float: comparing them with it is exact, and without a bound they are
+    # fine.
     if is_number and least <= value and (value <= most or (whole and most == UNBOUNDED)):
         return
     kind = "a whole number" if whole else "a number"

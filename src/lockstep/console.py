@@ -25,6 +25,7 @@ def output() -> Output:
     """Where standard output goes now; "file" stands for pipes too."""
     if sys.stdout is None:
         return "file"
+    # Looked up and not imported: ipykernel is no dependency, and a process without it is in no notebook.
     iostream = sys.modules.get("ipykernel.iostream")  # loaded in every kernel of a notebook
     if iostream is not None and isinstance(sys.stdout, iostream.OutStream):
         return "notebook"
@@ -116,6 +117,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         heading, *aligned = (align(cell, size) for cell in cells)
         column = [heading, "-" * size, *aligned]
         beside = sum(len(column[0]) + len(GAP) for column in blocks[-1])
+        # The first column always stands with at least one other, however narrow the terminal is.
         if available is not None and len(blocks[-1]) > 1 and beside + size > available:
             blocks.append([blocks[0][0]])
         blocks[-1].append(column)

@@ -78,6 +78,7 @@ def declared_cluster(environment: Mapping[str, str] = os.environ) -> ClusterSpec
     Beside NODE_RANK it does: Lightning's variables number the hosts of a job so.
     """
     if not environment.get("RANK") and not _is_node(environment):
+        # Job scripts export it for what they start later; a MirroredStrategy in the script itself trains alone.
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
     return cluster_from_environment(environment)
 
@@ -160,6 +161,8 @@ def _agrees(written: ClusterSpec, place: Place, evaluators: int) -> bool:
         return written.num_workers > 1
     if place.workers in (written.num_workers, written.num_workers + evaluators):
         return written.index == place.index
+    # Several workers of TF_CONFIG may have been started by one process of the launcher, such as one for each GPU of its
+    # host.
     started, rest = divmod(written.num_workers, place.workers)
     return not rest and written.index // started == place.index
 

@@ -290,6 +290,7 @@ def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> Cluste
     variables.require(launcher.rank, launcher.size)
     index = variables.number(launcher.rank, most=size - 1)
     local = _is_on_one_host(variables, launcher, size)
+    # Without an id two jobs on one host would derive the same port; their processes have different ancestors.
     job = _job(variables, launcher) or (local and launcher_process(launcher.rank)) or ""
     digest = hashlib.sha256(job.encode()).hexdigest()[:16]
     return ClusterSpec(
@@ -353,6 +354,7 @@ def _chief(variables: Variables, launcher: Launcher, place: tuple[int, int], job
     if not name and not local:
         hosts = "on several hosts" if launcher.local_size or launcher.hosts else "perhaps on several hosts"
         raise _refusal(launcher, f"{where} {hosts}, and no variable names the host of process 0")
+    # Only where all processes are on this host: no other address is known, and none is needed.
     host = _first_host(variables.get(name)) if name else _LOOPBACK
     port = _first(variables, launcher.port)
     if not port and not job:

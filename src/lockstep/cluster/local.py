@@ -47,6 +47,7 @@ class LocalRank:
         if self.sees_own or self.workers == 1 or not gpus:
             return range(gpus)
         share = max(1, gpus // self.workers)
+        # With fewer GPUs than workers the ranks wrap around: worker 2 of 3 on two GPUs takes GPU 0 again.
         first = self.rank * share % gpus
         return range(first, first + share)
 
@@ -95,8 +96,11 @@ def _slurm_local_rank(variables: Variables) -> LocalRank:
 
 def core_info() -> dict[str, int]:
     """What the workers of a job tell each other about cores: a number for this host, and a bit mask of its cores."""
+    # Machines made of one image may have one name; the kernel makes the boot id anew at each start.
     name = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
     host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+    # The cores as bits of one number: ``info`` is a mapping to numbers, and a container may have any of the host's
+    # cores.
     return {"host": host, "cores": sum(1 << core for core in os.sched_getaffinity(0))}
 
 
@@ -129,6 +133,8 @@ def threads_per_worker(environment: Mapping[str, str], *, threads: int, default:
 def _default_threads() -> int:
     """One thread for each core that this process may use; with MKL, one for each physical core."""
     cores = os.sched_getaffinity(0)
+    # MKL uses one thread for each physical core by itself, and torch's default follows it; the number is needed to tell
+    # a default from a user's choice.
     siblings = (Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores)
     physical = {path.read_text(encoding="ascii") for path in siblings if path.exists()}
     counts_physical = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]

@@ -71,6 +71,7 @@ def step_numbers(environment: Mapping[str, str]) -> tuple[int, int]:
 
 def step_port(job: int, step: int) -> int:
     """The port of a job step's store, from 15000 to 29999, which all its tasks derive without talking to each other."""
+    # _STRIDE is prime and does not divide PORTS, so the steps of a job visit every port before one comes again.
     return FIRST_PORT + (job + _STRIDE * step) % PORTS
 
 

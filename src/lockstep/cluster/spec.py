@@ -191,6 +191,7 @@ def check_job_id(job_id: object, name: str = "job_id") -> None:
 
 def _derived_job_id(workers: Sequence[str]) -> str:
     """The same id on every worker of a cluster, and another for other addresses or another number of workers."""
+    # Workers may have been told one address in two spellings, such as HostA and hosta; the id must be the same.
     addresses = [canonical(address) if address else "" for address in workers]
     return f"cluster-{hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]}"
 

@@ -32,6 +32,7 @@ def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
         return None
     try:
         declared = json.loads(text)
+    # A text of thousands of brackets ends the parser with RecursionError.
     except (ValueError, RecursionError) as error:
         raise _malformed(f"{shown(text)} is not JSON ({error})") from None
     if not isinstance(declared, dict):
@@ -80,6 +81,7 @@ def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -
     if task is None and alone:
         return "worker", 0
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
+    # ``type`` and not ``isinstance``: JSON's ``true`` is a bool, which Python takes for 1.
     if kind not in _TYPES or type(index) is not int:
         raise _malformed(
             f"task is {shown(task)}; it must say which worker this process is, with a type (chief, worker or evaluator)"

@@ -119,6 +119,7 @@ def request_devices(text: str) -> tuple[LogicalDevice, ...]:
     try:
         return apply_request(_registry, parse_device_request(text))
     except ConfigError as error:
+        # argparse shows the message of an ArgumentTypeError and hides that of any other ValueError.
         raise DeviceArgumentError(*error.args) from None
 
 

@@ -130,11 +130,14 @@ class DeviceRegistry:
         self._configurations: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
         self._uses: Counter[PhysicalDevice] = Counter()  # by strategies that are not closed
         self._warned = False
+        # Reentrant: the methods call each other, such as ``configure`` the one that lists devices.
         self._lock = threading.RLock()
 
     def physical_devices(self, kind: DeviceKind | None = None) -> tuple[PhysicalDevice, ...]:
         """All physical devices or those of one kind, in the order of their numbers."""
         with self._lock:
+            # At the first question and not at import: ``get_device_properties`` initialises CUDA, after which a forked
+            # process cannot use it.
             if self._physical is None:
                 self._physical = discover_physical_devices()
             return tuple(device for device in self._physical if kind in (None, device.kind))
@@ -178,6 +181,7 @@ class DeviceRegistry:
             self._check_known(physical)
             new = check_shares(physical, shares)
             old = self._configurations.get(physical, _WHOLE)
+            # The same division again changes nothing, so it is accepted while strategies use the device.
             if new != old:
                 self._check_free(physical, renumbers=len(new) != len(old))
             self._configurations[physical] = new
@@ -220,6 +224,7 @@ class DeviceRegistry:
 
     def _check_free(self, physical: PhysicalDevice, *, renumbers: bool) -> None:
         devices = self.physical_devices(physical.kind)
+        # Numbers run over all devices of a kind: one share more on gpu:0 renames those of every later GPU.
         affected = devices[devices.index(physical) :] if renumbers else (physical,)
         names = [device.name for device in affected if device in self._uses]
         if names:

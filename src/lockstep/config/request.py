@@ -57,6 +57,7 @@ def _find(logical: tuple[LogicalDevice, ...], device: DeviceName) -> LogicalDevi
         if device not in logical:
             raise _unknown(logical, device)
         return device
+    # str(torch.device("cuda", 1)) is "cuda:1", so one pattern reads names and torch's devices.
     match = _NAME.fullmatch(str(device)) if isinstance(device, (str, torch.device)) else None
     if match is None:
         raise _unknown(logical, device)
@@ -105,6 +106,8 @@ def parse_device_request(text: str) -> DeviceRequest:
     kind, number, limit = _parse_item(text, items[0])
     if number is None:
         return DeviceRequest(kind=kind)
+    # A lone CPU number counts shares, since a machine has one CPU; a lone GPU number is a name, since it may have
+    # several GPUs.
     if limit is None and (kind == "GPU" or number == 0):
         return DeviceRequest(devices=(f"{kind.lower()}:{number}",))
     if kind == "CPU" and limit is not None:

@@ -27,9 +27,12 @@ from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import MESSAGE_LENGTH, FailureReport, JobStatus, describe_loss
 from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read_all
 
+# With the default lost_after_s of 15 s: a beat each second, and a silent worker is found after 12 s, or after 4 s once
+# a connection has broken.
 _BEATS_TO_LOSS, _BEATS_TO_SPREAD, _BEATS_TO_EXPLAIN, _SHORTEST_BEAT_S = 15, 3, 5, 0.1
 _QUICK_BEATS, _QUICK_LEAST_S = 4, 1.0
 _CLOSE_TIMEOUT_S = 10.0
+# The chief waits so long at its end for the others to read of it, since the store goes with it.
 _LINGER_BEATS, _LINGER_LEAST_S, _LINGER_POLL_S = 3, 1.0, 0.02
 
 # A place in gloo's source, and its advice to the author of the program.
@@ -88,6 +91,7 @@ class Peers:
 
     def longest_silent(self, now_s: float, patience_s: float) -> tuple[int, float] | None:
         """The worker that was silent longest, of those that go on, and for how long, if longer than ``patience_s``."""
+        # A worker that has said that it ends is not expected to write any more.
         silences = [(now_s - peer.heard_s, rank) for rank, peer in self._peers.items() if not peer.last.ended]
         silence_s, rank = max(silences, default=(0.0, -1))
         return (rank, silence_s) if silence_s > patience_s else None
@@ -120,6 +124,8 @@ class ActiveClock:
     def advance(self) -> None:
         """Counts the time since the last call."""
         now = time.monotonic()
+        # test_a_stop_of_the_process_is_not_lived_through: after SIGCONT all others seem to have been silent for as long
+        # as this process was stopped.
         self.now_s += min(now - self._last, self._longest_step_s)
         self._last = now
 
@@ -174,6 +180,8 @@ class HeartbeatMonitor:
         self._store_lost = False
         self._alarmed = False  # a connection broke, here or seen from the chief anywhere: silence counts sooner
         self._clock = ActiveClock(2 * self._beat_s)
+        # If all workers read all heartbeats, the store would answer N x N values a beat; this way a beat costs it some
+        # 3 N short requests, and suite ``control`` measures jobs of up to 1,024 workers.
         self._watched = range(1, len(names)) if rank == 0 else (0,)
         self._peers = Peers(self._watched, 0.0)
         self._exchange: Future[_Exchange] | None = None
@@ -252,6 +260,8 @@ class HeartbeatMonitor:
         if self._exchange is None and not (self._chief_ended or self._store_lost):
             self._exchange = self._client.submit(self._exchange_with)
         self._clock.advance()
+        # An exchange that the store does not answer stays in flight: a second one would only queue behind it in the
+        # client's thread.
         if self._exchange is not None and wait([self._exchange], self._beat_s).done:
             exchange, self._exchange = self._exchange, None
             self._take(exchange)
@@ -292,6 +302,8 @@ class HeartbeatMonitor:
             self._first_ended_s, self._first_ended = now_s, result.ended
         if result.failure:
             self.job.fail(FailureReport.from_json(result.failure))
+        # The chief takes the store with it: what it has written must have been read, and acknowledged, before the
+        # connection is lost.
         chief_ended = self._launcher is None and self._peers.has_ended(0)
         self._chief_ended = chief_ended and result.acknowledged
         self._acknowledged = chief_ended or self.job.failure is not None
@@ -336,6 +348,7 @@ class HeartbeatMonitor:
         """What ends this worker, if anything does. A worker that ended counts ``grace_s`` later; None: never."""
         name = self._names[self._rank]
         if (report := self.job.failure) is not None:
+            # test_a_worker_that_was_stopped_learns_that_it_was_given_up.
             was_stopped = report.worker == self._rank != report.reporter
             return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
@@ -356,12 +369,14 @@ class HeartbeatMonitor:
         pause = threading.Event()
         try:
             ended = f"{self._rank} {self.status}"
+            # Not awaited: the calls of one client are made in order, so the exchange below comes after it.
             self._client.submit(lambda store: store.compare_set(self._keys.ended, "", ended))
             while True:
                 result = self._client.call(self._exchange_with, until - time.monotonic())
                 self._peers.update(result.heartbeats, self._clock.now_s)
                 if result.failure:
                     self.job.fail(FailureReport.from_json(result.failure), notify=False)
+                # The lost worker will never acknowledge anything.
                 excused = self.job.failure.worker if self.job.failure is not None else self._rank
                 if not lingers or self._peers.all_acknowledged({excused}) or time.monotonic() > until:
                     return

@@ -72,6 +72,7 @@ def run_with_watchdog(call: Callable[[], T], check: Callable[[], None]) -> T:
         except BaseException as raised:  # noqa: BLE001 - raised again by the caller
             outcome.set_exception(raised)
 
+    # A daemon: the call may hang in C++ for ever, and must not keep the interpreter from ending.
     threading.Thread(target=run, name="lockstep-call", daemon=True).start()
     while True:
         try:
@@ -112,6 +113,8 @@ class Membership:
             lost_after_s=lost_after_s,
             launcher=f"the launcher at {spec.workers[0]}" if spec.store_is_served else None,
         )
+        # test_a_fork_of_a_member_is_none: a process of a DataLoader has this object too, and no thread that sends
+        # heartbeats.
         self._pid, self._closed = os.getpid(), False
         atexit.register(self.close)
         # Before the interpreter waits for the program's threads, which may wait for the other workers for ever. Python
@@ -164,6 +167,7 @@ class Membership:
         names = [
             self.names[worker.rank]
             for worker in self._workers
+            # gloo writes the address of the other side in brackets; it is all that its error says of who is missing.
             if worker.rank != self.spec.index and f"[{worker.address}]" in str(error)
         ]
         return self._monitor.explain_broken(error, " or ".join(names), waiting_in)

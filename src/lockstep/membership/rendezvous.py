@@ -186,6 +186,8 @@ class _Rendezvous:
     def _listening_address(self) -> str:
         if self._rank == 0 and not self._spec.store_is_served:
             return self._address.host
+        # A launcher's variables name the chief's host alone. The address by which this process reaches the store is one
+        # that the others can answer.
         if not self._spec.host(self._rank):
             return self._address.own_host
         with listen(self._spec.host(self._rank), 0, self._spec.name(self._rank)) as bound:
@@ -209,6 +211,8 @@ class _Rendezvous:
 
     def _gather(self) -> tuple[WorkerInfo, ...]:
         try:
+            # test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process: the first run may have been
+            # completed by processes that have ended since.
             for _ in range(2):  # who registers a second time is still there
                 self._run = self._call(self._open_run)
                 infos = self._repeat(self._poll_arrivals, "start them all, or look at why they ended")
@@ -236,6 +240,8 @@ class _Rendezvous:
         if run != self._run:
             raise ClusterError(f"another process is {self._spec.name(0)} too; give every process its own index")
         new = arrivals.split()[self._arrivals_read :]
+        # Only what came since the last look is read: with 1,024 workers the chief would otherwise read all infos at
+        # every look.
         self._arrivals_read += len(new)
         for info in map(WorkerInfo.from_json, read_all(store, [keys.rank(rank) for rank in sorted(map(int, new))])):
             names = (self._spec.name(0), f"{self._spec.noun} {info.rank} ({info.process})")
@@ -244,6 +250,8 @@ class _Rendezvous:
             self._arrived[info.rank] = info
         ranks = range(self._spec.num_workers)
         missing = join_names([self._spec.name(rank) for rank in ranks if rank not in self._arrived])
+        # The others read this list at every look, to name the workers that they wait for; it is written only when it
+        # changes.
         if self._missing_names != missing:
             store.set(keys.missing, missing)
             self._missing_names = missing
@@ -292,6 +300,8 @@ class _Rendezvous:
         complete, failure = read_all(store, [keys.complete, keys.failure])
         if failure and self._run:
             raise FailureReport.from_json(failure).error()
+        # A job that ended may be formed again by the same processes on the same store, as under a launcher that serves
+        # it: test_the_same_processes_can_form_the_job_again.
         if complete or failure:
             goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(rank))).ended
             if goes_on and not self._spec.store_is_served:  # such a store lasts for one run
@@ -338,6 +348,7 @@ class _Rendezvous:
 
 def poll_limits_s(workers: int) -> tuple[float, float]:
     """The shortest and the longest pause between two looks at the store, for each of so many ``workers``."""
+    # With 1,024 workers a look each 2 s, so that the store answers some 512 requests a second for any number of them.
     share = max(1.0, workers / _POLLING_WORKERS)
     return share * _SHORTEST_POLL_S, share * _LONGEST_POLL_S
 

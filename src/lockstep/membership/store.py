@@ -27,6 +27,7 @@ T = TypeVar("T")
 OWNER_KEY = "lockstep/job"
 """Which job the store belongs to. Every process reads it before it writes anything."""
 
+# Connections of workers that start at the same moment wait in this queue until the store accepts them.
 _BACKLOG = 1024
 _PROBE_TIMEOUT_S = 2.0
 # Busy machines have taken more than 5 s to accept a second connection.
@@ -102,6 +103,8 @@ def run_key(spec: ClusterSpec) -> str:
 
 def read(store: Store, key: str) -> str:
     """The value of ``key``, or an empty text. Unlike ``get`` it never waits for the key to be written."""
+    # ``TCPStore.get`` waits until the key is there, up to its time limit; ``compare_set`` with two empty texts changes
+    # nothing and answers at once.
     return store.compare_set(key, "", "").decode()
 
 
@@ -162,6 +165,8 @@ class StoreClient:
             except Exception as error:  # noqa: BLE001 - what others have written may be anything
                 reason = f"the job's store has what no worker writes ({type(error).__name__}: {error})"
                 future.set_exception(ClusterError(f"{reason}; end the program that uses it, or choose another port"))
+            # The thread sleeps in ``get`` with its last locals: without this they would keep a call's closure, and what
+            # it refers to, alive until the next call.
             del item, call, future
 
 

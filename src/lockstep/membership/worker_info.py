@@ -59,6 +59,7 @@ def job_terms(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
         own_version = "not installed"
     return {
         "lockstep": own_version,
+        # Patch releases of torch may be mixed; bits and private APIs change with minor ones.
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "number of workers": str(spec.num_workers),
         "workers": describe_workers(spec.workers),
@@ -85,6 +86,7 @@ def find_disagreement(chief: WorkerInfo, worker: WorkerInfo, names: tuple[str, s
 
 def infos_to_text(infos: Sequence[WorkerInfo]) -> str:
     """All infos in rank order, compressed, without what only the rendezvous itself needs."""
+    # test_what_is_equal_for_all_takes_no_room: tokens are random and would not compress, and terms are equal for all.
     plain = json.dumps([asdict(replace(info, token="", terms={})) for info in infos])
     return base64.b85encode(zlib.compress(plain.encode())).decode()
 
