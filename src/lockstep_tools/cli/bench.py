@@ -39,6 +39,7 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
     bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer(cls=CommandsHelp)
+    # A command for each recipe: its flags are those of the recipe's config.
     for recipe in RECIPES.values():
         example = f"Example: lockstep bench scaling {recipe.name} --devices cpu:2"
         scaling.command(recipe.name, epilog=example)(
@@ -111,6 +112,7 @@ def _say_scaling(sample: Sample, completed: int, planned: int) -> None:
         f"batch {configuration.batch_size:4d}  "
         f"{median(record.step_ms):8.1f} ms a step  {record.examples_per_s:9,.1f} examples/s  loss {record.loss:.4f}"
     )
+    # Flushed: in a pipe the lines would otherwise come all at the end of a run of minutes.
     print(console.fill(line), flush=True)
 
 

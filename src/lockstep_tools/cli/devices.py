@@ -54,6 +54,8 @@ def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
     for device in physical:
         driver = gpu_driver(device)
         if driver is None:
+            # What this process may use, in a container or under taskset, and not ``os.cpu_count``, which counts the
+            # machine's.
             cores = len(os.sched_getaffinity(0))
             rows.append([device.name, "CPU", f"{cores} core{'s' * (cores > 1)}", "-"])
         else:

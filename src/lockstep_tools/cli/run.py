@@ -76,6 +76,7 @@ class Run:
         arguments = tuple(self.arguments or ())
         minimum, workers = _read_workers(self.workers)
         resume_flag: ResumeFlag = nothing_saved
+        # The installed script would start another Python; as a module the command runs in the worker itself.
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
             possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
@@ -153,6 +154,7 @@ def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | R
     from lockstep_tools.cli.app import parse  # imports this module
     from lockstep_tools.cli.training_command import TrainingCommand
 
+    # test_what_is_wrong_with_its_words_is_said_once_and_no_worker_is_started.
     job = parse(arguments or ["--help"])
     if not isinstance(job, TrainingCommand):
         return job if isinstance(job, int) else nothing_saved

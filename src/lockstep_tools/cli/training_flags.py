@@ -59,6 +59,7 @@ class BackupPlan:
         if self.backup == "none":
             return []
         often: Literal["epoch"] | int = "epoch" if self.backup == "epoch" else int(self.backup)
+        # Kept after ``fit``: the test and the writing of results come later, and may be interrupted too.
         return [BackupAndRestore(output / _FOLDER, save_freq=often, delete_checkpoint=False)]
 
     def newest(self, output: Path) -> Path | None:

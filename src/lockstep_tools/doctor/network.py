@@ -110,6 +110,8 @@ def interface_addresses() -> dict[str, list[str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in addresses:
             try:
+                # The standard library lists interfaces and not their addresses; netdevice(7): the name in, the address
+                # at byte 20.
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError:  # has none
                 continue

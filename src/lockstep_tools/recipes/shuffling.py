@@ -21,6 +21,7 @@ def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Ten
     if not 0 < buffer < rows:
         return torch.randperm(rows, generator=generator)
     contents, order = list(range(buffer)), []
+    # All slots in one draw: a draw for each row would be a call of torch for each line of the text.
     slots = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
     for row, slot in enumerate(slots, start=buffer):
         order.append(contents[slot])

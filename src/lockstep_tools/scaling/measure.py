@@ -142,10 +142,13 @@ def measure(strategy: Strategy, task: Task, *, batch_size: int, warm_up: int, ti
 
     def laps(epoch: int, number: int, *, synchronize: bool = False) -> list[Lap]:
         """``synchronize``: whether every replica waits for its GPU after each part of the step."""
+        # Closed at once: a generator that waits in ``yield`` would keep its prefetch thread and batches until it is
+        # collected.
         with closing(_batches(train, epoch)) as batches:
             return list(islice(_laps(strategy, step, optimizer, batches, synchronize), number))
 
     warm = laps(0, warm_up)
+    # One short batch an epoch would be timed again and again under the name of a full one.
     if len(task.train) == 1 and warm[0].examples < batch_size:
         raise DataError(
             f"an epoch has {warm[0].examples} examples, fewer than one global batch of {batch_size}; "
@@ -156,6 +159,7 @@ def measure(strategy: Strategy, task: Task, *, batch_size: int, warm_up: int, ti
     timed = laps(1, timed_steps)
     _wait_for_gpus(strategy)
     timed_s = time.perf_counter() - started_s
+    # Waiting after each part makes a step slower, so these steps are not among the timed ones.
     profiled = laps(2, GPU_PROFILED_STEPS, synchronize=True) if strategy.devices[0].kind == "GPU" else timed
     total, counted = float(timed[-1].result.total), float(timed[-1].result.count)
     return Record(
@@ -229,5 +233,6 @@ def train_shard(
 
 def _now(synchronize: bool) -> float:
     if synchronize:
+        # Without it the clock would tell when the work was issued: a GPU computes asynchronously.
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()

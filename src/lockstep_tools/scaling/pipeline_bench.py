@@ -128,6 +128,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         model = ls.Model(new_bert(settings.model))
         model.compile(_optimizer, _loss)
         sharded: Any = model.module
+        # The trace is that of the last step, so it is taken before the next one begins.
         record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
         tokens = torch.randint(_VOCABULARY, (_ROWS * settings.microbatches, _SEQUENCE))
         batch = ({"input_ids": tokens}, tokens)
@@ -220,6 +221,7 @@ def measure_pipeline(settings: PipelineSettings, *, progress: Progress) -> Pipel
                 measure_in_worker,
                 workers=settings.workers,
                 args=(settings, schedule),
+                # Workers that share a GPU would measure its scheduling and not the schedule's.
                 gpus_per_worker=0,
                 timeout_s=TRIAL_LIMIT_S,
             )

@@ -141,6 +141,7 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
 
     batch = settings.batch_size
     rows = [row("one device", 1, batch)]
+    # With one device that has all cores the row would be the reference again.
     if hardware.on_cpu and hardware.cores > hardware.share:
         rows.append(row("whole machine", 1, batch))
     for replicas in several:

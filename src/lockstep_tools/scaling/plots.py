@@ -35,8 +35,11 @@ def _figure(width: float, height: float) -> Iterator[tuple[Any, Callable[[], str
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
         drawn = text.getvalue()
+        # matplotlib writes an empty metadata block with addresses of its vocabulary; the page loads and names nothing.
         return re.sub(r"\s*<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
 
+    # Text stays text, which a browser sets and a person can search; a fixed salt gives elements the same ids in every
+    # run (test_the_same_result_draws_the_same_page).
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9}):
         yield figure, svg
 
@@ -83,6 +86,7 @@ def _plot_parts(axes: Any, rows: Sequence[Row]) -> None:
     names = [row.configuration.name for row in rows]
     starts = [0.0] * len(rows)
     for part, color in zip(PARTS, _COLORS, strict=True):
+        # "other" is what is left of the step and may be slightly below zero, which ``barh`` would draw backwards.
         values = [max(0.0, getattr(row.parts, part)) for row in rows]
         axes.barh(names, values, left=starts, color=color, label=part)
         starts = [before + value for before, value in zip(starts, values, strict=True)]

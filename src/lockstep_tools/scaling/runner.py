@@ -50,6 +50,7 @@ def run_trial(
         return ls.launch(_measure, workers=1, args=arguments, timeout_s=TRIAL_LIMIT_S)
     except ClusterError as failure:
         error = failure.__cause__ if isinstance(failure.__cause__, LockstepError) else failure
+        # The worker's traceback is one of our own code; the person needs the error and the configuration.
         raise type(error)(f"{error} (while measuring {configuration.name!r})") from None
 
 
@@ -98,6 +99,7 @@ def _row(configuration: Configuration, samples: Sequence[Sample], reference: Seq
     records = [sample.record for sample in samples]
     steps = torch.tensor([step for record in records for step in record.step_ms], dtype=torch.float64)
     p10, median_ms, p90 = steps.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    # Ratios within a round: test_a_machine_that_slows_down_between_rounds_is_fair_to_all.
     base = {sample.round: sample.record.examples_per_s for sample in reference}
     return Row(
         configuration=configuration,

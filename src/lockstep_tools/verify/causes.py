@@ -15,6 +15,7 @@ from lockstep_tools.verify.compare import Comparison, Difference, GradientFit, S
 from lockstep_tools.verify.config import UNCHANGED, Interventions, Randomness
 from lockstep_tools.verify.experiments import ExperimentRunner
 
+# Relative; an all-reduced loss is the same on all replicas to a few rounding errors of float32 (1.2e-7).
 _SAME_LOSS = 1e-6
 ADVICE: Mapping[str, str] = {
     "batch statistics": "strategy.mirror(module, sync_batchnorm=True), or ls.Model(module, sync_batchnorm=True)",
@@ -71,6 +72,8 @@ def explain(runner: ExperimentRunner, first: Difference) -> list[Finding]:
     if first.kind in ("initial weight", "rows"):
         return [_explain_inputs(runner, first)]
     hypotheses, cleared = _remove_all(runner)
+    # Leaving out one at a time: with two causes, removing one of them alone would still leave a difference
+    # (test_two_causes_are_both_found).
     needed = [hypothesis for hypothesis in hypotheses if _is_needed(runner, hypothesis, hypotheses, cleared)]
     if not needed:
         hypotheses, cleared = [], runner.base
@@ -165,6 +168,8 @@ def _remove_all(runner: ExperimentRunner) -> tuple[list[Hypothesis], Comparison]
     cleared = runner.attempt(_remove(hypotheses))
     if cleared is None:
         return [], runner.base
+    # Dropout off is tried first: it changes no other number. Constants in place of all draws also change what a program
+    # draws on purpose.
     if cleared.draws and runner.first(cleared) is not None:
         more = _hypotheses(runner.base, "constant")
         further = runner.attempt(_remove(more))
@@ -278,6 +283,7 @@ def _fit_finding(fit: GradientFit, step: StepComparison) -> Finding:
     how = {"shares": "weighted with the shards' shares", "uniform": "all multiplied by"}.get(fit.kind, "multiplied by")
     residual = f"{_relative_residual(fit.residuals):.1e}"
     tested = f"step {step.step}: the replicas' gradients, {how} {factors}, give the one replica's to {residual}"
+    # With shards of equal size the mean over each is the sum divided by N: a uniform factor.
     mean = fit.kind == "shares" or (fit.kind == "uniform" and abs(fit.factors[0] * len(fit.factors) - 1) < 1e-4)
     cause = "scaled loss"
     if fit.kind == "weight penalty":

@@ -96,6 +96,7 @@ def _compare_rows(name: str, candidate: tuple[Rows, ...], reference: tuple[Rows,
         verdict = "same"
     elif len(candidate) > 1 and all(replica_rows == reference_rows for replica_rows in candidate):
         verdict = "undistributed"
+    # A program that makes its batch size of the number of replicas; its rows cannot be compared one by one.
     elif len(candidate) > 1 and len(rows) == len(candidate) * len(reference_rows):
         verdict = "scaled"
     elif Counter(rows) == Counter(reference_rows):
@@ -119,6 +120,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order in which a step computes them."""
 
+# Sums of N shards are added in another order than those of the whole batch, and each addition rounds. NOISE_FACTOR is
+# for programs that make rounding grow, such as a ReLU at zero: there a run with weights moved by one rounding error
+# says how far.
 ROUNDING_UNITS = 64
 """Tolerance of every tensor, in rounding errors of its largest value, since sums are added in another order."""
 COARSE_UNITS = 4
@@ -187,6 +191,7 @@ def tensor_difference(
     """The difference of two tensors with the same name; a missing one counts as zeros."""
     if candidate is None and reference is None:
         return Difference(step=step, kind=kind, name=name, amount=0.0, size=0.0)
+    # A parameter that got no gradient on one side is as one with a gradient of zeros: the update is the same.
     candidate = torch.zeros_like(reference) if candidate is None else candidate  # type: ignore[arg-type]
     reference = torch.zeros_like(candidate) if reference is None else reference
     amount, note = math.inf, ""
@@ -194,6 +199,7 @@ def tensor_difference(
         amount = _largest(candidate.double() - reference.double())
     else:
         note = f"shape {tuple(candidate.shape)} and {tuple(reference.shape)}"
+    # NaN compares as equal to nothing and smaller than nothing, and would pass every tolerance.
     amount = math.inf if math.isnan(amount) else amount
     return Difference(step=step, kind=kind, name=name, amount=amount, size=_largest(reference), note=note)
 
@@ -247,8 +253,11 @@ def fit_gradients(
     fits = []
     if shards is not None and any(shards):
         fits.append(fit("shares", [rows / sum(shards) for rows in shards]))
+    # One factor over all parameters at once: it says that the loss is scaled, which no single tensor could.
     (factor,) = _least_squares([total], reference)
     fits.append(fit("uniform", [factor] * replicas))
+    # A penalty that every replica adds in full is N - 1 times too often in the sum, and its gradient is a multiple of
+    # the weights.
     rest = {name: gradient - reference[name] for name, gradient in total.items() if name in reference}
     (penalty,) = _least_squares([{name: weights[name] for name in rest if name in weights}], rest)
     fits.append(fit("weight penalty", [1.0] * replicas, penalty))
@@ -273,6 +282,8 @@ def _least_squares(columns: Sequence[Mapping[str, Tensor]], target: Mapping[str,
     """The factors of the columns whose sum is nearest to the target, over all parameters at once."""
     gram = torch.tensor([[_dot(a, b) for b in columns] for a in columns], dtype=torch.float64)
     right = torch.tensor([_dot(column, target) for column in columns], dtype=torch.float64)
+    # The pseudo-inverse, because an empty shard makes a column of zeros:
+    # test_an_empty_shard_has_no_factor_that_matters.
     factors: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ right).tolist()
     return factors
 
@@ -431,6 +442,7 @@ def _loss(replicas: Sequence[StepTrace]) -> float:
 
 def _update_scale(after: ParameterPair, before: ParameterPair) -> float | None:
     """The one factor between the changes of all weights in both runs, to 1 %."""
+    # A parameter that only one of the runs updates has no factor, and shows as a difference of its own.
     names = [name for name in after[1] if all(name in parameters for parameters in (after[0], *before))]
     candidate, reference = (
         [(new[name].double() - old[name].double()).flatten() for name in names]

@@ -66,12 +66,15 @@ class ExperimentRunner:
         """Like ``compare``, but None if the interventions make a run fail."""
         try:
             return self.compare(interventions)
+        # A program may need what an intervention removes; that says nothing about the cause.
         except ReplicaError:
             return None
 
     def first(self, comparison: Comparison) -> Difference | None:
         """The first difference beyond rounding. Measures rounding if the answer depends on it."""
         first = comparison.first(self.tolerance)
+        # Two more runs cost as much as the comparison itself, so rounding is measured only where the answer hangs on
+        # it.
         if first is None or self._is_gross(first):
             return first
         self.measure_rounding()
@@ -116,6 +119,7 @@ class ExperimentRunner:
     def _run(self, left: RunConfig, right: RunConfig) -> Comparison:
         if (left, right) not in self._comparisons:
             self._progress(describe(left, right))
+            # Set before the run: a pair that fails is not run again, and its error is told each time.
             self._comparisons[left, right] = None
             with run_pair(self._config, left, right) as pair:
                 self._comparisons[left, right] = _compare(self._config, pair)
@@ -151,6 +155,7 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
             starts = candidate, reference
             weights = dict(candidate.parameters), dict(reference.parameters)
         elif isinstance(candidate, UpdateRecord) and isinstance(reference, UpdateRecord):
+            # The dtype is known only at the end; float32's tolerance here decides only whether factors are fitted.
             steps.append(compare_updates(candidate, reference, weights, Tolerance(unit=2.0**-23)))
             for values, update in zip(weights, (candidate, reference), strict=True):
                 values.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})

@@ -66,6 +66,7 @@ def _nudge(module: MirroredModule, relative: float) -> None:
         generator = torch.Generator().manual_seed(0)
         for parameter in duplicate.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            # On a CPU the copies alias one storage, which would be moved once for each replica.
             if parameter.data_ptr() not in pointers and parameter.is_floating_point():
                 parameter.mul_(1 + relative * sign.to(parameter.device, parameter.dtype))
             pointers.add(parameter.data_ptr())
@@ -133,6 +134,7 @@ def without_randomness(level: Randomness) -> Iterator[None]:
 
 def _attention_without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # The signature is attn_mask, dropout_p, is_causal: both may come by position.
         mask = args[0] if args else kwargs.pop("attn_mask", None)
         kwargs.pop("dropout_p", None)
         return attention(query, key, value, mask, 0.0, *args[2:], **kwargs)
@@ -152,6 +154,7 @@ def _recurrent_without_dropout(original: Callable[..., Any]) -> Callable[..., An
 
 def _constant(original: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
+        # Drawn all the same, so that dtype, device and errors are those of torch, and the generator goes on as before.
         drawn = original(*args, **kwargs)
         return drawn if get_replica_context() is None else torch.full_like(drawn, value)
 

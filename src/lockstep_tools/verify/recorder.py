@@ -177,6 +177,8 @@ class Recorder(Observer):
         trace.record_gradients(names, parameters, totals)
         named = dict(zip(names, parameters, strict=True))
         trace.current.changed_before.update(
+            # Replicas share the weights: recorded by each, another replica could be changing them meanwhile. ``meet``
+            # runs the function while all wait.
             context.meet("start of verify's update", named, lambda of: weights.record_changed(of[0]))
         )
 
@@ -184,6 +186,7 @@ class Recorder(Observer):
         """Records the sums that are applied, clipped for example, in place of each replica's part."""
         weights, trace = self._weights, self._trace(context)
         if weights is not None and trace is not None:
+            # Parts cannot be told from a clipped sum, and the sum is what the optimizer applies.
             trace.current.gradients.clear()
             trace.record_sums(weights.names(context, parameters), parameters)
 
@@ -265,6 +268,7 @@ class Recorder(Observer):
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Inside the block, ``recorder`` observes strategies, mirrored modules and backward passes of this process."""
+    # Observed here and not by a hook on the loss: which tensor a program back-propagates is known only when it does.
     original = torch.autograd.backward
 
     def before(module: nn.Module, args: Any) -> None:
@@ -273,6 +277,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         if isinstance(module, MirroredModule):
+            # The program's function modes would see the recorder's own operations, and a FlopCounterMode would count
+            # them.
             with DisableTorchFunction():
                 recorder.module_called(module, (args, kwargs), outputs)
 

@@ -120,6 +120,7 @@ def _table(report: VerifyReport, differences: list[Difference]) -> str:
     headings = ["step", "what", "name", "differs by", "relative", "rounding"]
     if (columns := console.width()) is not None:
         beside = (max(map(len, cells)) + len(GAP) for cells in zip(headings, *rows, strict=True) if cells[0] != "name")
+        # The numbers are the result; names give way, since the end of a name tells the layer.
         longest = max(_SHORT_NAME, columns - sum(beside))
         rows = [[*row[:2], _end_of(row[2], longest), *row[3:]] for row in rows]
     return text_table(headings, rows)

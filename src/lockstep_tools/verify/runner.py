@@ -77,6 +77,7 @@ class RunProcess:
                 f"or fewer --steps" + (f"; its last output: {output.splitlines()[-1]}" if output else "")
             )
         try:
+            # The bytes are those of our own child over a pipe that nobody else has.
             message: Message = pickle.loads(self._connection.recv_bytes())
         except EOFError:
             self._process.join(_EXIT_TIMEOUT_S)
@@ -158,6 +159,7 @@ def _child_main(config: VerifyConfig, run: RunConfig, folder: Path, connection: 
     def send(message: Message) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
+    # The time limit of a run begins after this: imports take seconds on a busy machine, and are not the program's.
     send(ReadyRecord())
     recorder = Recorder(run, steps=config.steps, send=send)
     error: BaseException | None = None
@@ -179,6 +181,7 @@ def _run_observed(config: VerifyConfig, run: RunConfig, recorder: Recorder, scra
         torch.set_num_threads(changes.threads)
     if config.devices is not None:
         request_devices(config.devices)
+    # The same seeds in both runs: otherwise a program without seeds of its own would begin with different weights.
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     if "numpy" in sys.modules:

@@ -160,5 +160,6 @@ class MaskedBatches:
     def _width(self, rows: Tensor) -> int:
         if self._config.padding == "full":
             return self._max_tokens
+        # Padding to the longest row of the batch and not of the text: most lines are far shorter than sequence_length.
         longest = int(self._rows.lengths[rows].max())
         return min(self._max_tokens, math.ceil(longest / _PAD_TO_MULTIPLE) * _PAD_TO_MULTIPLE)

@@ -105,6 +105,7 @@ def _read_split(file: Path) -> tuple[tuple[str, ...], int]:
     number = 0
     try:
         with file.open("rb") as content:
+            # Read as bytes and decoded line by line, so that an error can name its line.
             for number, line in enumerate(lines_as_tf_data(content), start=1):
                 text = line.removeprefix(BOM_UTF8 if number == 1 else b"").decode()
                 if len(line) > MINIMUM_LENGTH:
@@ -184,6 +185,8 @@ def _language_reference(library: Path) -> Iterator[str]:
 def _library_docstrings(library: Path) -> Iterator[str]:
     paths: list[Path] = []
     for folder, inner, files in os.walk(library):
+        # In place: ``os.walk`` then does not enter them. Paths are sorted below, as the order of a file system differs
+        # between machines.
         inner[:] = set(inner) - _EXCLUDED_FOLDERS
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
