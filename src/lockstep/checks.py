@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 ABOVE_ZERO = sys.float_info.min
 UNBOUNDED = sys.float_info.max
 MOST_AT_ONCE = 4096
-"""The most processes, replicas or threads that are started at once: more of them is a slip of the keyboard."""
+"""The most processes, replicas or threads that are started at once: a larger number is a typing error."""
 MOST_SECONDS = 1e9
 """Thirty years; the waits of the operating system take no more than some hundred."""
 _SHOWN = 120  # characters of a value in an error
@@ -36,7 +36,7 @@ def check_number(
     whole: bool = False,
     optional: bool = True,
 ) -> None:
-    """Checks that a setting is a number in a range. ``optional`` is None where it was not given. No bool is a number.
+    """Checks that a setting is a number in a range. With ``optional``, None passes: it was not given. No bool passes.
 
     NaN and infinity are in no range, but a whole number may be of any size if there is no ``most``.
     """
@@ -59,7 +59,7 @@ def check_number(
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, *, optional: bool = True
 ) -> None:
-    """Checks that a setting is of a class. ``optional`` is None where it was not given."""
+    """Checks that a setting is of a class. With ``optional``, None passes: it was not given."""
     if not (value is None and optional) and not isinstance(value, kind):
         raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 

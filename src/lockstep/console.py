@@ -78,7 +78,7 @@ def fill(text: str) -> str:
 
 
 def fill_error(line: str) -> str:
-    """The same of a line for standard error, which may go elsewhere. In a pipe or a file it stays one line."""
+    """Like ``fill``, for a line on standard error, whose width may differ. In a pipe or a file it stays one line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (AttributeError, OSError, ValueError):  # no standard error, or no terminal

@@ -1,4 +1,4 @@
-"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that are others here: who asks for one is told it."""
+"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that Lockstep lacks, and what its errors name instead."""
 
 from __future__ import annotations
 

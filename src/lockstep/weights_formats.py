@@ -1,4 +1,4 @@
-"""The format that the name of a weights file speaks of.
+"""The format of a weights file, by the suffix of its name.
 
 model.safetensors, or a name without the suffix of a format     safetensors
 model.pt, model.pth, model.bin                                  torch.save of the state_dict

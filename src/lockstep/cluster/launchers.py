@@ -313,7 +313,7 @@ def launcher_place(environment: Mapping[str, str], launcher: Launcher) -> Place:
 
 
 def local_numbers(environment: Mapping[str, str], source: str) -> tuple[int, int] | None:
-    """The number of a process among those of its host, and theirs, if ``source`` is a launcher that tells both."""
+    """The rank of a process on its host and the number of processes there, if ``source`` is a launcher that has both."""
     launcher = next((row for row in (*LAUNCHERS, *SERVICES, *INTERFACES) if row.name == source), None)
     if launcher is None or not (environment.get(launcher.local_rank) and environment.get(launcher.local_size)):
         return None
@@ -336,7 +336,7 @@ def _size(variables: Variables, launcher: Launcher) -> int:
 
 
 def _is_on_one_host(variables: Variables, launcher: Launcher, size: int) -> bool:
-    """Whether all processes of a job are on this host; not so where no variable says it."""
+    """Whether all processes of a job are on this host; False where no variable says so."""
     return variables.count(launcher.local_size) == size or variables.count(launcher.hosts) == 1
 
 

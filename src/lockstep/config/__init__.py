@@ -3,7 +3,7 @@
     physical devices --set_logical_device_configuration--> logical devices --resolve_devices--> a strategy's replicas
 
 This module has the public functions and the one registry of the process. ``devices`` has the devices and the rules for
-dividing them; ``request`` reads what a user writes for devices. No device is looked for before the first question.
+dividing them; ``request`` reads what a user writes for devices. Devices are looked for at the first call.
 """
 
 from __future__ import annotations

@@ -194,6 +194,7 @@ class DeviceRegistry:
     def release(self, devices: Iterable[LogicalDevice]) -> None:
         """Ends a use of the physical devices of ``devices``."""
         with self._lock:
+            # ``-=`` on a Counter drops counts that reach zero, so ``in`` says whether a device is in use.
             self._uses -= Counter({device.physical for device in devices})
 
     def _number(self, kind: DeviceKind) -> list[LogicalDevice]:

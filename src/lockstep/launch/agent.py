@@ -1,7 +1,7 @@
-"""torch's elastic agent for the workers of this host, made quiet, impatient and exact about which worker failed first.
+"""torch's elastic agent for the workers of this host, with a time limit and the time at which each worker ended.
 
-Rendezvous, ranks, environment, starting, watching and restarting are torch's. Added: the time at which each worker
-ended, a time limit for the job, a way of stopping that leaves workers time to save, and pipes for their output.
+Rendezvous, ranks, environment, starting, watching and restarting are torch's. This module adds the time at which each
+worker ended, a time limit for the job, a way of stopping that leaves workers time to save, and pipes for their output.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Agent(LocalElasticAgent):
         return any(failure.exit_code is None and failure.at_ns < latest_ns for failure in self.failures())
 
     def pass_exit_barrier(self) -> None:
-        """Releases the launchers of other hosts whose workers have finished and who wait for this one's."""
+        """Releases the launchers of other hosts that wait for this host's workers to finish."""
         # torch 2.13 offers no way to pass this barrier for others: ``_exit_barrier`` marks this launcher as arrived and
         # waits, here for a moment only.
         self._exit_barrier_timeout = 0.1
@@ -296,7 +296,7 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _on_worker_end(self, running: list[int]) -> None:
-        """Has stopped workers go on: torch waits half a minute for each to see its SIGTERM. In another thread."""
+        """Continues stopped workers, in another thread: torch waits half a minute for each to see its SIGTERM."""
         for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

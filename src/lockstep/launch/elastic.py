@@ -120,7 +120,7 @@ class ElasticAgent(Agent):
             raise
 
     def _end(self, ended: JobEndedError) -> RunResult:
-        """What is left to say where the launchers have agreed that the job ends."""
+        """The result on this host when the launchers have agreed that the job ends."""
         if self._meeting.plan.finished:
             return self._success()
         if not (self._meeting.host_state.failure or self._meeting.host_state.losses):
@@ -217,7 +217,7 @@ class ElasticAgent(Agent):
     # ---- the end of a round
 
     def _end_round(self, end: RoundEnd) -> None:
-        """Ends the workers, and sets what the other launchers are told next."""
+        """Ends the workers, and sets the state that the other launchers are told at the next meeting."""
         state, casualties = self._meeting.host_state, Casualties()
         back = 0
         self._meeting.end_round(end)

@@ -256,7 +256,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left to say when all workers of this host have ended."""
+    """The result of a program's workers on this host: the exit code, and lines for the person who started them."""
 
     exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
     interrupted: bool = False  # whether Ctrl-C ended them

@@ -61,7 +61,10 @@ class Hosts:
 
 
 class LauncherRendezvous(RendezvousHandler):
-    """What launchers tell torch's agent and each other. They need no last word where they agree on the end before."""
+    """What launchers tell torch's agent and each other.
+
+    ``finish`` and ``give_up`` do nothing in an elastic job, whose launchers agree on its end when they meet.
+    """
 
     _run_id: str  # the job's id, which the workers find in TORCHELASTIC_RUN_ID
 

@@ -30,7 +30,7 @@ _LOGGERS = (
 
 @contextmanager
 def hide_main() -> Iterator[None]:
-    """While processes are started: hides from multiprocessing which file ``__main__`` is.
+    """Hides the file of ``__main__`` from multiprocessing while processes are started.
 
     It would run that file again in every worker to find functions there by name, but ours are pickled by value. So a
     script needs no ``if __name__ == "__main__"``, and nothing at its top runs N times.

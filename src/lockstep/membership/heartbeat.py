@@ -1,4 +1,4 @@
-"""Who is still there: every worker writes a heartbeat to the store; silence is a loss.
+"""Heartbeats: every worker writes one to the store again and again, and a worker that falls silent is lost.
 
     chief          reads all heartbeats, and reports the worker that is silent
     other workers  read the chief's, and report the chief
@@ -81,7 +81,7 @@ class Peers:
             peer.last = heartbeat
 
     def excuse(self, seconds: float) -> None:
-        """Does not count a time in which nobody could be heard as silence."""
+        """Takes a time in which no heartbeat could be read out of every worker's silence."""
         for peer in self._peers.values():
             peer.heard_s += max(0.0, seconds)
 
