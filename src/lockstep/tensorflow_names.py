@@ -1,4 +1,4 @@
-"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that Lockstep lacks, and what its errors name instead."""
+"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that Lockstep lacks, and what errors name instead."""
 
 from __future__ import annotations
 

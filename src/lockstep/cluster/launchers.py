@@ -313,7 +313,7 @@ def launcher_place(environment: Mapping[str, str], launcher: Launcher) -> Place:
 
 
 def local_numbers(environment: Mapping[str, str], source: str) -> tuple[int, int] | None:
-    """The rank of a process on its host and the number of processes there, if ``source`` is a launcher that has both."""
+    """The rank of a process on its host and the number of processes there if ``source`` is a launcher that has both."""
     launcher = next((row for row in (*LAUNCHERS, *SERVICES, *INTERFACES) if row.name == source), None)
     if launcher is None or not (environment.get(launcher.local_rank) and environment.get(launcher.local_size)):
         return None
