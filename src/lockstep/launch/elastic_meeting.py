@@ -591,7 +591,7 @@ class ElasticMeeting(LauncherRendezvous):
 
 def _read_state(text: str) -> HostState:
     values = json.loads(text)
-    return HostState(**{**values, "lost": tuple(values["lost"])})
+    return HostState(**{**values, "losses": tuple(values["losses"])})
 
 
 def _read_plan(text: str) -> Plan | None:
