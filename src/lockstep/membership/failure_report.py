@@ -112,6 +112,6 @@ def last_traceback_lines(error: BaseException) -> str:
     # The message is that of the last error, and the place to look at is that of the first.
     while error.__cause__ is not None:
         error = error.__cause__
-    shown = frames_of_one_device(error.__traceback__)
-    lines = "".join(tracebacks.format_exception(type(error), error, shown, chain=False)).rstrip().splitlines()
+    user_frames = frames_of_one_device(error.__traceback__)
+    lines = "".join(tracebacks.format_exception(type(error), error, user_frames, chain=False)).rstrip().splitlines()
     return "\n".join(lines[-_TRACEBACK_LINES:])

@@ -145,12 +145,12 @@ class TrainingCommand(ABC):
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if self.mesh.asked and self.devices is not None:
+        if self.mesh.divides_model and self.devices is not None:
             raise ConfigError(
                 f"--devices {self.devices} divides one process among replicas, and {self.mesh.flags} gives each worker "
                 "one device; leave one of them out"
             )
-        if self.mesh.asked and self.auto:
+        if self.mesh.divides_model and self.auto:
             raise ConfigError(
                 f"a batch size of auto is found by steps of one worker alone, and {self.mesh.flags} divides the model"
                 " among workers; give a number"
@@ -221,7 +221,7 @@ class TrainingCommand(ABC):
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
         workers = declared_workers()
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             self.check(self.mesh.fewest_workers if workers is None else workers)
             if workers is None and self.mesh.fewest_workers > 1:
                 return InWorkers(workers=self.mesh.fewest_workers, resume_flag=self.find_resume_flag())
@@ -233,7 +233,7 @@ class TrainingCommand(ABC):
         Raises:
             ConfigError: it does not; the message says what would.
         """
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             mesh = self.mesh.choose(workers)
             self.mesh.pipelining(mesh)
 
@@ -277,7 +277,7 @@ class TrainingCommand(ABC):
     def _strategy(self) -> Strategy:
         """Prints what will be trained on which devices, and makes the strategy."""
         work = f"{self.work}, {counted(self.config.epochs, 'epoch')}, {self.config.precision}"
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             cluster = cluster_from_environment()
             mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
             self._say(f"{self.title} on {counted(mesh.size, 'worker')}, {mesh}: {work}\n")

@@ -107,7 +107,7 @@ class MeshFlags:
 
     def __post_init__(self) -> None:
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if changed and not self.asked:
+        if changed and not self.divides_model:
             raise ConfigError(
                 f"{flag_name(changed[0])} says how workers divide a model, and none of --replicas, --pipeline and"
                 " --tensor was given; add one, such as --tensor 2"
@@ -123,7 +123,7 @@ class MeshFlags:
         return {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
 
     @property
-    def asked(self) -> bool:
+    def divides_model(self) -> bool:
         return bool(self._degrees)
 
     @property

@@ -139,8 +139,8 @@ def _agree_on_broken(
     The copy of one host may be damaged: without this its worker would train on other batches than the others do.
     """
     digest = _name_digest("\0".join(f"{split}/{image.name}" for split, image in images)).hex()
-    sent = {"images": len(images), "names": digest, "broken": dict(broken)}
-    received = all_gather_object(workers, "the images", sent)
+    summary = {"images": len(images), "names": digest, "broken": dict(broken)}
+    received = all_gather_object(workers, "the images", summary)
     for worker, report in zip(workers.names, received, strict=True):
         if report["names"] != received[0]["names"]:
             raise DataError(
@@ -174,9 +174,9 @@ def _report_broken(broken: Mapping[Path, str], images: int, workers: Communicato
     share = len(broken) / images
     message = f"{len(broken):,} of {images:,} images cannot be read, such as {str(path)!r} ({reason})"
     if share > MAX_BROKEN:
-        them = "them" if file is None else f"those that {str(file)!r} lists with their reasons"
+        listing = "them" if file is None else f"those that {str(file)!r} lists with their reasons"
         raise DataError(
-            f"{message}; these are {100 * share:.3g}%, expected at most {MAX_BROKEN:.0%}; repair or remove {them}"
+            f"{message}; these are {100 * share:.3g}%, expected at most {MAX_BROKEN:.0%}; repair or remove {listing}"
         )
     if workers is None or workers.leads:
         warnings.warn(f"{message}; they are skipped", stacklevel=3)
@@ -267,13 +267,13 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
     by_class: dict[int, list[str]] = defaultdict(list)
     for image in images:
         by_class[image.label].append(image.name)
-    held: set[str] = set()
+    removed: set[str] = set()
     for names in by_class.values():
         number = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
-        held.update(sorted(names, key=_name_digest)[:number])
+        removed.update(sorted(names, key=_name_digest)[:number])
     return (
-        tuple(image for image in images if image.name not in held),
-        tuple(image for image in images if image.name in held),
+        tuple(image for image in images if image.name not in removed),
+        tuple(image for image in images if image.name in removed),
     )
 
 

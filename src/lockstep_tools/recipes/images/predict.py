@@ -222,12 +222,12 @@ def draw_contact_sheet(predictions: Predictions) -> Any:
     font = _font_for("".join((*predictions.classes, *(predictions.files[index].name for index in order))))
     names = _drawable_names(predictions.classes, font)
     for place, index in enumerate(order):
-        left, top = place % _COLUMNS * _TILE, place // _COLUMNS * (_TILE + _CAPTION)
+        x, y = place % _COLUMNS * _TILE, place // _COLUMNS * (_TILE + _CAPTION)
         picture = _thumbnail(predictions.files[index])
-        sheet.paste(picture, (left + (_TILE - picture.width) // 2, top + (_TILE - picture.height) // 2))
+        sheet.paste(picture, (x + (_TILE - picture.width) // 2, y + (_TILE - picture.height) // 2))
         name = names[int(classes[index])]
         caption = f"{_shorten(name, font)} {certainty[index]:.2f}\n{_shorten(predictions.files[index].name, font)}"
-        draw.multiline_text((left + 4, top + _TILE), caption, fill="black", font=font, spacing=2)
+        draw.multiline_text((x + 4, y + _TILE), caption, fill="black", font=font, spacing=2)
     return sheet
 
 

@@ -82,9 +82,9 @@ def load_classifier(
             module.momentum = batch_norm_momentum
     if config.model_type == "mobilenet_v2":  # 0.8 in the published ones: TensorFlow's probability to keep a feature
         network.dropout.p = 0.0
-    preparation = preparation_of(name)
-    chosen = Preparation(size=size or preparation.size, mean=preparation.mean, std=preparation.std)
-    return PretrainedClassifier(network.train(), chosen)
+    published = preparation_of(name)
+    preparation = Preparation(size=size or published.size, mean=published.mean, std=published.std)
+    return PretrainedClassifier(network.train(), preparation)
 
 
 def preparation_of(name: str) -> Preparation:

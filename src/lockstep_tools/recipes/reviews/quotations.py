@@ -27,15 +27,15 @@ _ADVICE = (
 
 
 class RawLines:
-    """The lines of a file, for ``csv.reader``; ``taken`` are those that it has taken since they were last cleared."""
+    """The lines of a file, for ``csv.reader``; ``buffer`` has those that were read since it was last cleared."""
 
     def __init__(self, file: Iterable[str]) -> None:
         self._file = file
-        self.taken: list[str] = []
+        self.buffer: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
         for line in self._file:
-            self.taken.append(line)
+            self.buffer.append(line)
             yield line
 
 

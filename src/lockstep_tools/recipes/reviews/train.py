@@ -185,8 +185,10 @@ def train_reviews(
         if log_dir is not None and is_chief:
             logger = stack.enter_context(closing(_tensorboard(log_dir, resumed=resume is not None)))
         rows = trainer.args.train_batch_size * config.accumulate
-        shown = bar if is_chief else None
-        recorder = trainers.HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
+        chief_bar = bar if is_chief else None
+        recorder = trainers.HistoryCallback(
+            strategy, rows=len(task.train), batch_size=rows, bar=chief_bar, logger=logger
+        )
         trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         fingerprint = trainer.fingerprint()

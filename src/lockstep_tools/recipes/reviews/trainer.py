@@ -73,7 +73,9 @@ class ReviewsTrainer(Trainer):
         return LengthGroupedSampler(rows, batch_size=size, window=config.length_window, seed=config.seed)
 
 
-def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
+def training_arguments(
+    config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **overrides: Any
+) -> TrainingArguments:
     """Returns the arguments of the published run, except for the learning rate of random weights."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -103,7 +105,7 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
         "disable_tqdm": True,
         "report_to": "none",
     }
-    return TrainingArguments(**{**settings, **others})
+    return TrainingArguments(**{**settings, **overrides})
 
 
 class SettingsCallback(TrainerCallback):
