@@ -121,6 +121,8 @@ class InWorkers:
             cause = error.__cause__
             if isinstance(cause, SystemExit) and isinstance(cause.code, int):
                 return cause.code  # as after SIGTERM to a worker: all have saved
+            # The worker's error ends this command as if it had been raised here: in one line, without the launcher's
+            # around it.
             if isinstance(cause, LockstepError):
                 raise cause  # noqa: B904 - its own cause is the worker's traceback
             raise

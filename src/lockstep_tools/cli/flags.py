@@ -181,6 +181,7 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
 
 
 def _number_or_auto(number: inspect.Parameter) -> inspect.Parameter:
+    # A text for typer, which knows no number that may be a word; ``Nested.make`` makes a number of it.
     option = copy.copy(number.annotation.__metadata__[0])
     option.help, option.metavar = f"{option.help.rstrip('.')}; {AUTO} finds it by trial steps.", f"NUMBER|{AUTO}"
     return number.replace(annotation=Annotated[str, option], default=str(number.default))

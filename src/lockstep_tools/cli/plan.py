@@ -175,6 +175,7 @@ def modules_text(counts: ModelCounts, sequence: int) -> str:
             f"{(module.token_flops + sequence * module.pair_flops) / 1e6:,.1f}",
         ]
         for module in counts.modules
+        # A list of layers has the parameters of its layers, which the row below shows.
         if module.parameters and f"{module.name}.*" not in names
     ]
     return text_table(["module", "number", "parameters", "forward MFLOP/token"], rows)

@@ -79,6 +79,7 @@ class Run:
         # The installed script would start another Python; as a module the command runs in the worker itself.
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
+            # Each of several hosts gives its own number of workers, so the total is not known here.
             possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
             checked = _check_command(arguments, possible)
             if isinstance(checked, int):
@@ -112,6 +113,7 @@ class Run:
             if self.rejoin_s is not None:
                 raise ConfigError(f"--rejoin-s {self.rejoin_s:g} was given without --workers MIN:MAX; give both")
             return None
+        # Refused here and not by the launchers, which would wait for more hosts until their time is up.
         if minimum > maximum * hosts:
             where = "this host" if hosts == 1 else f"the {hosts} hosts"
             raise ConfigError(

@@ -227,6 +227,7 @@ class TrainReviews(TrainingCommand):
         """The newest checkpoint of the Trainer, unless it is of a finished run, which keeps its checkpoints."""
         newest, record = reviews_recipe.newest_checkpoint(output / "checkpoints"), output / "result.json"
         finished = finished_run(record) or ("~" if record.exists() else "")  # "~" comes after all names of runs
+        # Runs are named by their time, so names compare as times do.
         return None if newest is None or newest.parent.name <= finished else newest
 
     def check_backup(self, output: Path) -> None:

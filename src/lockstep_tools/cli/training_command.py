@@ -223,6 +223,7 @@ class TrainingCommand(ABC):
         workers = declared_workers()
         if self.mesh.divides_model:
             self.check(self.mesh.fewest_workers if workers is None else workers)
+            # Only where nobody has started workers: under ``lockstep run`` or torchrun this process is one of them.
             if workers is None and self.mesh.fewest_workers > 1:
                 return InWorkers(workers=self.mesh.fewest_workers, resume_flag=self.find_resume_flag())
         return self._run()
@@ -260,9 +261,12 @@ class TrainingCommand(ABC):
         if is_chief():
             if self.config.data is not None:
                 self.data.check_data(self.config.data.expanduser())
+            # What the end of the training needs is looked for before hours of it.
             find_package("matplotlib", "plots")
             find_package("tensorboard", "train")
+        # Before anything is written: a worker that is late would otherwise find what the chief has just made.
         folders = self.choose_folders(output)
+        # Until the backup is removed, after the results are written, Ctrl-C can be told how to go on.
         with closing(self._strategy()) as strategy, naming_what_resumes(partial(self.resume_flag, output)):
             self._say("reading the data and building the model; then the first step")
             trained = self.train(strategy, folders, 0 if self.quiet else 1)
@@ -310,6 +314,7 @@ class TrainingCommand(ABC):
         write_curves(result.history, output / "curves.png", title=title, settings=settings, test=result.test_metrics)
         write_history(result.history, output / "history.csv")
         atomic_write(folders.model / "README.md", trained.card.render(record))
+        # The last file: whoever sees it finds all others whole.
         atomic_write(output / "result.json", record.to_json())
 
     def _report(self, trained: Trained, folders: RunFolders) -> None:

@@ -148,6 +148,7 @@ class MeshFlags:
         """Makes the strategy on that mesh. Every worker must call it."""
         from lockstep.strategies.parallel import ParallelStrategy  # which imports torch's DTensor and pipelining
 
+        # Without --replicas the data axis takes the workers that the other degrees leave.
         settings: dict[str, Any] = {"data": REST, **self._by_axis}
         for field in fields(self):
             if field.name not in ("replicas", "pipeline", "tensor"):

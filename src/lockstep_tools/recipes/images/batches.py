@@ -51,6 +51,7 @@ class ImageBatches:
             generator = seeded_generator(self._config.seed, epoch)
             order = shuffled_order(len(order), buffer=self._config.shuffle_buffer, generator=generator)
         for batch, rows in enumerate(torch.split(order, self._config.batch_size)):
+            # Pixels are kept as bytes and made floats batch by batch, in a quarter of the memory.
             images = to_float(self._pixels[rows])
             if self._training and self._config.augment != "none":
                 generator = seeded_generator(self._config.seed, epoch, batch)

@@ -138,6 +138,7 @@ def _agree_on_broken(
 
     The copy of one host may be damaged: without this its worker would train on other batches than the others do.
     """
+    # A NUL cannot be in a file's name, so no two lists of names have one text.
     digest = _name_digest("\0".join(f"{split}/{image.name}" for split, image in images)).hex()
     summary = {"images": len(images), "names": digest, "broken": dict(broken)}
     received = all_gather_object(workers, "the images", summary)
@@ -294,11 +295,13 @@ def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress:
         _Decoded(images, config.side),
         batch_size=_CHUNK,
         num_workers=0 if config.data is None else min(config.num_workers, math.ceil(len(images) / _CHUNK)),
+        # A broken image has a reason in place of pixels, which the default collation cannot stack.
         collate_fn=list,
         generator=torch.Generator(),  # otherwise the loader draws from the caller's random numbers
     )
     tqdm = require("tqdm", "images").tqdm
     chunks = tqdm(loader, desc="decoding", unit_scale=_CHUNK, leave=False, disable=None if show_progress else True)
+    # Filled in place: a list of images and its stack would take the memory twice.
     pixels = torch.empty(len(images), config.side, config.side, 3, dtype=torch.uint8)
     broken: dict[int, str] = {}
     for index, result in enumerate(result for chunk in chunks for result in chunk):
@@ -350,6 +353,7 @@ def decode(image: ImageFile, size: int) -> bytearray | str:
             opened.draft("RGB", (2 * size, 2 * size))
             return to_square(opened, size)
     except Exception as error:  # noqa: BLE001 - Pillow's plugins raise almost anything for damaged files
+        # Pillow says "cannot identify image file" of an empty one, which names no cause.
         if image.path.is_file() and image.path.stat().st_size == 0:
             return "the file is empty"
         return " ".join(str(error).split())[:120] or type(error).__name__
@@ -420,6 +424,7 @@ def write_digits(folder: Path) -> dict[Split, int]:
     The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
     with ``data=folder`` gets the same pixels as a run without data.
     """
+    # Beside the folder and not in the system's temporary one: ``rename`` works within one file system only.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
     _, splits = read_digits()
     try:

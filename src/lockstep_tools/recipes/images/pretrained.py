@@ -47,6 +47,7 @@ class PretrainedClassifier(nn.Module):
         self.preparation = preparation
         for name in ("mean", "std"):
             values = torch.tensor(getattr(preparation, name)).view(3, 1, 1)
+            # Not part of the state: the saved weights are those of the network alone, which transformers loads.
             self.register_buffer(name, values, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -72,10 +73,13 @@ def load_classifier(
         network = _load(
             name,
             transformers.AutoModelForImageClassification,
+            # The published head may have another number of classes; transformers then draws a new one instead of
+            # raising.
             ignore_mismatched_sizes=True,
             **({} if same else label_names(classes)),
         )
     if not same:
+        # Also a head of as many classes but of other names: its weights say nothing about these.
         _head(network, len(classes)).reset_parameters()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -32,6 +32,7 @@ _FILLERS = (
     *("set", "data", "dataset", "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos"),
     *("sample", "samples", "split", "part", "folder", "dir", "数据", "图片", "图像", "样本", "集"),
 )
+# The longest first: a regular expression takes the first alternative that fits, and "train" fits "training".
 _ALTERNATIVES = "|".join(sorted((*_WORDS, *_FILLERS), key=len, reverse=True))
 _COMPOUND = re.compile(f"(?:{_ALTERNATIVES})+")
 _WORD = re.compile(_ALTERNATIVES)

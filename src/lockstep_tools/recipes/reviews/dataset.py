@@ -113,6 +113,7 @@ def read_csv(path: Path, *, encoding: str = "utf-8", na_values: Collection[str] 
                 where = f"{name}, line {quotations.first_line(lines.buffer, line)}"
                 has_marks = any('"' in raw_line for raw_line in lines.buffer)
                 lines.buffer.clear()
+                # ``csv.DictReader`` puts values beyond the last column under the key None.
                 if None in row:
                     doubled = ' and write each quotation mark in it twice, "", and not as \\"' if has_marks else ""
                     raise DataError(f"{where}: more values than columns; put quotes around such a review{doubled}")
@@ -267,6 +268,7 @@ def _split_of_each_text(
     reviews: Sequence[Review], labels: Sequence[int], config: ReviewsConfig, source: str
 ) -> Mapping[str, Split]:
     """The texts of each class with the lowest hashes are the test; a text with two labels counts to its first class."""
+    # Reversed, so that the first of several labels is the one that remains.
     first_label = {review.words: review.label for review in reversed(reviews)}
     split_of: dict[str, Split] = {}
     for label in labels:
@@ -285,4 +287,5 @@ def _split_of_each_text(
 
 
 def _hash(text: str, seed: int) -> bytes:
+    # A text may hold half of a surrogate pair, which strict UTF-8 refuses.
     return hashlib.sha256(f"{seed}/{text}".encode(errors="surrogatepass")).digest()

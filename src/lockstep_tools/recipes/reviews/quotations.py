@@ -93,6 +93,7 @@ class QuotationCheck:
                 f"{self._name}, line {line}: the quotation mark that begins here is never closed, so the {lines} lines"
                 f" below would be read as text of one value; {_ADVICE}"
             )
+        # A closing mark is followed by a comma or the end of the row; text behind it means that it opens another value.
         if len(inside) > 1 and quotation.rest:
             raise DataError(
                 f"{self._name}, line {line}: the quotation mark that begins here is closed by one in the middle of line"
@@ -147,4 +148,5 @@ class QuotationCheck:
 
 def _counts_up(numbers: Sequence[int]) -> bool:
     """Whether these are the numbers of a list: 1, 2, 3."""
+    # A review that is a numbered list looks like rows with the labels 1, 2, 3.
     return all(second == first + 1 for first, second in pairwise(numbers))

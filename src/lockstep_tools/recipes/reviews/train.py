@@ -54,6 +54,7 @@ def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: St
     """
     clip_norm = config.clip_norm or None
     with strategy.scope():
+        # The strategy mirrors this module in place; the Trainer needs the task's model as it is.
         model = Model(copy.deepcopy(task.model))
         model.compile(
             lambda parameters: torch.optim.AdamW(
