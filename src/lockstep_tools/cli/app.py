@@ -69,6 +69,8 @@ def tree(called: str | None) -> typer.Typer:
             # test_what_needs_no_torch_does_not_wait_for_it: help takes 0.3 s, and would take two more with torch.
             import_module(f"lockstep_tools.cli.{name}").add_to(app)
         else:
+            # test_a_command_that_is_not_called_has_the_same_line_of_help: its module, which may import torch, is not
+            # read.
             app.command(name, help=help_line)(_not_called)
     return app
 

@@ -138,6 +138,7 @@ class GroupedHelp(TyperCommand):
 
 def _padded(text: str) -> str:
     """The text with as many characters as it takes columns."""
+    # Wide and fullwidth characters take two columns of a terminal (Unicode, UAX 11).
     return "".join(character + _PADDING if east_asian_width(character) in "WF" else character for character in text)
 
 

@@ -107,6 +107,7 @@ class MeshFlags:
 
     def __post_init__(self) -> None:
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        # These flags would have no effect, and a setting that is ignored must be told.
         if changed and not self.divides_model:
             raise ConfigError(
                 f"{flag_name(changed[0])} says how workers divide a model, and none of --replicas, --pipeline and"
