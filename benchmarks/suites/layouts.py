@@ -25,7 +25,7 @@ from benchmarks.suites.memory import tensors_mb
 from benchmarks.trial import Conditions, Contender, Pace, Trial, Workload, select_contenders
 from lockstep.extras import require
 from lockstep.replicas.cpu.linear import linear, onednn_is_faster
-from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.memory import estimate_memory
 from lockstep_tools.plan.shapes import shape_of
 from lockstep_tools.plan.software import PRECISIONS, Software
@@ -98,14 +98,14 @@ def name_of(layout: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in layout.items()) or "one worker"
 
 
-def planned(layout: Mapping[str, Any], work: LayoutWork) -> Layout:
+def planned(layout: Mapping[str, Any], work: LayoutWork) -> Division:
     """The same for ``lockstep plan``: two microbatches for each stage of a pipeline, where rows suffice."""
     degrees = {"data": 1, "pipeline": 1, "tensor": 1, **layout}
     shard = work.rows // degrees["data"]
     microbatches = min(shard, 2 * degrees["pipeline"]) if degrees["pipeline"] > 1 else 1
     stages = 2 if layout.get("schedule") in _IN_PARTS else 1
     size = shard // microbatches
-    return Layout(**degrees, microbatch_size=size, microbatches=microbatches, stages_per_worker=stages)
+    return Division(**degrees, microbatch_size=size, microbatches=microbatches, stages_per_worker=stages)
 
 
 def expected_mb(layout: Mapping[str, Any], work: LayoutWork) -> float:

@@ -21,7 +21,7 @@ from benchmarks.suites.layouts import (
 )
 from benchmarks.trial import Trial, Workload
 from lockstep.replicas.cpu.memory import keep_freed_memory
-from lockstep_tools.plan.layout import Layout
+from lockstep_tools.plan.division import Division
 
 MB = 2**20
 
@@ -41,11 +41,11 @@ def test_layouts_are_planned_as_they_run():
     work = LayoutWork(rows=8)
     found = {name_of(layout): planned(layout, work) for layout in LAYOUTS}
 
-    assert found["one worker"] == Layout(microbatch_size=8)
-    assert found["data=4, shard_parameters=True"] == Layout(data=4, microbatch_size=2, shard_parameters=True)
-    assert found["data=2, pipeline=2"] == Layout(data=2, pipeline=2, microbatch_size=1, microbatches=4)
-    assert found["tensor=2, sequence_parallel=True"] == Layout(tensor=2, microbatch_size=8, sequence_parallel=True)
-    in_a_v = Layout(pipeline=2, microbatch_size=2, microbatches=4, schedule="zero_bubble_v", stages_per_worker=2)
+    assert found["one worker"] == Division(microbatch_size=8)
+    assert found["data=4, shard_parameters=True"] == Division(data=4, microbatch_size=2, shard_parameters=True)
+    assert found["data=2, pipeline=2"] == Division(data=2, pipeline=2, microbatch_size=1, microbatches=4)
+    assert found["tensor=2, sequence_parallel=True"] == Division(tensor=2, microbatch_size=8, sequence_parallel=True)
+    in_a_v = Division(pipeline=2, microbatch_size=2, microbatches=4, schedule="zero_bubble_v", stages_per_worker=2)
     assert found["pipeline=2, schedule=zero_bubble_v"] == in_a_v
     assert {each.name: each.processes for each in contenders(work)}["data=2, pipeline=2"] == 4
 

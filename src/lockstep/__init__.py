@@ -102,11 +102,12 @@ if not TYPE_CHECKING:  # which takes a module that has this for one that has eve
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
-            found = import_module(_MODULES[name])
+            value = import_module(_MODULES[name])
         elif name in _HOMES:
-            found = getattr(import_module(_HOMES[name]), name)
+            value = getattr(import_module(_HOMES[name]), name)
         else:
             names = import_module("lockstep.tensorflow_names")
             raise names.missing(f"module {__name__!r}", name, names.PACKAGE)
-        globals()[name] = found
-        return found
+        # Python asks ``__getattr__`` for missing names alone, so the next look costs nothing.
+        globals()[name] = value
+        return value

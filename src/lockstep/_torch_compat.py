@@ -36,6 +36,7 @@ def _probe(purpose: str) -> Iterator[None]:
     """Reports a private API that is missing, or behaves in another way, as an ImportError."""
     try:
         yield
+    # A removed name, a moved module, another signature: what a newer torch may change. Other errors are ours and pass.
     except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ImportError(
             f"torch {torch.__version__} lacks what Lockstep needs for {purpose} ({error}); "
@@ -273,6 +274,8 @@ def use_own_dtensor_rng(mesh: Any) -> None:
     with _probe("random numbers of DTensors"):
         from torch.distributed.tensor import _random
 
+        # torch 2.13 makes the tracker at the first random operator of a DTensor, with a broadcast of the chief's state;
+        # it keeps one that is there.
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
@@ -367,6 +370,8 @@ def release_gil_in_kernels() -> None:
         suffix_template = f"#include <tuple>\n{Bindings.suffix_template}"
 
     def load_unlocked(bindings: Any, argtypes: Any, code: str, *args: Any, **kwargs: Any) -> Any:
+        # Subclasses have their own way to call kernels, and a kernel that divides integers must leave its note to the
+        # thread that runs it.
         if bindings is Bindings and not _NOTES_DIVISION_BY_ZERO.search(code):
             bindings, code = Unlocked, _SETS_NOTE.sub("", code)
         return load(bindings, argtypes, code, *args, **kwargs)
@@ -404,6 +409,8 @@ def share_no_rendezvous_store(handler: Any) -> None:
     """Keeps a ``DynamicRendezvousHandler`` from serving a store of its own, on all interfaces, for all rounds."""
     with _probe("elastic jobs"):
         handler._bootstrap_store_info, handler._shared_tcp_store_server  # noqa: B018
+    # torch 2.13, ``DynamicRendezvousHandler.next_rendezvous``: it makes a TCPStore where these are None, and otherwise
+    # uses what is there.
     handler._bootstrap_store_info = handler._shared_tcp_store_server = object()
 
 
@@ -449,14 +456,15 @@ def profiler_functions() -> dict[str, Any] | None:
     """Torch's functions for the profiler state of the calling thread; None in a torch without them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
-        found = {
+        functions = {
             name: getattr(ctypes.CDLL(str(folder / file)), symbol) for name, (file, symbol) in _PROFILER_SYMBOLS.items()
         }
     except (OSError, AttributeError):
         return None
+    # The symbols are C++ functions without a Python binding (torch 2.13).
     pointer = ctypes.POINTER(SharedPtr)
-    found["current"].argtypes, found["current"].restype = [pointer], None
-    found["set_current"].argtypes, found["set_current"].restype = [pointer], None
-    found["callbacks"].argtypes, found["callbacks"].restype = [], ctypes.c_void_p
-    found["set_callbacks"].argtypes, found["set_callbacks"].restype = [ctypes.c_void_p], None
-    return found
+    functions["current"].argtypes, functions["current"].restype = [pointer], None
+    functions["set_current"].argtypes, functions["set_current"].restype = [pointer], None
+    functions["callbacks"].argtypes, functions["callbacks"].restype = [], ctypes.c_void_p
+    functions["set_callbacks"].argtypes, functions["set_callbacks"].restype = [ctypes.c_void_p], None
+    return functions

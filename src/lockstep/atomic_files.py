@@ -39,6 +39,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         os.close(descriptor)
+        # It is still there only after an error: the rename has taken it away otherwise.
         partial.unlink(missing_ok=True)
 
 
@@ -64,6 +65,7 @@ def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable
     try:
 
         def write_record(text: str) -> None:
+            # A copy of the descriptor: closing the one that holds the lock would end the lock.
             with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
                 file.write(text)
 
@@ -80,9 +82,11 @@ def atomic_folder(target: Path, *, record: str) -> Iterator[tuple[Path, Callable
 
 def remove_folder(path: Path) -> None:
     """Removes a folder: first its name, in one step, then its files."""
-    gone = _aside(path, _REMOVED)
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    removed = _aside(path, _REMOVED)
+    path.rename(removed)
+    # A reader sees the folder whole or not at all, whichever file is removed first; what fails here is cleared by
+    # ``remove_leftovers``.
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_leftovers(parent: Path, *, record: str) -> None:
@@ -120,6 +124,8 @@ def _lock_new(descriptor: int) -> bool:
         return False
     except OSError:  # this file system has no locks
         return True
+    # test_a_file_that_is_taken_for_a_dead_writer_s_before_it_is_locked_is_made_again: between ``open`` and the lock
+    # another process may have removed the name.
     return os.fstat(descriptor).st_nlink > 0
 
 
@@ -152,10 +158,10 @@ def _create_locked(target: Path, record: str = "") -> tuple[Path, int]:
 
 
 def _remove_dead_files(path: Path) -> None:
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        with suppress(OSError), left.open("rb") as opened:  # no permission, or another process has removed it
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        with suppress(OSError), leftover.open("rb") as opened:  # no permission, or another process has removed it
             if _writer_is_dead(opened.fileno()):
-                left.unlink()
+                leftover.unlink()
 
 
 def _remove_dead_folder(path: Path, record: str) -> None:
@@ -190,12 +196,15 @@ def _move_into_place(partial: Path, target: Path) -> None:
     """Renames ``partial`` to ``target``. Another writer may be moving a folder there at the same time."""
     replaced: list[Path] = []
     try:
+        # ``rename`` of a folder replaces an empty one only, so the old folder is moved aside first (rename(2):
+        # ENOTEMPTY).
         while not _renamed(partial, target):
             old = _aside(target, _REPLACED)
             with suppress(FileNotFoundError):  # the other writer has just moved the old one aside
                 target.rename(old)
                 replaced.append(old)
     except OSError:
+        # test_where_the_last_rename_fails_the_old_one_is_put_back.
         for old in replaced[-1:]:
             _renamed(old, target)
         raise
@@ -220,6 +229,7 @@ def _aside(target: Path, suffix: str) -> Path:
 
 def _sync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's names, are on the disk."""
+    # A rename is on the disk only when its folder is (fsync(2)), and Python has no fsync by path.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

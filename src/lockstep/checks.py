@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 ABOVE_ZERO = sys.float_info.min
 UNBOUNDED = sys.float_info.max
 MOST_AT_ONCE = 4096
-"""The most processes, replicas or threads that are started at once: more of them is a slip of the keyboard."""
+"""The most processes, replicas or threads that are started at once: a larger number is a typing error."""
 MOST_SECONDS = 1e9
 """Thirty years; the waits of the operating system take no more than some hundred."""
 _SHOWN = 120  # characters of a value in an error
@@ -36,13 +36,15 @@ def check_number(
     whole: bool = False,
     optional: bool = True,
 ) -> None:
-    """Checks that a setting is a number in a range. ``optional`` is None where it was not given. No bool is a number.
+    """Checks that a setting is a number in a range. With ``optional``, None passes: it was not given. No bool passes.
 
     NaN and infinity are in no range, but a whole number may be of any size if there is no ``most``.
     """
     if value is None and optional:
         return
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    # Python's integers may exceed the largest float: comparing them with it is exact, and without a bound they are
+    # fine.
     if is_number and least <= value and (value <= most or (whole and most == UNBOUNDED)):
         return
     kind = "a whole number" if whole else "a number"
@@ -57,7 +59,7 @@ def check_number(
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, *, optional: bool = True
 ) -> None:
-    """Checks that a setting is of a class. ``optional`` is None where it was not given."""
+    """Checks that a setting is of a class. With ``optional``, None passes: it was not given."""
     if not (value is None and optional) and not isinstance(value, kind):
         raise ConfigError(f"{name}={shown(value)} was given, expected {expected}")
 
@@ -121,10 +123,10 @@ def check_settings(config: Any, **ranges: tuple[float, float]) -> None:
         check_number(name, getattr(config, name), least=least, most=most)
 
 
-def check_choice(name: str, value: Any, known: Sequence[str | None]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Checks that a string, or None, is one of ``known``."""
-    if not isinstance(value, str | None) or value not in known:
-        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, known))}")
+    if not isinstance(value, str | None) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, choices))}")
 
 
 def check_seconds(name: str, seconds: Any) -> None:
@@ -138,7 +140,7 @@ def check_divides(name: str, value: int, *sizes: tuple[str, int]) -> None:
     """Checks that ``value`` divides all sizes, which are given with their names."""
     for of, size in sizes:
         if size % value:
-            fitting = divisors(math.gcd(*(each for _, each in sizes)))
+            fitting = divisors(math.gcd(*(number for _, number in sizes)))
             raise ConfigError(f"{name}={value} does not divide {of}={size}; choose {alternatives(fitting)}")
 
 

@@ -25,6 +25,7 @@ def output() -> Output:
     """Where standard output goes now; "file" stands for pipes too."""
     if sys.stdout is None:
         return "file"
+    # Looked up and not imported: ipykernel is no dependency, and a process without it is in no notebook.
     iostream = sys.modules.get("ipykernel.iostream")  # loaded in every kernel of a notebook
     if iostream is not None and isinstance(sys.stdout, iostream.OutStream):
         return "notebook"
@@ -63,8 +64,8 @@ def bold(text: str) -> str:
 
 def line_of(title: str, items: Sequence[str]) -> str:
     """``title: item, item`` with a bold title; broken between items where the terminal is too narrow."""
-    unbroken, *others = (each.replace(" ", _NO_BREAK) for each in (title, *items))
-    line = fill(f"{unbroken}: {', '.join(others)}").replace(_NO_BREAK, " ")
+    unbroken_title, *unbroken_items = (part.replace(" ", _NO_BREAK) for part in (title, *items))
+    line = fill(f"{unbroken_title}: {', '.join(unbroken_items)}").replace(_NO_BREAK, " ")
     return line.replace(title, bold(title), 1)
 
 
@@ -77,7 +78,7 @@ def fill(text: str) -> str:
 
 
 def fill_error(line: str) -> str:
-    """The same of a line for standard error, which may go elsewhere. In a pipe or a file it stays one line."""
+    """Like ``fill``, for a line on standard error, whose width may differ. In a pipe or a file it stays one line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (AttributeError, OSError, ValueError):  # no standard error, or no terminal
@@ -113,9 +114,10 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for cells in zip(headings, *rows, strict=True):
         size = max(map(len, cells))
         align = str.rjust if all(map(is_number, cells[1:])) else str.ljust
-        heading, *others = (align(cell, size) for cell in cells)
-        column = [heading, "-" * size, *others]
-        beside = sum(len(each[0]) + len(GAP) for each in blocks[-1])
+        heading, *aligned = (align(cell, size) for cell in cells)
+        column = [heading, "-" * size, *aligned]
+        beside = sum(len(column[0]) + len(GAP) for column in blocks[-1])
+        # The first column always stands with at least one other, however narrow the terminal is.
         if available is not None and len(blocks[-1]) > 1 and beside + size > available:
             blocks.append([blocks[0][0]])
         blocks[-1].append(column)

@@ -98,4 +98,6 @@ else:
             __module__ = "lockstep.errors"
             __qualname__ = "DeviceMemoryError"  # so that it can be pickled
 
+        # ``setdefault``: two threads may both get here, and an exception must be of the one class that ``except``
+        # names.
         return globals().setdefault(name, DeviceMemoryError)

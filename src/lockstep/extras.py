@@ -15,6 +15,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        # The package may be installed and lack one of its own: pip has to be asked for that one.
         missing = (error.name or module).partition(".")[0]
         need = f", which {module} needs," if missing != module.partition(".")[0] else ""
         raise _missing(f"{missing!r}{need}", extra) from error

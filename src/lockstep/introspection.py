@@ -37,9 +37,12 @@ def module_of(kind: type) -> str:
 
 def attributes_of(value: object) -> dict[str, Any] | None:
     """The ``__dict__`` of an instance of a Python class, a function or a module; None for others, and for proxies."""
+    # The first class in the method resolution order that has ``__dict__`` is the one whose getter Python itself would
+    # call.
     for base in _BASES(type(value)):
         getter = _NAMES(base).get("__dict__")
         if getter is not None:
+            # Compared by identity: ``==`` of a class may be its metaclass's, and runs code.
             is_plain = any(base is kind for kind in _WITH_ATTRIBUTES) or _FLAGS(base) & _HEAP_TYPE
             attributes = getter.__get__(value) if type(getter) in _IN_C and is_plain else None
             return attributes if type(attributes) is dict else None

@@ -17,8 +17,6 @@ import select
 import signal
 from weakref import finalize
 
-_F_SETSIG = 10
-
 
 class ParentDeathGuard:
     """Kills the processes that call ``die_with(path)`` when ``kill`` is called or this process ends."""
@@ -54,6 +52,8 @@ def die_with_parent() -> None:
     """Makes a child of ``multiprocessing`` a group leader, and has it and its group killed with its parent."""
     parent = multiprocessing.parent_process()
     if parent is not None:
+        # A group of its own, so that the signal reaches what this process starts as well; the parent's group is left
+        # alone.
         os.setsid()
         die_with_pipe(parent.sentinel)
 
@@ -66,8 +66,11 @@ def die_with_pipe(reading_end: int) -> None:
     """
     leads = os.getpgrp() == os.getpid()
     fcntl.fcntl(reading_end, fcntl.F_SETOWN, -os.getpid() if leads else os.getpid())
-    fcntl.fcntl(reading_end, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reading_end, fcntl.F_SETSIG, signal.SIGKILL)
+    # The kernel signals the owner when a pipe that is watched so becomes readable, and a pipe whose last writer has
+    # gone does (fcntl(2), O_ASYNC).
     fcntl.fcntl(reading_end, fcntl.F_SETFL, fcntl.fcntl(reading_end, fcntl.F_GETFL) | os.O_ASYNC)
+    # The signal comes for what happens from now on: a maker that ended before is found by looking.
     closed_before = select.poll()
     closed_before.register(reading_end, select.POLLHUP)
     if any(event & select.POLLHUP for _, event in closed_before.poll(0)):

@@ -1,4 +1,4 @@
-"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that are others here: who asks for one is told it."""
+"""Names of ``tf.distribute``, ``tf.config`` and ``keras.Model`` that Lockstep lacks, and what errors name instead."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def advise(arguments: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            # Only what the function does not take: subclasses may have an argument of that name.
             for name in arguments.keys() & kwargs.keys() - signature(function).parameters.keys():
                 raise ConfigError(f"{name} was given, which is unknown here; {arguments[name]}")
             return function(*args, **kwargs)

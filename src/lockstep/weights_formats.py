@@ -1,4 +1,4 @@
-"""The format that the name of a weights file speaks of.
+"""The format of a weights file, by the suffix of its name.
 
 model.safetensors, or a name without the suffix of a format     safetensors
 model.pt, model.pth, model.bin                                  torch.save of the state_dict
@@ -36,6 +36,7 @@ def weights_format(path: str | os.PathLike[str], owner: str) -> Literal["safeten
     target = Path(path)
     suffix = target.suffix.lower()
     if (library := _OTHERS.get(suffix)) is not None:
+        # Keras calls its files model.weights.h5.
         stem = target.stem.removesuffix(".weights") or target.stem
         raise ConfigError(
             f"{owner} is {os.fspath(path)!r}, and weights are not written in the format of {library}; call the file"

@@ -12,8 +12,8 @@ from lockstep_tools.recipes.mlm.config import MlmConfig
 
 
 def test_without_a_degree_nothing_is_divided():
-    assert not MeshFlags().asked
-    assert MeshFlags(replicas=2).asked
+    assert not MeshFlags().divides_model
+    assert MeshFlags(replicas=2).divides_model
 
 
 @pytest.mark.parametrize(

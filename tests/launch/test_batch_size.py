@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DeviceMemoryError, ReplicaError
-from lockstep.launch.batch_size import Bounds, chosen, next_size
+from lockstep.launch.batch_size import Bounds, best_trial, next_size
 from lockstep.launch.trial import Step, Trial
 from lockstep.replicas.device.memory import is_out_of_memory
 from lockstep.train.model import Model
@@ -33,7 +33,7 @@ def searched(bounds: Bounds, *, most: int, best: int = 10**9) -> list[Trial]:
 def test_the_largest_that_fits_is_found_to_a_sixteenth_and_below_the_bound(most: int, multiple: int):
     bounds = Bounds(start=8 * multiple, largest=1024, multiple_of=multiple)
     trials = searched(bounds, most=most)
-    best = chosen(trials, bounds)
+    best = best_trial(trials, bounds)
 
     reachable = min(most, 1024)
     assert all(trial.rows <= 1024 for trial in trials)
@@ -51,8 +51,8 @@ def test_for_speed_the_search_ends_where_larger_batches_bring_nothing():
     trials = searched(bounds, most=10**6, best=100)
 
     assert [trial.rows for trial in trials] == [8, 16, 32, 64, 128, 256, 512]
-    assert chosen(trials, bounds).rows == 128  # the smallest within 5% of the best
-    assert chosen(searched(bounds, most=50, best=100), bounds).rows == 48  # to a sixteenth
+    assert best_trial(trials, bounds).rows == 128  # the smallest within 2% of the best
+    assert best_trial(searched(bounds, most=50, best=100), bounds).rows == 50  # 48 are 4% slower
 
 
 def test_a_bound_below_the_number_of_replicas_is_tried_as_it_is():

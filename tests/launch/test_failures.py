@@ -65,7 +65,7 @@ def test_workers_with_the_same_mistake_fail_at_one_place():
         for line, row in ((3, 1), (3, 2), (4, 2))
     ]
 
-    assert first.place == second.place != elsewhere.place
+    assert first.origin == second.origin != elsewhere.origin
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lockstep.membership.failure_report import (
     last_traceback_lines,
 )
 from lockstep.membership.membership import join
-from lockstep.membership.rendezvous import WorkerInfo, find_disagreement
+from lockstep.membership.worker_info import WorkerInfo, find_disagreement
 
 
 def noted(error: BaseException, *notes: str) -> BaseException:

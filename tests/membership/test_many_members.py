@@ -12,8 +12,9 @@ from torch.distributed import HashStore
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.membership.heartbeat import HeartbeatMonitor
-from lockstep.membership.rendezvous import WorkerInfo, infos_from_text, infos_to_text, join_names
+from lockstep.membership.rendezvous import join_names
 from lockstep.membership.store import StoreClient, StoreKeys
+from lockstep.membership.worker_info import WorkerInfo, infos_from_text, infos_to_text
 
 if TYPE_CHECKING:
     from tests.membership.conftest import Member

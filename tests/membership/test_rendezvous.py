@@ -19,8 +19,8 @@ import torch.distributed
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ClusterError
 from lockstep.membership.membership import join
-from lockstep.membership.rendezvous import job_terms
 from lockstep.membership.store import OWNER_KEY
+from lockstep.membership.worker_info import job_terms
 
 if TYPE_CHECKING:
     from tests.membership.conftest import MakeMembers, Member
@@ -204,7 +204,7 @@ def test_the_same_processes_can_form_the_job_again(members: MakeMembers):
     ("change", "term", "there"),
     [
         (("torch", "__version__", "2.1.7"), "torch", "2.1"),
-        (("lockstep.membership.rendezvous", "version", "0.0.1"), "lockstep", "0.0.1"),
+        (("lockstep.membership.worker_info", "version", "0.0.1"), "lockstep", "0.0.1"),
     ],
 )
 def test_versions_that_disagree_end_all(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.parallel.pipeline_config import ScheduleName
+from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import LINKS, DeviceKind, Network, device_kind
-from lockstep_tools.plan.layout import Layout
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, SavedActivations
 from lockstep_tools.plan.software import PRECISIONS, Precision, Software
 
@@ -39,7 +39,7 @@ class Published:
     """
 
     shape: ModelShape
-    layout: Layout
+    division: Division
     value: float
     unit: Unit
     device: DeviceKind
@@ -93,7 +93,7 @@ def _megatron_row(
     schedule: ScheduleName = "interleaved" if chunks > 1 else "1f1b"
     return Published(
         shape=KNOWN_SHAPES[model],
-        layout=Layout(
+        division=Division(
             data=data,
             pipeline=pipeline,
             tensor=tensor,
@@ -171,7 +171,9 @@ TURING_NLG = PublishedTable(
     rows=tuple(
         Published(
             shape=KNOWN_SHAPES["megatron-530b"],
-            layout=Layout(data=data, pipeline=35, tensor=8, microbatches=1920 // data, activation_checkpointing="full"),
+            division=Division(
+                data=data, pipeline=35, tensor=8, microbatches=1920 // data, activation_checkpointing="full"
+            ),
             value=seconds,
             unit="seconds",
             device=_A100,
@@ -219,7 +221,7 @@ BLOOM = PublishedTable(
                 sequence=2048,
                 embedding_rows=0,
             ),
-            layout=Layout(
+            division=Division(
                 data=degrees[0],
                 pipeline=degrees[1],
                 tensor=degrees[2],
@@ -252,7 +254,7 @@ MEGASCALE = PublishedTable(
             shape=ModelShape(
                 name="96 x 12,288, 128 heads", layers=96, hidden=12288, heads=128, vocabulary=64000, sequence=2048
             ),
-            layout=Layout(
+            division=Division(
                 data=gpus // 64,
                 pipeline=8,
                 tensor=8,
@@ -294,7 +296,7 @@ def _titan(
     data, tensor = degrees
     return Published(
         shape=replace(KNOWN_SHAPES[model], saved=_COMPILED if "compile" in note else _EAGER),
-        layout=Layout(
+        division=Division(
             data=data,
             tensor=tensor,
             microbatch_size=rows,
@@ -349,7 +351,7 @@ LLAMA_3 = PublishedTable(
     rows=tuple(
         Published(
             shape=replace(KNOWN_SHAPES["llama-3-405b"], saved=_COMPILED),
-            layout=Layout(
+            division=Division(
                 data=data,
                 pipeline=16,
                 tensor=8,
@@ -397,7 +399,7 @@ def _mosaic_row(row: dict[str, str]) -> Published:
         raise ValueError(f"{row} was published, expected {shape.parameters} parameters")
     return Published(
         shape=shape,
-        layout=Layout(
+        division=Division(
             data=int(row["gpus"]),
             microbatch_size=int(row["microbatch"]),
             microbatches=int(row["microbatches"]),
@@ -418,7 +420,7 @@ _MOSAIC_SOURCE = "<https://github.com/mosaicml/llm-foundry/blob/main/scripts/tra
 
 def _mosaic(title: str, device: str, *, hosts: Literal["one", "several"], fitted: bool = False) -> PublishedTable:
     rows = tuple(
-        row for row in _MOSAIC if row.device.name == device and (row.layout.devices > 8) == (hosts == "several")
+        row for row in _MOSAIC if row.device.name == device and (row.division.devices > 8) == (hosts == "several")
     )
     return PublishedTable(title=f"MosaicML, {title}", source=_MOSAIC_SOURCE, rows=rows, fitted=fitted)
 

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.errors import ConfigError
 from lockstep_tools.plan.cost import predict
 from lockstep_tools.plan.counting import count_model
+from lockstep_tools.plan.division import Division, why_indivisible
 from lockstep_tools.plan.hardware import device_kind
-from lockstep_tools.plan.layout import Layout, why_indivisible
 from lockstep_tools.plan.search import usual_network
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape, shape_of
 from lockstep_tools.plan.software import Software
@@ -68,7 +68,7 @@ def test_operations_are_those_that_a_real_forward_pass_takes(kind: str):
     assert 48 * whole.token_flops + 48**2 * whole.pair_flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
     # A plan counts three times as many for a step; a window leaves some out.
     a100 = device_kind("a100-80gb")
-    step = predict(shape, Layout(), device=a100, network=usual_network(a100, 1), software=Software()).model_flops
+    step = predict(shape, Division(), device=a100, network=usual_network(a100, 1), software=Software()).model_flops
     within = shape.layers * 48 * (48 - shape.attended) * shape.pair_flops
     assert step / 3 == pytest.approx(counter.get_total_flops() - within, rel=1e-3)
 
@@ -112,7 +112,7 @@ def test_experts_cost_the_operations_of_those_that_are_active_and_the_memory_of_
     )
     a100 = device_kind("a100-80gb")
     plain, mixed = (
-        predict(shape, Layout(), device=a100, network=usual_network(a100, 1), software=Software())
+        predict(shape, Division(), device=a100, network=usual_network(a100, 1), software=Software())
         for shape in (dense, experts)
     )
 

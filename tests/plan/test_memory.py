@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_tools.plan.layout import Layout, pipeline_workers
+from lockstep_tools.plan.division import Division, pipeline_workers
 from lockstep_tools.plan.memory import WorkerMemory, estimate_memory, layer_activations
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, shape_of
 from lockstep_tools.plan.software import PRECISIONS, Software
@@ -26,9 +26,9 @@ SCORES = 5 * 96 * 2048 / 12288  # 5 a s / h
 
 def test_a_layer_keeps_what_korthikanti_et_al_count():
     """Their table 2, for 16-bit activations: s b h (10 + 24/t + 5 a s/(h t)) and its variants."""
-    one = layer_activations(GPT3, Layout(), MEGATRON)
-    eight = layer_activations(GPT3, Layout(tensor=8), MEGATRON)
-    along = layer_activations(GPT3, Layout(tensor=8, sequence_parallel=True), MEGATRON)
+    one = layer_activations(GPT3, Division(), MEGATRON)
+    eight = layer_activations(GPT3, Division(tensor=8), MEGATRON)
+    along = layer_activations(GPT3, Division(tensor=8, sequence_parallel=True), MEGATRON)
 
     assert one.saved == pytest.approx(SBH * (34 + SCORES))
     assert eight.saved == pytest.approx(SBH * (10 + 24 / 8 + SCORES / 8))
@@ -40,7 +40,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_count():
 def test_fused_attention_keeps_no_scores():
     fused = replace(MEGATRON, fused_attention=True)
 
-    assert layer_activations(GPT3, Layout(tensor=8), fused).saved == pytest.approx(SBH * (10 + 24 / 8))
+    assert layer_activations(GPT3, Division(tensor=8), fused).saved == pytest.approx(SBH * (10 + 24 / 8))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_fused_attention_keeps_no_scores():
     ],
 )
 def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, microbatches: int, held: float):
-    layout = Layout(pipeline=8, microbatches=microbatches, schedule=schedule, stages_per_worker=chunks)
-    first, *_ = pipeline_workers(GPT3, layout)
+    division = Division(pipeline=8, microbatches=microbatches, schedule=schedule, stages_per_worker=chunks)
+    first, *_ = pipeline_workers(GPT3, division)
 
     assert first.live_layers / first.layers == pytest.approx(held)
 
@@ -64,8 +64,8 @@ def test_microbatches_under_way_follow_the_schedule(schedule, chunks: int, micro
 def test_state_is_that_of_the_zero_paper():
     """Its figure 1: 7.5 billion parameters, 64 devices: 120 GB, and 31.4 GB with the optimizer's state divided."""
     shape = replace(KNOWN_SHAPES["megatron-7.5b"], vocabulary=1, embedding_rows=0)
-    whole = estimate_memory(shape, Layout(data=64), MEGATRON)
-    divided = estimate_memory(shape, Layout(data=64, shard_optimizer=True), MEGATRON)
+    whole = estimate_memory(shape, Division(data=64), MEGATRON)
+    divided = estimate_memory(shape, Division(data=64, shard_optimizer=True), MEGATRON)
 
     def state(memory):
         return (memory.weights + memory.gradients + memory.optimizer) / shape.parameters
@@ -76,38 +76,38 @@ def test_state_is_that_of_the_zero_paper():
 
 def test_tensor_ranks_make_the_gradient_of_all_words():
     """As DTensor's embedding does; their own part is then cut out, beside the one that is there already."""
-    shape, layout = KNOWN_SHAPES["gpt2"], Layout(pipeline=2, tensor=2, microbatches=4)
+    shape, division = KNOWN_SHAPES["gpt2"], Division(pipeline=2, tensor=2, microbatches=4)
     software = Software(precision=PRECISIONS["fp32"])
-    first = pipeline_workers(shape, layout)[0]
-    memory = WorkerMemory(shape, layout, software, first).estimate()
+    first = pipeline_workers(shape, division)[0]
+    memory = WorkerMemory(shape, division, software, first).estimate()
     words = 4 * shape.vocabulary * shape.hidden
 
-    kept = layer_activations(shape, layout, software).saved * first.layers
+    kept = layer_activations(shape, division, software).saved * first.layers
     assert first.live_layers == 2 * first.layers
     assert memory.backward_end == pytest.approx(kept + memory.gradients + words + words / 2)
 
 
 def test_a_stage_has_buffers_for_every_microbatch():
-    layout = Layout(pipeline=8, microbatches=64)
+    division = Division(pipeline=8, microbatches=64)
     first, last = (
-        WorkerMemory(GPT3, layout, replace(MEGATRON, static_buffers=True), worker).estimate().buffers
-        for worker in pipeline_workers(GPT3, layout)
+        WorkerMemory(GPT3, division, replace(MEGATRON, static_buffers=True), worker).estimate().buffers
+        for worker in pipeline_workers(GPT3, division)
     )
 
     assert first == last == 64 * 2 * SBH  # those between have as many for what comes back as for what comes
 
 
 def test_recomputation_keeps_inputs_and_one_layer_at_work():
-    layout = Layout(pipeline=8, tensor=8, microbatches=64)
-    full = estimate_memory(GPT3, replace(layout, activation_checkpointing="full"), MEGATRON).activations
-    layer = layer_activations(GPT3, layout, MEGATRON)
+    division = Division(pipeline=8, tensor=8, microbatches=64)
+    full = estimate_memory(GPT3, replace(division, activation_checkpointing="full"), MEGATRON).activations
+    layer = layer_activations(GPT3, division, MEGATRON)
 
     assert full == pytest.approx(8 * 12 * layer.input + layer.saved)
 
 
 def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
     shape = replace(GPT3, layers=2, vocabulary=2_000_000)
-    memory = estimate_memory(shape, Layout(pipeline=2, microbatches=1, microbatch_size=8), MEGATRON)
+    memory = estimate_memory(shape, Division(pipeline=2, microbatches=1, microbatch_size=8), MEGATRON)
 
     assert memory.activations > 8 * 2048 * 2_000_000 * 6
     assert memory.weights > 2 * 2_000_000 * 12288
@@ -115,8 +115,8 @@ def test_the_last_stage_is_the_fullest_where_the_vocabulary_is_large():
 
 def test_autocast_holds_a_cast_copy_of_the_weights():
     shape = KNOWN_SHAPES["gpt2"]
-    bf16 = estimate_memory(shape, Layout(), Software(precision=PRECISIONS["bf16"]))
-    fp32 = estimate_memory(shape, Layout(), Software(precision=PRECISIONS["fp32"]))
+    bf16 = estimate_memory(shape, Division(), Software(precision=PRECISIONS["bf16"]))
+    fp32 = estimate_memory(shape, Division(), Software(precision=PRECISIONS["fp32"]))
 
     assert bf16.weights == pytest.approx(6 * shape.parameters)
     assert fp32.weights == pytest.approx(4 * shape.parameters)
@@ -137,7 +137,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(family: str, precision: s
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return _saved_bytes(module, lambda: module(ids, **({} if family == "bert" else {"use_cache": False})))
 
-    counted = layer_activations(shape, Layout(microbatch_size=3), Software(precision=PRECISIONS[precision])).saved
+    counted = layer_activations(shape, Division(microbatch_size=3), Software(precision=PRECISIONS[precision])).saved
 
     assert (saved(3) - saved(1)) / 2 == pytest.approx(counted, rel=0.03)
 

@@ -18,7 +18,7 @@ from lockstep.parallel.pipeline_config import (
 )
 from lockstep.parallel.pipeline_trace import Action, simulate
 from lockstep_tools.plan.cost import Passes, bubble_seconds
-from lockstep_tools.plan.layout import Layout, live_microbatches, split_evenly
+from lockstep_tools.plan.division import Division, live_microbatches, split_evenly
 
 # Forward, inputs, weights: alike as in the papers, and as layers have them, whose attention and norms have no weights.
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.1, 1.9, 1.0), (1.0, 2.6, 0.6))
@@ -38,7 +38,7 @@ def pipelines(schedule: ScheduleName) -> Iterator[PipelineConfig]:
 def test_the_waiting_is_that_of_torch_s_schedule(schedule: ScheduleName):
     for pipelining in pipelines(schedule):
         workers, microbatches, parts = pipelining.workers, pipelining.microbatches, pipelining.stages_per_worker
-        layout = Layout(pipeline=workers, microbatches=microbatches, schedule=schedule, stages_per_worker=parts)
+        division = Division(pipeline=workers, microbatches=microbatches, schedule=schedule, stages_per_worker=parts)
         orders = orders_of(pipelining)
         for forward, inputs, weights in COSTS:
             takes = {"forward": forward, "backward": inputs + weights, "inputs": inputs, "weights": weights}
@@ -46,7 +46,7 @@ def test_the_waiting_is_that_of_torch_s_schedule(schedule: ScheduleName):
             others = Passes(forward=forward, inputs=inputs, weights=weights)
 
             busy = microbatches * (forward + inputs + weights)
-            assert busy + bubble_seconds(layout, others) == pytest.approx(length, rel=1e-12), layout
+            assert busy + bubble_seconds(division, others) == pytest.approx(length, rel=1e-12), division
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

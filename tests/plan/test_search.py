@@ -12,8 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES
 from lockstep.strategies.parallel import ParallelStrategy
 from lockstep_tools.plan import Choices, plan
+from lockstep_tools.plan.division import Division, why_indivisible
 from lockstep_tools.plan.hardware import DEVICE_KINDS, LINKS, device_kind
-from lockstep_tools.plan.layout import Layout, why_indivisible
 from lockstep_tools.plan.shapes import KNOWN_SHAPES, ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]
@@ -25,11 +25,11 @@ def test_layouts_are_ranked_and_fit():
 
     assert steps == sorted(steps)
     assert all(prediction.memory.total <= found.setting.usable_memory for prediction in found.ranked)
-    assert all(prediction.layout.devices == 16 for prediction in found.ranked)
-    assert all(prediction.layout.batch == 64 for prediction in found.ranked)
+    assert all(prediction.division.devices == 16 for prediction in found.ranked)
+    assert all(prediction.division.batch == 64 for prediction in found.ranked)
     assert found.best is found.best_of_each[0]
     assert found.best.step_s <= 1.01 * found.ranked[0].step_s
-    assert len({(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.best_of_each}) == len(
+    assert len({(p.division.data, p.division.pipeline, p.division.tensor) for p in found.best_of_each}) == len(
         found.best_of_each
     )
 
@@ -37,8 +37,8 @@ def test_layouts_are_ranked_and_fit():
 def test_a_plainer_layout_that_is_hardly_slower_is_preferred():
     found = plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512, choices=Choices())
 
-    assert found.ranked[0].layout.options > 0
-    assert found.best.layout.options == 0
+    assert found.ranked[0].division.options > 0
+    assert found.best.division.options == 0
 
 
 def test_every_way_of_dividing_is_either_ranked_or_refused():
@@ -81,16 +81,16 @@ def test_what_is_given_is_kept():
     choices = Choices(pipeline=4, tensor=2, microbatch_size=2, schedules=("1f1b",), activation_checkpointing=("full",))
     found = plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=choices)
 
-    assert {(p.layout.data, p.layout.pipeline, p.layout.tensor) for p in found.ranked} == {(1, 4, 2)}
-    assert {p.layout.microbatch_size for p in found.ranked} == {2}
-    assert {p.layout.schedule for p in found.ranked} == {"1f1b"}
-    assert {p.layout.activation_checkpointing for p in found.ranked} == {"full"}
+    assert {(p.division.data, p.division.pipeline, p.division.tensor) for p in found.ranked} == {(1, 4, 2)}
+    assert {p.division.microbatch_size for p in found.ranked} == {2}
+    assert {p.division.schedule for p in found.ranked} == {"1f1b"}
+    assert {p.division.activation_checkpointing for p in found.ranked} == {"full"}
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide devices=8; choose 1, 2, 4 or 8"):
         plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(tensor=3))
     with pytest.raises(ConfigError, match=r"pipeline=4, tensor=4 do not multiply to devices=8; leave one of them out"):
         plan("gpt2", devices=8, kind="v100-16gb", batch=32, choices=Choices(pipeline=4, tensor=4))
     with pytest.raises(ConfigError, match=r"schedule='dualpipe' is unknown; choose one of 1f1b, gpipe"):
-        Layout(schedule="dualpipe")  # type: ignore[arg-type]
+        Division(schedule="dualpipe")  # type: ignore[arg-type]
 
 
 def test_a_model_that_does_not_fit_names_the_devices_on_which_it_would():
@@ -130,7 +130,7 @@ def test_a_batch_that_no_division_of_the_devices_divides_is_one_line():
 def test_interleaving_needs_groups_of_as_many_microbatches_as_stages():
     choices = Choices(data=1, tensor=1, microbatch_size=1, schedules=("interleaved",))
 
-    assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.layout.stages_per_worker > 1
+    assert plan("gpt2", devices=4, kind="a100-40gb", batch=8, choices=choices).best.division.stages_per_worker > 1
     with pytest.raises(ConfigError, match="the batch does not give each copy as many microbatches as stages"):
         plan("gpt2", devices=4, kind="a100-40gb", batch=6, choices=choices)
 
@@ -149,24 +149,24 @@ def test_a_slow_network_keeps_tensor_ranks_inside_a_host():
     slow = plan(shape, devices=16, kind="a100-80gb", batch=64, choices=choices, network=network)
     last = {name: found.best_of_each[-1] for name, found in (("fast", fast), ("slow", slow))}
 
-    assert last["slow"].layout.tensor == 16
+    assert last["slow"].division.tensor == 16
     assert last["slow"].step_s > 3 * last["fast"].step_s
-    assert slow.best.layout.tensor <= 8
+    assert slow.best.division.tensor <= 8
 
 
 def test_a_call_says_what_is_not_the_default():
-    layout = Layout(
+    division = Division(
         data=2, pipeline=4, tensor=2, microbatch_size=2, microbatches=8, schedule="interleaved", stages_per_worker=3
     )
 
-    assert layout.call() == (
+    assert division.call() == (
         'ls.ParallelStrategy(data=2, pipeline=4, tensor=2, microbatches=8, schedule="interleaved", stages_per_worker=3)'
     )
-    assert Layout(data=8, shard_optimizer=True).call() == (
+    assert Division(data=8, shard_optimizer=True).call() == (
         "ls.ParallelStrategy(data=8, pipeline=1, tensor=1, shard_optimizer=True)"
     )
     with pytest.raises(ConfigError, match=r"stages_per_worker=2 was given with schedule='1f1b'"):
-        Layout(pipeline=2, stages_per_worker=2)
+        Division(pipeline=2, stages_per_worker=2)
 
 
 @pytest.mark.parametrize("name", DEVICE_KINDS)

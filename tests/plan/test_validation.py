@@ -13,8 +13,8 @@ from tests.plan.published import FIXED_BATCH, TABLES, WEAK_SCALING, Published, P
 
 from lockstep_tools.plan import Choices
 from lockstep_tools.plan.cost import Prediction, predict
+from lockstep_tools.plan.division import Division
 from lockstep_tools.plan.hardware import device_kind
-from lockstep_tools.plan.layout import Layout
 from lockstep_tools.plan.search import Setting, search, usual_network
 from lockstep_tools.plan.shapes import ModelShape
 from lockstep_tools.plan.software import PRECISIONS, Constants, Software
@@ -45,11 +45,11 @@ class Comparison:
 
 def compare(row: Published) -> Comparison:
     """Predicts a published row."""
-    kinds = ("none", "full") if row.selective else (row.layout.activation_checkpointing,)
+    kinds = ("none", "full") if row.selective else (row.division.activation_checkpointing,)
     predictions = [
         predict(
             row.shape,
-            replace(row.layout, activation_checkpointing=kind),
+            replace(row.division, activation_checkpointing=kind),
             device=row.device,
             network=row.network,
             software=row.software,
@@ -61,7 +61,7 @@ def compare(row: Published) -> Comparison:
         case "seconds":
             predicted = seconds
         case "tokens/s":
-            predicted = row.layout.batch * row.shape.sequence / seconds / row.layout.devices
+            predicted = row.division.batch * row.shape.sequence / seconds / row.division.devices
         case "model TFLOP/s":
             predicted = prediction.model_tflops
         case "hardware TFLOP/s":
@@ -76,9 +76,9 @@ def compared(table: PublishedTable) -> list[Comparison]:
 
 def hardware_tflops(shape: ModelShape, prediction: Prediction) -> float:
     """TFLOP/s per device with full recomputation, as Narayanan et al. count in their equation 3."""
-    tokens, layers, h = prediction.layout.batch * shape.sequence, shape.layers, shape.hidden
+    tokens, layers, h = prediction.division.batch * shape.sequence, shape.layers, shape.hidden
     flops = 96 * tokens * layers * h * h * (1 + shape.sequence / (6 * h) + shape.vocabulary / (16 * layers * h))
-    return flops / prediction.step_s / prediction.layout.devices / 1e12
+    return flops / prediction.step_s / prediction.division.devices / 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +100,19 @@ class Choice:
 
 def choose(row: Published) -> Choice:
     """Plans for a published row's model, devices and global batch, as its authors' program could have been set."""
-    layout = row.layout
+    division = row.division
     setting = Setting(
         shape=row.shape,
-        devices=layout.devices,
+        devices=division.devices,
         device=row.device,
-        network=usual_network(row.device, layout.devices),
-        batch=layout.batch,
+        network=usual_network(row.device, division.devices),
+        batch=division.batch,
         software=row.software,
     )
     plan = search(setting, _MEGATRON_CHOICES)
     # All stages of those programs have equally many layers.
-    found = [each for each in plan.best_of_each if setting.shape.layers % each.layout.pipeline == 0]
-    rank = [other.layout.degrees for other in found].index(layout.degrees)
+    found = [each for each in plan.best_of_each if setting.shape.layers % each.division.pipeline == 0]
+    rank = [other.division.degrees for other in found].index(division.degrees)
     return Choice(row=row, best=found[0], rank=rank + 1, behind=found[rank].step_s / found[0].step_s - 1)
 
 
@@ -146,7 +146,7 @@ _FAR = {
 
 
 def _key(row: Published) -> tuple[str, str, int, int]:
-    return row.shape.name, row.device.name, row.layout.devices, row.layout.microbatch_size * row.shape.sequence
+    return row.shape.name, row.device.name, row.division.devices, row.division.microbatch_size * row.shape.sequence
 
 
 _FIGURES = ("published", "predicted", "error")
@@ -177,9 +177,11 @@ def choices_markdown() -> str:
     ]
     for row in WEAK_SCALING.rows:
         choice = choose(row)
-        best = "the same" if choice.rank == 1 else _degrees(choice.best.layout)
+        best = "the same" if choice.rank == 1 else _degrees(choice.best.division)
         saved = 1 - 1 / (1 + choice.behind)
-        lines.append(f"| {row.shape.name} | {row.layout.devices:,} | {_degrees(row.layout)} | {best} | {saved:.0%} |")
+        lines.append(
+            f"| {row.shape.name} | {row.division.devices:,} | {_degrees(row.division)} | {best} | {saved:.0%} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -202,21 +204,21 @@ def rows_markdown() -> str:
 
 
 def _row(comparison: Comparison) -> str:
-    row, layout = comparison.row, comparison.row.layout
-    stages = f", {layout.stages_per_worker} stages" if layout.stages_per_worker > 1 else ""
+    row, division = comparison.row, comparison.row.division
+    stages = f", {division.stages_per_worker} stages" if division.stages_per_worker > 1 else ""
     options = (
-        f"{layout.schedule}{stages}" if layout.pipeline > 1 else "",
-        "FSDP" if layout.shard_parameters else "",
+        f"{division.schedule}{stages}" if division.pipeline > 1 else "",
+        "FSDP" if division.shard_parameters else "",
         row.note,
     )
     digits = 2 if row.value < 200 and row.unit == "seconds" else 0
     cells = (
         row.shape.name,
         f"{row.shape.sequence:,}",
-        f"{layout.devices:,}",
-        _degrees(layout),
-        f"{layout.microbatches} x {layout.microbatch_size}",
-        "selective" if row.selective else layout.activation_checkpointing,
+        f"{division.devices:,}",
+        _degrees(division),
+        f"{division.microbatches} x {division.microbatch_size}",
+        "selective" if row.selective else division.activation_checkpointing,
         ", ".join(filter(None, options)),
         f"{row.value:,.{digits}f}",
         f"{comparison.predicted:,.{digits}f}",
@@ -225,8 +227,8 @@ def _row(comparison: Comparison) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _degrees(layout: Layout) -> str:
-    return " x ".join(map(str, layout.degrees))
+def _degrees(division: Division) -> str:
+    return " x ".join(map(str, division.degrees))
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "concepts"
@@ -298,7 +300,7 @@ def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
     steps = {
         tensor: predict(
             shape,
-            Layout(pipeline=64 // tensor, tensor=tensor, microbatches=batch, activation_checkpointing="full"),
+            Division(pipeline=64 // tensor, tensor=tensor, microbatches=batch, activation_checkpointing="full"),
             device=a100,
             network=usual_network(a100, 64),
             software=software,
@@ -316,13 +318,13 @@ def test_of_tensor_and_pipeline_the_tensor_fills_a_host_first(batch: int):
 )
 def test_published_rates_add_up_to_the_published_petaflops(row: Published, aggregate: float):
     """Guards the numbers: the paper's own last column is devices times rate."""
-    assert row.value * row.layout.devices / 1000 == pytest.approx(aggregate, rel=0.005)
+    assert row.value * row.division.devices / 1000 == pytest.approx(aggregate, rel=0.005)
 
 
 @pytest.mark.parametrize(("row", "days"), list(zip(FIXED_BATCH.rows, (84, 43, 23, 156, 80, 42), strict=True)))
 def test_published_rates_give_the_published_days(row: Published, days: int):
     """Narayanan et al., equation 4: 300 billion tokens take 8 T P / (n X)."""
-    seconds = 8 * 300e9 * row.shape.parameters / (row.layout.devices * row.value * 1e12)
+    seconds = 8 * 300e9 * row.shape.parameters / (row.division.devices * row.value * 1e12)
 
     assert seconds / 86400 == pytest.approx(days, rel=0.03)
 

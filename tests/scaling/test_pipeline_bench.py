@@ -59,7 +59,7 @@ def result() -> PipelineResult:
 def test_the_measured_share_is_beside_those_of_theory(result: PipelineResult):
     (row,) = result.rows
 
-    assert (row.bubble, row.own, row.textbook) == (pytest.approx(1 / 3),) * 3
+    assert (row.bubble, row.timetable, row.textbook) == (pytest.approx(1 / 3),) * 3
     assert row.step_ms == pytest.approx(9000)
     # The first stage's backward passes took 2, 2, 2, 2, 2 and 2, 2, 2, 11, 11, on average 3.8.
     expected = simulate(ORDERS, lambda each: {"forward": 1.0}.get(each.kind, (3.8, 2.0)[each.stage]))

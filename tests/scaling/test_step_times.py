@@ -9,7 +9,7 @@ from lockstep_tools.scaling.measure import PARTS, ReplicaMarks, mean_times, step
 
 
 def marks(began: float, forward: float, backward: float, settled: float) -> ReplicaMarks:
-    return ReplicaMarks(began_s=began, forward_s=forward, backward_s=backward, settled_s=settled)
+    return ReplicaMarks(began_s=began, forward_s=forward, backward_s=backward, finished_s=settled)
 
 
 def update(arrived: float, opened: float, exchanged: float, updated: float, closed: float) -> UpdateTimes:
@@ -18,8 +18,8 @@ def update(arrived: float, opened: float, exchanged: float, updated: float, clos
 
 def test_two_replicas_of_which_one_is_slower():
     times = step_times(
-        asked_s=10.0,
-        given_s=10.5,
+        requested_s=10.0,
+        received_s=10.5,
         ended_s=20.0,
         replicas=[marks(11.0, 13.0, 16.0, 19.5), marks(11.0, 14.0, 17.5, 19.5)],
         updates=[update(16.0, 18.0, 18.25, 18.5, 19.0), update(17.5, 18.0, 18.25, 18.75, 19.0)],
@@ -41,8 +41,8 @@ def test_two_replicas_of_which_one_is_slower():
 
 def test_a_replica_that_waits_for_a_turn_waits():
     times = step_times(
-        asked_s=0.0,
-        given_s=0.0,
+        requested_s=0.0,
+        received_s=0.0,
         ended_s=3.0,
         replicas=[marks(0.0, 1.0, 1.0, 3.0), marks(2.0, 3.0, 3.0, 3.0)],
         updates=[update(1.0, 3.0, 3.0, 3.0, 3.0), update(3.0, 3.0, 3.0, 3.0, 3.0)],
@@ -53,8 +53,8 @@ def test_a_replica_that_waits_for_a_turn_waits():
 
 def test_one_replica_waits_for_nobody():
     times = step_times(
-        asked_s=0.0,
-        given_s=0.0,
+        requested_s=0.0,
+        received_s=0.0,
         ended_s=4.0,
         replicas=[marks(0.0, 1.0, 2.0, 4.0)],
         updates=[update(2.0, 2.5, 2.5, 3.0, 3.5)],
@@ -64,7 +64,9 @@ def test_one_replica_waits_for_nobody():
 
 
 def test_a_skipped_update_is_other_time():
-    times = step_times(asked_s=0.0, given_s=0.0, ended_s=3.0, replicas=[marks(0.0, 1.0, 2.0, 3.0)], updates=[None])
+    times = step_times(
+        requested_s=0.0, received_s=0.0, ended_s=3.0, replicas=[marks(0.0, 1.0, 2.0, 3.0)], updates=[None]
+    )
 
     assert (times.exchange, times.update, times.other) == pytest.approx((0, 0, 1_000))
 

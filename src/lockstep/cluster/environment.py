@@ -57,7 +57,7 @@ def cluster_from_environment(environment: Mapping[str, str] = os.environ) -> Clu
             if not _agrees(written, place, listed_evaluators(environment)):
                 raise ClusterError(
                     f"TF_CONFIG declares worker {written.index} of {written.num_workers}, and {place.source} declare "
-                    f"{_shown(place)}; unset TF_CONFIG, or list in it all processes that train; {ALONE}"
+                    f"{_describe_place(place)}; unset TF_CONFIG, or list in it all processes that train; {ALONE}"
                 )
     return written
 
@@ -78,6 +78,7 @@ def declared_cluster(environment: Mapping[str, str] = os.environ) -> ClusterSpec
     Beside NODE_RANK it does: Lightning's variables number the hosts of a job so.
     """
     if not environment.get("RANK") and not _is_node(environment):
+        # Job scripts export it for what they start later; a MirroredStrategy in the script itself trains alone.
         environment = {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
     return cluster_from_environment(environment)
 
@@ -160,11 +161,13 @@ def _agrees(written: ClusterSpec, place: Place, evaluators: int) -> bool:
         return written.num_workers > 1
     if place.workers in (written.num_workers, written.num_workers + evaluators):
         return written.index == place.index
+    # Several workers of TF_CONFIG may have been started by one process of the launcher, such as one for each GPU of its
+    # host.
     started, rest = divmod(written.num_workers, place.workers)
     return not rest and written.index // started == place.index
 
 
-def _shown(place: Place) -> str:
+def _describe_place(place: Place) -> str:
     if place.workers is None:
         return f"worker {place.index} of several"
     return f"{place.workers} workers" if place.index is None else f"worker {place.index} of {place.workers}"

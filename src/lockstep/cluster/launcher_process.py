@@ -22,8 +22,10 @@ def launcher_process(variable: str) -> str | None:
         process = Path(f"/proc/{pid}")
         try:
             if not _has(process, variable):
+                # The kernel gives the number of a process to a later one, so it is told apart by its start as well.
                 return f"{pid}.{_status(process)[_STARTED]}"
             pid = int(_status(process)[_PARENT])
+        # A parent may end between two reads; its children then belong to another process.
         except (FileNotFoundError, ProcessLookupError):
             return None
     return None
@@ -39,7 +41,7 @@ def _has(process: Path, variable: str) -> bool:
         variables = (process / "environ").read_bytes().split(b"\0")
     except PermissionError:
         return False
-    return any(each.startswith(f"{variable}=".encode()) for each in variables)
+    return any(variable_text.startswith(f"{variable}=".encode()) for variable_text in variables)
 
 
 def _status(process: Path) -> list[str]:

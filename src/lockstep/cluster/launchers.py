@@ -290,6 +290,7 @@ def parse_launcher(environment: Mapping[str, str], launcher: Launcher) -> Cluste
     variables.require(launcher.rank, launcher.size)
     index = variables.number(launcher.rank, most=size - 1)
     local = _is_on_one_host(variables, launcher, size)
+    # Without an id two jobs on one host would derive the same port; their processes have different ancestors.
     job = _job(variables, launcher) or (local and launcher_process(launcher.rank)) or ""
     digest = hashlib.sha256(job.encode()).hexdigest()[:16]
     return ClusterSpec(
@@ -312,7 +313,7 @@ def launcher_place(environment: Mapping[str, str], launcher: Launcher) -> Place:
 
 
 def local_numbers(environment: Mapping[str, str], source: str) -> tuple[int, int] | None:
-    """The number of a process among those of its host, and theirs, if ``source`` is a launcher that tells both."""
+    """The rank of a process on its host and the number of processes there if ``source`` is a launcher that has both."""
     launcher = next((row for row in (*LAUNCHERS, *SERVICES, *INTERFACES) if row.name == source), None)
     if launcher is None or not (environment.get(launcher.local_rank) and environment.get(launcher.local_size)):
         return None
@@ -335,7 +336,7 @@ def _size(variables: Variables, launcher: Launcher) -> int:
 
 
 def _is_on_one_host(variables: Variables, launcher: Launcher, size: int) -> bool:
-    """Whether all processes of a job are on this host; not so where no variable says it."""
+    """Whether all processes of a job are on this host; False where no variable says so."""
     return variables.count(launcher.local_size) == size or variables.count(launcher.hosts) == 1
 
 
@@ -353,6 +354,7 @@ def _chief(variables: Variables, launcher: Launcher, place: tuple[int, int], job
     if not name and not local:
         hosts = "on several hosts" if launcher.local_size or launcher.hosts else "perhaps on several hosts"
         raise _refusal(launcher, f"{where} {hosts}, and no variable names the host of process 0")
+    # Only where all processes are on this host: no other address is known, and none is needed.
     host = _first_host(variables.get(name)) if name else _LOOPBACK
     port = _first(variables, launcher.port)
     if not port and not job:

@@ -46,9 +46,10 @@ class LocalRank:
         """
         if self.sees_own or self.workers == 1 or not gpus:
             return range(gpus)
-        each = max(1, gpus // self.workers)
-        first = self.rank * each % gpus
-        return range(first, first + each)
+        share = max(1, gpus // self.workers)
+        # With fewer GPUs than workers the ranks wrap around: worker 2 of 3 on two GPUs takes GPU 0 again.
+        first = self.rank * share % gpus
+        return range(first, first + share)
 
 
 def own_local_rank(cluster: ClusterSpec | None) -> LocalRank:
@@ -71,11 +72,11 @@ def find_local_rank(environment: Mapping[str, str], cluster: ClusterSpec | None)
         return LocalRank(rank=numbers[0], workers=numbers[1], sees_own=bool(variables.get(OWN_GPUS)))
     # TF_CONFIG and a ClusterSpec name every worker's host. Whoever starts workers so sets CUDA_VISIBLE_DEVICES by hand.
     hosts = [cluster.host(index) for index in range(cluster.num_workers)]
-    own = hosts[cluster.index]
-    if not own:
+    host = hosts[cluster.index]
+    if not host:
         return LocalRank()
     sees_own = bool(variables.get("CUDA_VISIBLE_DEVICES"))
-    return LocalRank(rank=Counter(hosts[: cluster.index])[own], workers=Counter(hosts)[own], sees_own=sees_own)
+    return LocalRank(rank=Counter(hosts[: cluster.index])[host], workers=Counter(hosts)[host], sees_own=sees_own)
 
 
 def _slurm_local_rank(variables: Variables) -> LocalRank:
@@ -95,8 +96,11 @@ def _slurm_local_rank(variables: Variables) -> LocalRank:
 
 def core_info() -> dict[str, int]:
     """What the workers of a job tell each other about cores: a number for this host, and a bit mask of its cores."""
+    # Machines made of one image may have one name; the kernel makes the boot id anew at each start.
     name = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
     host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+    # The cores as bits of one number: ``info`` is a mapping to numbers, and a container may have any of the host's
+    # cores.
     return {"host": host, "cores": sum(1 << core for core in os.sched_getaffinity(0))}
 
 
@@ -104,15 +108,15 @@ def divide_cores(infos: Sequence[Mapping[str, int]], index: int) -> None:
     """Sets the intra-op threads of worker ``index`` to its part of the cores, from every worker's ``core_info``."""
     threads = torch.get_num_threads()
     workers = count_core_sharers(infos, index)
-    own = threads_per_worker(os.environ, threads=threads, default=_default_threads(), workers=workers)
-    if own != threads:
-        torch.set_num_threads(own)
+    share = threads_per_worker(os.environ, threads=threads, default=_default_threads(), workers=workers)
+    if share != threads:
+        torch.set_num_threads(share)
 
 
 def count_core_sharers(infos: Sequence[Mapping[str, int]], index: int) -> int:
     """How many workers, this one included, compute on the cores of worker ``index``. Pure."""
-    own = infos[index]
-    return sum(info["host"] == own["host"] and bool(info["cores"] & own["cores"]) for info in infos)
+    worker = infos[index]
+    return sum(info["host"] == worker["host"] and bool(info["cores"] & worker["cores"]) for info in infos)
 
 
 def threads_per_worker(environment: Mapping[str, str], *, threads: int, default: int, workers: int) -> int:
@@ -129,6 +133,8 @@ def threads_per_worker(environment: Mapping[str, str], *, threads: int, default:
 def _default_threads() -> int:
     """One thread for each core that this process may use; with MKL, one for each physical core."""
     cores = os.sched_getaffinity(0)
+    # MKL uses one thread for each physical core by itself, and torch's default follows it; the number is needed to tell
+    # a default from a user's choice.
     siblings = (Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores)
     physical = {path.read_text(encoding="ascii") for path in siblings if path.exists()}
     counts_physical = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]

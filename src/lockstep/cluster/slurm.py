@@ -71,6 +71,7 @@ def step_numbers(environment: Mapping[str, str]) -> tuple[int, int]:
 
 def step_port(job: int, step: int) -> int:
     """The port of a job step's store, from 15000 to 29999, which all its tasks derive without talking to each other."""
+    # _STRIDE is prime and does not divide PORTS, so the steps of a job visit every port before one comes again.
     return FIRST_PORT + (job + _STRIDE * step) % PORTS
 
 
@@ -102,7 +103,9 @@ def first_host(text: str) -> tuple[str, bool]:
     """
     text = text.strip()
     match, brackets = _HOST_LIST.fullmatch(text), re.findall(r"\[[^\]]*\]", text)
-    ranges = [(int(first), int(last)) for each in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", each)]
+    ranges = [
+        (int(first), int(last)) for bracket in brackets for first, last in re.findall("([0-9]+)-([0-9]+)", bracket)
+    ]
     if match is None or any(first > last for first, last in ranges):
         raise ClusterError(f"{shown(text)} is not a list of hosts; for example 'node[01-03,07],login1'")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[1]), "," not in text and not ranges

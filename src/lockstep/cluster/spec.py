@@ -68,15 +68,15 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def check_addresses(addresses: Mapping[str, str]) -> None:
     """Raises a ClusterError if an address is malformed or two are the same. The keys say where each was declared."""
-    seen: dict[str, str] = {}
+    places: dict[str, str] = {}
     for place, address in addresses.items():
         try:
             spelling = canonical(address)
         except ClusterError as error:
             raise ClusterError(f"{place}: {error}") from None
-        if spelling in seen:
-            raise ClusterError(f"{seen[spelling]} and {place} are both {shown(address)}; give each its own address")
-        seen[spelling] = place
+        if spelling in places:
+            raise ClusterError(f"{places[spelling]} and {place} are both {shown(address)}; give each its own address")
+        places[spelling] = place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +191,7 @@ def check_job_id(job_id: object, name: str = "job_id") -> None:
 
 def _derived_job_id(workers: Sequence[str]) -> str:
     """The same id on every worker of a cluster, and another for other addresses or another number of workers."""
+    # Workers may have been told one address in two spellings, such as HostA and hosta; the id must be the same.
     addresses = [canonical(address) if address else "" for address in workers]
     return f"cluster-{hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]}"
 

@@ -32,6 +32,7 @@ def parse_tf_config(environment: Mapping[str, str]) -> ClusterSpec | None:
         return None
     try:
         declared = json.loads(text)
+    # A text of thousands of brackets ends the parser with RecursionError.
     except (ValueError, RecursionError) as error:
         raise _malformed(f"{shown(text)} is not JSON ({error})") from None
     if not isinstance(declared, dict):
@@ -64,7 +65,11 @@ def _read_cluster(cluster: Any) -> dict[str, list[str]]:
         raise _malformed(f"cluster has {len(chiefs)} chiefs ({shown(chiefs)}); list all but one as worker")
     try:
         check_addresses(
-            {f"cluster.{name}[{i}]": each for name, listed in cluster.items() for i, each in enumerate(listed)}
+            {
+                f"cluster.{name}[{i}]": address
+                for name, addresses in cluster.items()
+                for i, address in enumerate(addresses)
+            }
         )
     except ClusterError as error:
         raise _malformed(str(error)) from None
@@ -76,6 +81,7 @@ def _read_task(task: object, cluster: Mapping[str, list[str]], *, alone: bool) -
     if task is None and alone:
         return "worker", 0
     kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
+    # ``type`` and not ``isinstance``: JSON's ``true`` is a bool, which Python takes for 1.
     if kind not in _TYPES or type(index) is not int:
         raise _malformed(
             f"task is {shown(task)}; it must say which worker this process is, with a type (chief, worker or evaluator)"
@@ -129,8 +135,8 @@ def parse_cluster_spec(environment: Mapping[str, str]) -> ClusterSpec | None:
     job_id = Variables(environment, "CLUSTER_SPEC").job_id()
     if task == "worker" and len(workers) == 1:
         return ClusterSpec(workers=("",), index=0, job_id=job_id, source="CLUSTER_SPEC")
-    own = index + (len(first) if kind == _POOLS[1] else 0)
-    return ClusterSpec(workers=workers or ("",), index=own, task=task, job_id=job_id, source="CLUSTER_SPEC")
+    worker = index + (len(first) if kind == _POOLS[1] else 0)
+    return ClusterSpec(workers=workers or ("",), index=worker, task=task, job_id=job_id, source="CLUSTER_SPEC")
 
 
 def _read_pools(text: str) -> tuple[dict[str, list[str]], str, int]:

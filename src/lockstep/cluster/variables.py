@@ -46,6 +46,8 @@ class Variables:
     def number(self, name: str, *, least: int = 0, most: int | None = None) -> int:
         """The whole number in a variable, in decimal digits."""
         text = self.get(name).strip()
+        # ``int`` also takes digits of other alphabets, "1_000", and texts of any length; a launcher writes none of
+        # them.
         number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
         if number is None or number < least or (most is not None and number > most):
             limits = f"from {least} to {most}" if most is not None else f"from {least} up"

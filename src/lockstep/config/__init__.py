@@ -3,7 +3,7 @@
     physical devices --set_logical_device_configuration--> logical devices --resolve_devices--> a strategy's replicas
 
 This module has the public functions and the one registry of the process. ``devices`` has the devices and the rules for
-dividing them; ``request`` reads what a user writes for devices. No device is looked for before the first question.
+dividing them; ``request`` reads what a user writes for devices. Devices are looked for at the first call.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def request_devices(text: str) -> tuple[LogicalDevice, ...]:
     try:
         return apply_request(_registry, parse_device_request(text))
     except ConfigError as error:
+        # argparse shows the message of an ArgumentTypeError and hides that of any other ValueError.
         raise DeviceArgumentError(*error.args) from None
 
 

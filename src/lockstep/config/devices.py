@@ -130,11 +130,14 @@ class DeviceRegistry:
         self._configurations: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
         self._uses: Counter[PhysicalDevice] = Counter()  # by strategies that are not closed
         self._warned = False
+        # Reentrant: the methods call each other, such as ``configure`` the one that lists devices.
         self._lock = threading.RLock()
 
     def physical_devices(self, kind: DeviceKind | None = None) -> tuple[PhysicalDevice, ...]:
         """All physical devices or those of one kind, in the order of their numbers."""
         with self._lock:
+            # At the first question and not at import: ``get_device_properties`` initialises CUDA, after which a forked
+            # process cannot use it.
             if self._physical is None:
                 self._physical = discover_physical_devices()
             return tuple(device for device in self._physical if kind in (None, device.kind))
@@ -143,7 +146,7 @@ class DeviceRegistry:
         """All logical devices or those of one kind, numbered in the order of their physical devices."""
         with self._lock:
             kinds: tuple[DeviceKind, ...] = ("CPU", "GPU") if kind is None else (kind,)
-            return tuple(device for each in kinds for device in self._number(each))
+            return tuple(device for device_kind in kinds for device in self._number(device_kind))
 
     def default_devices(self) -> tuple[LogicalDevice, ...]:
         """All logical GPUs, else those of the CPU; warns once if torch has an accelerator that is not used then."""
@@ -178,6 +181,7 @@ class DeviceRegistry:
             self._check_known(physical)
             new = check_shares(physical, shares)
             old = self._configurations.get(physical, _WHOLE)
+            # The same division again changes nothing, so it is accepted while strategies use the device.
             if new != old:
                 self._check_free(physical, renumbers=len(new) != len(old))
             self._configurations[physical] = new
@@ -190,6 +194,7 @@ class DeviceRegistry:
     def release(self, devices: Iterable[LogicalDevice]) -> None:
         """Ends a use of the physical devices of ``devices``."""
         with self._lock:
+            # ``-=`` on a Counter drops counts that reach zero, so ``in`` says whether a device is in use.
             self._uses -= Counter({device.physical for device in devices})
 
     def _number(self, kind: DeviceKind) -> list[LogicalDevice]:
@@ -212,19 +217,20 @@ class DeviceRegistry:
     def _check_known(self, physical: PhysicalDevice) -> None:
         if not isinstance(physical, PhysicalDevice) or physical not in self.physical_devices():
             got = physical.name if isinstance(physical, PhysicalDevice) else f"a {type(physical).__name__}"
-            known = ", ".join(device.name for device in self.physical_devices())
+            names = ", ".join(device.name for device in self.physical_devices())
             raise ConfigError(
-                f"received {got}, expected a physical device of this machine ({known}); "
+                f"received {got}, expected a physical device of this machine ({names}); "
                 "take one from lockstep.config.list_physical_devices()"
             )
 
     def _check_free(self, physical: PhysicalDevice, *, renumbers: bool) -> None:
         devices = self.physical_devices(physical.kind)
+        # Numbers run over all devices of a kind: one share more on gpu:0 renames those of every later GPU.
         affected = devices[devices.index(physical) :] if renumbers else (physical,)
-        used = [device.name for device in affected if device in self._uses]
-        if used:
+        names = [device.name for device in affected if device in self._uses]
+        if names:
             raise UsageError(
-                f"{physical.name} cannot be divided again: {used[0]} is in use by a strategy and would change; "
+                f"{physical.name} cannot be divided again: {names[0]} is in use by a strategy and would change; "
                 "divide devices before the first strategy or model is made, or after strategy.close() of each strategy "
                 "that uses them, which is model.strategy.close() for a model"
             )
@@ -249,9 +255,9 @@ def check_shares(
             "write LogicalDeviceConfiguration(memory_limit=2048)"
         )
     if physical.memory is not None and sum(limits) > physical.memory:
-        asked = " + ".join(str(limit) for limit in limits) if len(limits) <= 8 else f"{len(limits)} shares"
+        total = " + ".join(str(limit) for limit in limits) if len(limits) <= 8 else f"{len(limits)} shares"
         raise ConfigError(
-            f"the shares of {physical.name} add up to {asked} = {sum(limits)} MB, but it has {physical.memory} MB; "
+            f"the shares of {physical.name} add up to {total} = {sum(limits)} MB, but it has {physical.memory} MB; "
             f"with {len(limits)} equal shares give each at most {physical.memory // len(limits)} MB"
         )
     return checked

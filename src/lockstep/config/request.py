@@ -43,43 +43,44 @@ def resolve(registry: DeviceRegistry, devices: Sequence[DeviceName] | None) -> t
         raise ConfigError(f"devices={devices!r} is not a list; write a list of devices such as ['cpu:0', 'cpu:1']")
     if not devices:
         raise ConfigError("devices is an empty list; name at least one device, or leave it out to take all")
-    known = registry.logical_devices()
-    found = tuple(_find(known, device) for device in devices)
-    for number, device in enumerate(found):
-        if device in found[:number]:
-            written = ", ".join(_shown(item) for item in devices)
+    logical = registry.logical_devices()
+    resolved = tuple(_find(logical, device) for device in devices)
+    for number, device in enumerate(resolved):
+        if device in resolved[:number]:
+            written = ", ".join(_spelling(item) for item in devices)
             raise ConfigError(f"{device.name} is named twice in [{written}]; name each device once per strategy")
-    return found
+    return resolved
 
 
-def _find(known: tuple[LogicalDevice, ...], device: DeviceName) -> LogicalDevice:
+def _find(logical: tuple[LogicalDevice, ...], device: DeviceName) -> LogicalDevice:
     if isinstance(device, LogicalDevice):
-        if device not in known:
-            raise _unknown(known, device)
+        if device not in logical:
+            raise _unknown(logical, device)
         return device
+    # str(torch.device("cuda", 1)) is "cuda:1", so one pattern reads names and torch's devices.
     match = _NAME.fullmatch(str(device)) if isinstance(device, (str, torch.device)) else None
     if match is None:
-        raise _unknown(known, device)
+        raise _unknown(logical, device)
     kind = "CPU" if match[1].lower() == "cpu" else "GPU"
-    candidates = [logical for logical in known if logical.kind == kind]
+    candidates = [candidate for candidate in logical if candidate.kind == kind]
     if match[2] is None and len(candidates) > 1:
-        names = ", ".join(logical.name for logical in candidates)
-        raise ConfigError(f"device {_shown(device)} has no number, and there are {names}; name one of them")
+        names = ", ".join(candidate.name for candidate in candidates)
+        raise ConfigError(f"device {_spelling(device)} has no number, and there are {names}; name one of them")
     index = int(match[2] or 0)
     if index >= len(candidates):
-        raise _unknown(known, device)
+        raise _unknown(logical, device)
     return candidates[index]
 
 
-def _unknown(known: tuple[LogicalDevice, ...], device: DeviceName) -> ConfigError:
-    names = ", ".join(logical.name for logical in known)
+def _unknown(logical: tuple[LogicalDevice, ...], device: DeviceName) -> ConfigError:
+    names = ", ".join(candidate.name for candidate in logical)
     return ConfigError(
-        f"unknown device {_shown(device)}; known: {names}; choose among them, "
+        f"unknown device {_spelling(device)}; known: {names}; choose among them, "
         "or divide a device first with lockstep.config.set_logical_device_configuration"
     )
 
 
-def _shown(device: DeviceName) -> str:
+def _spelling(device: DeviceName) -> str:
     return device.name if isinstance(device, LogicalDevice) else repr(str(device))
 
 
@@ -105,6 +106,8 @@ def parse_device_request(text: str) -> DeviceRequest:
     kind, number, limit = _parse_item(text, items[0])
     if number is None:
         return DeviceRequest(kind=kind)
+    # A lone CPU number counts shares, since a machine has one CPU; a lone GPU number is a name, since it may have
+    # several GPUs.
     if limit is None and (kind == "GPU" or number == 0):
         return DeviceRequest(devices=(f"{kind.lower()}:{number}",))
     if kind == "CPU" and limit is not None:
@@ -119,10 +122,10 @@ def parse_device_request(text: str) -> DeviceRequest:
 def apply_request(registry: DeviceRegistry, request: DeviceRequest) -> tuple[LogicalDevice, ...]:
     """Divides the devices of ``registry`` as asked, and returns the logical devices to take."""
     for name, shares in request.splits.items():
-        known = {device.name: device for device in registry.physical_devices()}
-        if name not in known:
-            raise ConfigError(f"{name} cannot be divided: this machine has {', '.join(known)}; divide one of those")
-        registry.configure(known[name], shares)
+        physical = {device.name: device for device in registry.physical_devices()}
+        if name not in physical:
+            raise ConfigError(f"{name} cannot be divided: this machine has {', '.join(physical)}; divide one of those")
+        registry.configure(physical[name], shares)
     if request.devices is not None:
         return resolve(registry, request.devices)
     devices = registry.logical_devices(request.kind)

@@ -3,13 +3,16 @@
 This is the only package that writes environment variables, all of them for the workers. Begin with ``api`` (the public
 function) and ``jobs`` (a function or a program in workers, and each worker's share of the host). ``jobs`` uses:
 
-agent       torch's elastic agent: starts, watches, restarts and ends the workers of this host
-rendezvous  how the launchers of several hosts find each other
-rounds      the same in an elastic job, again and again: who is left, and who starts how many workers
-elastic     the agent of an elastic job: tells lost workers from failures, and takes in those that come back
-output      what the workers print: log files, and the terminal
-worker      the life of a worker process, and the files that it shares with the launcher; imports no torch
-failures    which worker failed first and how; where workers stood when their time was up
-batch_size  ``ls.find_batch_size``: the search; trial has one step in a fresh process, model_steps that of a Model
-guards      undoes what torch's launcher does to the process around it
+agent            torch's elastic agent: starts, watches, restarts and ends the workers of this host
+rendezvous       how the launchers of several hosts find each other
+elastic_meeting  the same in an elastic job, again and again: who is left, and who starts how many workers
+elastic          the agent of an elastic job: tells lost workers from failures, and takes in those that come back
+output           what the workers print: log files, and the terminal
+worker           the life of a worker process, and the files that it shares with the launcher; imports no torch
+serialization    functions, results and errors as bytes for another process
+failures         which worker failed first, and how
+hang_dump        where each worker stood when its time was up
+batch_size       ``ls.find_batch_size``: the search
+trial            one training step in a fresh process; ``model_steps`` makes that of a Model
+side_effects     undoes what torch's launcher does to the process around it
 """

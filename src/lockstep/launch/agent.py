@@ -1,7 +1,7 @@
-"""torch's elastic agent for the workers of this host, made quiet, impatient and exact about which worker failed first.
+"""torch's elastic agent for the workers of this host, with a time limit and the time at which each worker ended.
 
-Rendezvous, ranks, environment, starting, watching and restarting are torch's. Added: the time at which each worker
-ended, a time limit for the job, a way of stopping that leaves workers time to save, and pipes for their output.
+Rendezvous, ranks, environment, starting, watching and restarting are torch's. This module adds the time at which each
+worker ended, a time limit for the job, a way of stopping that leaves workers time to save, and pipes for their output.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from lockstep import console
 from lockstep.checks import check_seconds
 from lockstep.errors import ClusterError
 from lockstep.launch.failures import FailureRecord, WorkerFailure, first_failure, worker_failures
-from lockstep.launch.guards import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.output import OutputForwarder
 from lockstep.launch.rendezvous import LauncherRendezvous
+from lockstep.launch.side_effects import handle_sigterm_once, hide_main, restore_signal_handlers, silence_torch_launcher
 from lockstep.launch.worker import GUARD_VARIABLE, OUTPUT_VARIABLE, OWN_VARIABLE, WorkerPaths
 from lockstep.parent_death import ParentDeathGuard
 
 START_METHOD = "forkserver"
 _POLL_S = 0.02
+# torch takes the result of a process that has ended at its next look, so a missing one is believed only after a while.
 _LOST_RESULT_S = 1.0
+# The agent's own look at the deadline comes first, because only it can say what happened in one sentence.
 _LATE_S = 1.0
 _INTERRUPT_S = 3.0  # that workers get to end after Ctrl-C
 
@@ -62,14 +64,14 @@ class WorkerSetup(LogsSpecs):
     ``resources`` are those variables for cores and GPUs.
 
     Attributes:
-        places: whose resources each worker gets, by local rank.
+        slots: whose resources each worker gets, by local rank.
     """
 
     def __init__(self, forwarder: OutputForwarder, *, resources: Sequence[Mapping[str, str]], folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self._forwarder, self._resources = forwarder, resources
-        self.places: Sequence[int] = range(len(resources))
+        self.slots: Sequence[int] = range(len(resources))
         self._guard: ParentDeathGuard | None = None
 
     @property
@@ -82,19 +84,24 @@ class WorkerSetup(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Opens the pipes of the workers that are about to start, and adds to their variables, by local rank."""
+        # A guard kills once, so every attempt has its own.
         self._guard = ParentDeathGuard()
         self._forwarder.close_pipes()  # the workers of the last attempt have ended
         for local, variables in envs.items():
             worker, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             pipes = self._forwarder.open(worker, attempt)
-            variables.update(self._resources[self.places[local]])
+            variables.update(self._resources[self.slots[local]])
             if (columns := console.width()) is not None:
                 variables[console.COLUMNS_VARIABLE] = str(columns)
             if self._forwarder.shows_pieces(worker) and console.shows_bar():
                 variables[console.BAR_VARIABLE] = "1"
+            # The process that functions are forked from may have other variables than this one, so a worker is told
+            # which are its own (``worker._take_environment``).
             variables[OWN_VARIABLE] = " ".join(variables)
             variables[OUTPUT_VARIABLE] = f"{pipes['out']} {pipes['err']}"
             variables[GUARD_VARIABLE] = self._guard.path
+        # torch would open files under these names with mode "w" in each attempt; pipes show lines as they come, and
+        # keep the order of standard output and error.
         none = dict.fromkeys(envs, "")  # workers open the pipes themselves
         return LogsDest(none, none, {}, {}, none, "", "")
 
@@ -119,6 +126,8 @@ class ExitMonitor:
         self._wake_read, self._wake_write = os.pipe()
         for local, pid in pids.items():
             try:
+                # The descriptor stands for this very process: its number may be given to another process once torch has
+                # waited for it.
                 self._handles[os.pidfd_open(pid)] = local
             except ProcessLookupError:
                 self._ended_ns[local] = time.monotonic_ns()
@@ -139,8 +148,8 @@ class ExitMonitor:
 
     def _watch(self) -> None:
         poll = select.poll()
-        for each in (*self._handles, self._wake_read):
-            poll.register(each, select.POLLIN)
+        for handle in (*self._handles, self._wake_read):
+            poll.register(handle, select.POLLIN)
         while True:
             for ready, _ in poll.poll():
                 if ready == self._wake_read:
@@ -213,6 +222,8 @@ class Agent(LocalElasticAgent):
         last, because workers end with it that have lost others.
         """
         codes = (code for code in self.exit_codes.values() if code)
+        # test_a_code_that_a_worker_chose_comes_before_the_signal_that_ended_another: a worker that saved ends with 75,
+        # while one that was slower is killed.
         first = min(codes, key=lambda code: (code == 1, code < 0), default=0)
         return 128 - first if first < 0 else first
 
@@ -254,7 +265,9 @@ class Agent(LocalElasticAgent):
         return any(failure.exit_code is None and failure.at_ns < latest_ns for failure in self.failures())
 
     def pass_exit_barrier(self) -> None:
-        """Releases the launchers of other hosts whose workers have finished and who wait for this one's."""
+        """Releases the launchers of other hosts that wait for this host's workers to finish."""
+        # torch 2.13 offers no way to pass this barrier for others: ``_exit_barrier`` marks this launcher as arrived and
+        # waits, here for a moment only.
         self._exit_barrier_timeout = 0.1
         wait: Callable[[], None] = self._exit_barrier
         wait()
@@ -275,13 +288,15 @@ class Agent(LocalElasticAgent):
         handle_sigterm_once(self._ignored_signals)
         self._exits = ExitMonitor(ids, self._on_worker_end)
         if self._deadline is not None:
+            # torch 2.13, ``MultiprocessContext._poll``: once all results are there, it calls ``join()`` in a loop
+            # without a time limit.
             # While the processes of functions end, torch waits for them and looks at nothing else.
             self._late_timer = threading.Timer(self._deadline - time.monotonic() + _LATE_S, self._kill_late)
             self._late_timer.start()
         return ids
 
     def _on_worker_end(self, running: list[int]) -> None:
-        """Has stopped workers go on: torch waits half a minute for each to see its SIGTERM. In another thread."""
+        """Continues stopped workers, in another thread: torch waits half a minute for each to see its SIGTERM."""
         for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -298,6 +313,8 @@ class Agent(LocalElasticAgent):
             self._check_deadline()
         if result.state == WorkerState.HEALTHY and (self._lost_a_result() or self.waits_after_failure()):
             return RunResult(state=WorkerState.FAILED)
+        # The thread of ``ExitMonitor`` and torch's poll race for the same exit; a failure without a time would be
+        # missing from ``failures``.
         for worker in result.failures:  # in case torch saw one first
             local = worker - int(worker_group.workers[0].global_rank)
             self._ended_ns.setdefault(local, time.monotonic_ns())
@@ -309,6 +326,8 @@ class Agent(LocalElasticAgent):
         codes = self.exit_codes
         pids = dict(self._pcontext.pids()) if self._pcontext is not None and codes else {}
         _signal_and_wait([pid for local, pid in pids.items() if codes.get(local) is None], death_sig, limit_s)
+        # The workers have had their time above: torch only has to end what is left, and would wait for it up to half a
+        # minute.
         super()._shutdown(death_sig, 1)
         self._setup.kill_all()  # what the workers had started
 
@@ -328,6 +347,8 @@ class Agent(LocalElasticAgent):
 
     def _lost_a_result(self) -> bool:
         """Whether a function's process ended a while ago without a result, for which torch would wait forever."""
+        # test_a_worker_that_gives_no_result_is_named: a function that calls ``os._exit(0)`` leaves no result, and torch
+        # 2.13's ``_poll`` ends only when it has one of every worker.
         if not isinstance(self._pcontext, MultiprocessContext):
             return False
         oldest = min(self._ended_ns.values(), default=time.monotonic_ns())

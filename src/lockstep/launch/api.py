@@ -56,8 +56,10 @@ def launch(
     if not callable(fn):
         raise ConfigError(f"fn is a {type(fn).__name__}, expected the function that every worker runs")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping | None):
-        given = f"args={shown(args)}, kwargs={shown(kwargs)}"
-        raise ConfigError(f"{given} was given, expected a tuple of fn's arguments and a dict of its keyword arguments")
+        arguments = f"args={shown(args)}, kwargs={shown(kwargs)}"
+        raise ConfigError(
+            f"{arguments} was given, expected a tuple of fn's arguments and a dict of its keyword arguments"
+        )
     from lockstep.launch.agent import Limits  # torch's launcher takes 0.1 s to import
     from lockstep.launch.jobs import FunctionJob
 

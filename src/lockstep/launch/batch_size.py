@@ -3,7 +3,7 @@
     rows -> on every worker a fresh process: step = build(); step(rows) -> memory, seconds
          -> all workers agree -> the next size: twice as many while they fit, then halfway between
 
-``next_size`` and ``chosen`` are pure functions of the trials. ``trial`` runs one of them.
+``next_size`` and ``best_trial`` are pure functions of the trials. ``trial`` runs one of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lockstep.collectives.communicator import Communicator, all_gather_object
 from lockstep.config import list_logical_devices
 from lockstep.errors import ClusterError, ConfigError, DeviceMemoryError
 from lockstep.launch.model_steps import made_anew
+from lockstep.launch.serialization import serialize_call
 from lockstep.launch.trial import MemoryUse, Step, Trial, TrialProcess
-from lockstep.launch.worker import serialize_call
 from lockstep.replicas.cpu.memory import available_mb
 from lockstep.strategies.base import Strategy, get_strategy
 from lockstep.train.model import Model
@@ -87,7 +87,7 @@ def _is_level(trials: Sequence[Trial], tolerance: float) -> bool:
     return len(rates) > 2 and max(rates[-2:]) <= (1 + tolerance) * max(rates[:-2])
 
 
-def chosen(trials: Sequence[Trial], bounds: Bounds) -> Trial | None:
+def best_trial(trials: Sequence[Trial], bounds: Bounds) -> Trial | None:
     """The largest size that fits; for speed the smallest whose rows per second are near the best. None if none fits."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.rows)
     if bounds.aim == "memory" or not fitting:
@@ -208,13 +208,15 @@ def find_batch_size(
         timeout_s=timeout_s,
         alone=not workers.is_single,
     )
-    layout = (key, bounds, workers.replicas, margin, memory_limit_mb, list_logical_devices(), torch.__version__)
-    stored = None if cache is None or key is None else Cache(Path(cache).expanduser(), repr(layout), workers)
+    search_key = (key, bounds, workers.replicas, margin, memory_limit_mb, list_logical_devices(), torch.__version__)
+    stored = None if cache is None or key is None else Cache(Path(cache).expanduser(), repr(search_key), workers)
     trials = [] if stored is None else stored.read(process.host_mb * (1 - margin))
     is_cached = bool(trials)
+    # Every worker follows the same search, because each trial's result is that of all workers (``_agreed``); no other
+    # agreement is needed.
     while not is_cached and (size := next_size(trials, bounds)) is not None:
         trials.append(_agreed(workers, process, size))
-    best = chosen(trials, bounds)
+    best = best_trial(trials, bounds)
     if best is None:
         raise DeviceMemoryError(
             f"not even a global batch of {trials[-1].rows} fits: {trials[-1].reason}; use shorter examples, a smaller"
@@ -233,16 +235,17 @@ def _agreed(workers: Communicator, process: TrialProcess, rows: int) -> Trial:
     error, local = None, Trial(rows=rows, fits=False)
     try:
         local = process.run(rows)
+    # The collective below must be reached by all workers: an error that left before it would have the others wait.
     except Exception as raised:  # noqa: BLE001  raised below, once the others know of it
         error = raised
     failure = "" if error is None else f"{type(error).__name__}: {error}"
-    met = all_gather_object(workers, "trial of a batch size", [failure, asdict(local)])
+    reports = all_gather_object(workers, "trial of a batch size", [failure, asdict(local)])
     if error is not None:
         raise error
-    for index, (text, _) in enumerate(met):
+    for index, (text, _) in enumerate(reports):
         if text:
             raise ClusterError(f"{workers.names[index]}: the trial of {rows} rows failed with {text}")
-    trials = [_trial(values) for _, values in met]
+    trials = [_trial(values) for _, values in reports]
     if workers.is_single:
         return local
     return Trial(

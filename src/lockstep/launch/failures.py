@@ -1,26 +1,17 @@
-"""How a worker failed: by the record that it wrote itself or the signal that ended it; and which worker failed first.
-
-Also the hang dump: each worker writes down the stacks of its threads shortly before its time is up. A deadlock shows in
-what every worker was waiting for, and once the launcher has ended the workers nobody can ask them any more.
-"""
+"""How a worker failed, by the record that it wrote or the signal that ended it, and which worker failed first."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import signal
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from lockstep.errors import LockstepError
 from lockstep.tracebacks import format_for_user
-
-_DUMP_SHARE = 0.1  # of the time that is left
-_DUMP_LONGEST_S = 2.0  # eight workers on two cores take one second to write their stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +26,12 @@ class FailureRecord:
     def of(cls, error: BaseException, *, hide: Collection[str]) -> FailureRecord:
         """The record of an error that was raised just now, without frames of the files in ``hide`` at its start."""
         at_ns = time.monotonic_ns()
-        shown = without_frames(error.__traceback__, hide)
+        user_frames = without_frames(error.__traceback__, hide)
         message = " ".join(str(error).split())
         return cls(
             at_ns=at_ns,
             error=f"{type(error).__name__}: {message}".removesuffix(": "),
-            traceback=format_for_user(error, shown, LockstepError),
+            traceback=format_for_user(error, user_frames, LockstepError),
         )
 
     @property
@@ -49,7 +40,7 @@ class FailureRecord:
         return self.error.partition(":")[0]
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def origin(self) -> tuple[str, ...]:
         """The type of the error and the lines that led to it: the same in all workers that make one mistake."""
         return (self.kind, *(line for line in self.traceback.splitlines() if line.startswith('  File "')))
 
@@ -138,34 +129,10 @@ def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:
 
 def without_frames(traceback: TracebackType | None, files: Collection[str]) -> TracebackType | None:
     """A traceback without its first frames as far as they are in ``files``; the whole one if all of them are."""
-    shown = traceback
-    while shown is not None and shown.tb_frame.f_code.co_filename in files:
-        shown = shown.tb_next
-    return shown if shown is not None else traceback
-
-
-@contextmanager
-def dump_stacks_near(deadline: float | None, path: Path) -> Iterator[None]:
-    """While inside: shortly before the deadline, writes what all threads of this process are doing to ``path``.
-
-    The deadline is on the clock of ``time.monotonic``, which all processes of a host share; None writes nothing.
-    """
-    if deadline is None:
-        yield
-        return
-    left_s = max(0.0, deadline - time.monotonic())
-    with path.open("w") as file:
-        faulthandler.dump_traceback_later(max(0.01, left_s - min(_DUMP_LONGEST_S, _DUMP_SHARE * left_s)), file=file)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
-def read_stacks(paths: Mapping[int, Path]) -> str:
-    """What ``dump_stacks_near`` wrote in each worker, under the worker's rank; empty if none did."""
-    written = {worker: path.read_text().strip() for worker, path in paths.items() if path.exists()}
-    return "\n\n".join(f"worker {worker} stood here:\n{stacks}" for worker, stacks in written.items() if stacks)
+    frame = traceback
+    while frame is not None and frame.tb_frame.f_code.co_filename in files:
+        frame = frame.tb_next
+    return frame if frame is not None else traceback
 
 
 def _signal_name(number: int) -> str:

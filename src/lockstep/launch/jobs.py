@@ -23,20 +23,20 @@ from lockstep.cluster.local import OWN_GPUS
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.agent import START_METHOD, Agent, Limits, OnRestart, WorkerSetup
 from lockstep.launch.elastic import ElasticAgent
-from lockstep.launch.failures import FailureRecord, WorkerFailure, read_stacks
-from lockstep.launch.guards import remove_empty_compiler_folder
+from lockstep.launch.elastic_meeting import Elastic, ElasticMeeting
+from lockstep.launch.failures import FailureRecord, WorkerFailure
+from lockstep.launch.hang_dump import read_stacks
 from lockstep.launch.output import AllOutput, ChiefOutput, OutputForwarder, StatusCallback
 from lockstep.launch.rendezvous import Hosts, Rendezvous
-from lockstep.launch.rounds import Elastic, Rounds
+from lockstep.launch.serialization import deserialize, serialize_call
+from lockstep.launch.side_effects import remove_empty_compiler_folder
 from lockstep.launch.worker import (
     MODULE,
     SCRIPT,
     FunctionCall,
     WorkerPaths,
-    deserialize,
     run_function,
     semaphore_prefix,
-    serialize_call,
 )
 
 # Workers are forked from a process that has these, so that not each of them imports torch for a second or two.
@@ -54,6 +54,7 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return tuple(str(number) for number in range(present))
+    # CUDA ignores names after the first invalid one, so torch may see fewer GPUs than are listed.
     return tuple(name.strip() for name in named.split(",") if name.strip())[:present]
 
 
@@ -71,26 +72,26 @@ def divide_host(
     threads = {} if environment.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, cores // workers))}
     if not gpus and not gpus_per_worker:
         return tuple(dict(threads) for _ in range(workers))
-    each = _gpus_each(len(gpus), workers, gpus_per_worker)
-    shares = [gpus[worker * each : (worker + 1) * each] for worker in range(workers)]
-    own = {"LOCAL_RANK": "0", OWN_GPUS: "1"} if each else {}
-    return tuple({**threads, "CUDA_VISIBLE_DEVICES": ",".join(share), **own} for share in shares)
+    gpus_each = _gpus_each(len(gpus), workers, gpus_per_worker)
+    shares = [gpus[worker * gpus_each : (worker + 1) * gpus_each] for worker in range(workers)]
+    gpu_variables = {"LOCAL_RANK": "0", OWN_GPUS: "1"} if gpus_each else {}
+    return tuple({**threads, "CUDA_VISIBLE_DEVICES": ",".join(share), **gpu_variables} for share in shares)
 
 
 def _gpus_each(gpus: int, workers: int, gpus_per_worker: int | None) -> int:
-    there = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+    gpus_present = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
     if gpus_per_worker is None and workers > gpus:
         raise ConfigError(
-            f"{workers} workers were given but there {there}, expected one GPU for each worker because NCCL takes one "
-            f"worker per GPU; start {gpus} workers, or give 0 GPUs per worker to train on the CPU"
+            f"{workers} workers were given but there {gpus_present}, expected one GPU for each worker because NCCL "
+            f"takes one worker per GPU; start {gpus} workers, or give 0 GPUs per worker to train on the CPU"
         )
-    each = gpus // workers if gpus_per_worker is None else gpus_per_worker
-    if each < 0 or each * workers > gpus:
+    share = gpus // workers if gpus_per_worker is None else gpus_per_worker
+    if share < 0 or share * workers > gpus:
         raise ConfigError(
-            f"{each} GPUs were given for each of {workers} workers but there {there}; start fewer workers or give each "
-            "fewer GPUs"
+            f"{share} GPUs were given for each of {workers} workers but there {gpus_present}; start fewer workers or "
+            "give each fewer GPUs"
         )
-    return each
+    return share
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - shown as a cause, like multiprocessing's RemoteTraceback
@@ -128,7 +129,7 @@ class Job:
         self,
         entrypoint: Callable[..., Any] | str,
         args: tuple[Any, ...],
-        rendezvous: Rendezvous | Rounds,
+        rendezvous: Rendezvous | ElasticMeeting,
         setup: WorkerSetup,
         on_restart: OnRestart = lambda failure, restarts: None,
     ) -> Agent:
@@ -142,8 +143,8 @@ class Job:
             max_restarts=self.max_restarts,
             monitor_interval=_POLL_S,
         )
-        if isinstance(rendezvous, Rounds):
-            agent: Agent = ElasticAgent(spec, setup, limits=self.limits, rounds=rendezvous)
+        if isinstance(rendezvous, ElasticMeeting):
+            agent: Agent = ElasticAgent(spec, setup, limits=self.limits, meeting=rendezvous)
         else:
             agent = Agent(spec, setup, limits=self.limits, on_restart=on_restart)
         agent.run_to_end(rendezvous)
@@ -202,6 +203,8 @@ def _raise_signal(number: signal.Signals, exit_code: int) -> None:
 
     After SIGTERM that nothing in this process handles, it ends with the exit code that the workers chose, if they did.
     """
+    # test_after_sigterm_and_a_backup_the_launcher_ends_with_75_too: a scheduler starts a job again by that code, which
+    # a death by SIGTERM would hide.
     if number == signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL and 1 < exit_code < _FIRST_SIGNAL_CODE:
         raise SystemExit(exit_code)
     signal.raise_signal(number)
@@ -212,14 +215,14 @@ def _load_error(failure: WorkerFailure, path: Path) -> BaseException | None:
     """The worker's own exception with its traceback as text; the text alone if the exception cannot be rebuilt."""
     if failure.record is None:
         return None
-    shown = WorkerTraceback(failure.record.traceback)
+    traceback = WorkerTraceback(failure.record.traceback)
     try:
         error = deserialize(path.read_bytes())
     except Exception:  # noqa: BLE001 - whatever the user's class does when it is rebuilt; the text is enough
-        return shown
+        return traceback
     if not isinstance(error, BaseException):
-        return shown
-    error.__cause__ = shown
+        return traceback
+    error.__cause__ = traceback
     return error
 
 
@@ -247,12 +250,13 @@ class Program:
         """The command line of a worker after Python's name. The agent would substitute what follows a dollar sign."""
         kind = MODULE if self.is_module else SCRIPT
         arguments = ("-u", "-m", "lockstep.launch.worker", str(folder), kind, self.target, *self.arguments)
+        # torch 2.13, ``macros.substitute``: a ``string.Template``, whose "$$" stands for a dollar sign.
         return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left to say when all workers of this host have ended."""
+    """The result of a program's workers on this host: the exit code, and lines for the person who started them."""
 
     exit_code: int  # for this process: 0, or that of the first worker that failed, as a shell shows it
     interrupted: bool = False  # whether Ctrl-C ended them
@@ -272,18 +276,18 @@ class ProgramJob(Job):
     def run(self, on_status: StatusCallback) -> Outcome:
         """Starts the workers and waits until all have ended; none outlives the call. ``on_status`` takes lines."""
         resources = self.divide_this_host()
-        rendezvous: Rendezvous | Rounds
+        rendezvous: Rendezvous | ElasticMeeting
         if self.elastic is None:
             rendezvous = self.hosts.meet(on_status)
         else:
-            rendezvous = Rounds(self.hosts, self.elastic, max_restarts=self.max_restarts, report=on_status)
+            rendezvous = ElasticMeeting(self.hosts, self.elastic, max_restarts=self.max_restarts, report=on_status)
         folder = self.logs / rendezvous.get_run_id()
         folder.mkdir(parents=True, exist_ok=True)
         on_status(f"{_describe(resources)}; logs in {folder}/")
         return self._outcome(self._run(rendezvous, resources, folder, on_status), folder)
 
     def _run(
-        self, rendezvous: Rendezvous | Rounds, resources: Resources, folder: Path, on_status: StatusCallback
+        self, rendezvous: Rendezvous | ElasticMeeting, resources: Resources, folder: Path, on_status: StatusCallback
     ) -> Agent:
         def on_restart(failure: WorkerFailure | None, restarts: int) -> None:
             what = "a worker failed" if failure is None else f"worker {failure.worker} {failure.what}"
@@ -295,6 +299,8 @@ class ProgramJob(Job):
             try:
                 return self.run_workers(sys.executable, self.program.command(folder), rendezvous, setup, on_restart)
             finally:
+                # Each is a few bytes that stay until the machine restarts;
+                # test_a_killed_workers_semaphores_do_not_stay_in_shared_memory.
                 # Killed workers leave semaphores in shared memory: their resource trackers were killed too.
                 for path in Path("/dev/shm").glob(f"sem.{semaphore_prefix(folder)[1:]}-*"):
                     path.unlink(missing_ok=True)
@@ -304,6 +310,7 @@ class ProgramJob(Job):
             return Outcome(exit_code=result.exit_code, interrupted=result.received == signal.SIGINT)
         if (failure := result.failure) is None:
             return Outcome(exit_code=0)
+        # One mistake fails in all workers at nearly the same time; the person has already read the chief's traceback.
         if self.output == "chief" and _chief_failed_alike(failure, folder):
             failure = replace(failure, worker=0)
         log = WorkerPaths(folder, failure.worker, failure.attempt).log
@@ -318,7 +325,7 @@ class ProgramJob(Job):
 def _chief_failed_alike(failure: WorkerFailure, folder: Path) -> bool:
     """Whether the chief, whose output is shown, failed with the same error at the same place."""
     chief = FailureRecord.read(WorkerPaths(folder, 0, failure.attempt).failure)
-    return chief is not None and failure.record is not None and chief.place == failure.record.place
+    return chief is not None and failure.record is not None and chief.origin == failure.record.origin
 
 
 def _ended_alike(log: Path, chiefs: Path) -> bool:
@@ -329,11 +336,11 @@ def _ended_alike(log: Path, chiefs: Path) -> bool:
 
 def _describe(resources: Resources) -> str:
     workers = "1 worker" if len(resources) == 1 else f"{len(resources)} workers"
-    if gpus := [each["CUDA_VISIBLE_DEVICES"] for each in resources if each.get("CUDA_VISIBLE_DEVICES")]:
+    if gpus := [variables["CUDA_VISIBLE_DEVICES"] for variables in resources if variables.get("CUDA_VISIBLE_DEVICES")]:
         return f"{workers} on this host, on GPU {' | '.join(gpus)}"
     threads = resources[0].get("OMP_NUM_THREADS")
-    each = "" if threads is None else f", {threads} thread{'s' * (threads != '1')} each"
-    return f"{workers} on this host{each}"
+    threads_each = "" if threads is None else f", {threads} thread{'s' * (threads != '1')} each"
+    return f"{workers} on this host{threads_each}"
 
 
 def _last_output(failure: WorkerFailure, log: Path) -> str:

@@ -47,6 +47,8 @@ def made_anew(model: Model, x: Any, y: Any) -> tuple[Callable[[], Step], int, st
     kind, module, optimizer = type(model), model.module, setup.optimizer and setup.optimizer.plain
     settings = {name: value for name, value in vars(setup.config).items() if name != "loss_takes_tensors"}
     sync_batchnorm, threads = model._module.has_sync_batchnorm, strategy.threads_per_replica[0]
+    # A subclass of Model may hold what its own step needs. What every Model has belongs to this process: its strategy,
+    # optimizer and graphs.
     base = vars(Model(torch.nn.Identity())).keys()
     attributes = {name: value for name, value in vars(model).items() if name not in base}  # of a subclass
     shares = {
@@ -63,6 +65,7 @@ def made_anew(model: Model, x: Any, y: Any) -> tuple[Callable[[], Step], int, st
         names = list(dict.fromkeys(devices))
         replicas = len(devices) if len(names) < len(devices) else None
         with MirroredStrategy(names, replicas=replicas, threads_per_replica=threads).scope():
+            # A subclass may ask for other arguments in ``__init__``, so that of Model is called in its place.
             remade = kind.__new__(kind)
             Model.__init__(remade, module, sync_batchnorm=sync_batchnorm)
         for name, value in attributes.items():
@@ -75,7 +78,10 @@ def made_anew(model: Model, x: Any, y: Any) -> tuple[Callable[[], Step], int, st
 
         return step
 
-    weights = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    weights = [
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    ]
     shapes = [(name, tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in named_leaves(columns)]
     key = repr((module, weights, type(optimizer), setup.config.precision, sync_batchnorm, shapes, devices))
     return build, arrays.rows, key

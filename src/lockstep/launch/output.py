@@ -114,8 +114,8 @@ class AllOutput:
             self._write_line(worker, stream, line)
 
     def _write_line(self, worker: int, stream: Stream, line: bytes) -> None:
-        shown = last_state(line).decode(errors="replace").rstrip("\r")
-        self._terminal.write(stream, f"[{worker}] {shown}\n")
+        text = last_state(line).decode(errors="replace").rstrip("\r")
+        self._terminal.write(stream, f"[{worker}] {text}\n")
 
 
 def last_state(line: bytes) -> bytes:
@@ -187,11 +187,17 @@ class OutputForwarder:
         paths: dict[Stream, str] = {}
         for stream in STREAMS:
             reading, writing = os.pipe()
+            # Workers of functions are forked from another process, which inherits no descriptor of this one; by this
+            # path they can open it.
             paths[stream] = f"/proc/{os.getpid()}/fd/{writing}"  # for any process of this user
+            # Closing pipes reads them empty without waiting for an end: processes that a worker left running may hold
+            # them open for hours.
             os.set_blocking(reading, False)
             with self._lock:
                 self._writing_ends.append(writing)
                 self._sources[reading] = _Source(worker=worker, stream=stream, log=log)
+        # The thread sleeps in ``poll`` with the descriptors that it had; a byte in its own pipe makes it take the new
+        # ones.
         os.write(self._wake_write, b"+")
         return paths
 
@@ -220,32 +226,32 @@ class OutputForwarder:
         while True:
             ready = {handle for handle, _ in poll.poll()}
             if self._wake_read in ready:
-                asked = os.read(self._wake_read, _CHUNK)
+                requests = os.read(self._wake_read, _CHUNK)
                 with self._lock:
-                    known = list(self._sources)
-                for handle in known:
+                    handles = list(self._sources)
+                for handle in handles:
                     poll.register(handle, select.POLLIN)
-                if b"0" in asked or b"-" in asked:
-                    for handle in known:
+                if b"0" in requests or b"-" in requests:
+                    for handle in handles:
                         poll.unregister(handle)
-                    self._close_sources(known)
+                    self._close_sources(handles)
                     ready = {self._wake_read}
-                if b"-" in asked:
+                if b"-" in requests:
                     break
             # In the order out, err: what a worker printed before it raised comes before its traceback.
             for handle in sorted(ready - {self._wake_read}):
                 self._read(handle)
         self._sink.finish()
 
-    def _close_sources(self, known: list[int]) -> None:
+    def _close_sources(self, handles: list[int]) -> None:
         """Forwards what can be read now, and closes all pipes and logs."""
-        for handle in known:
+        for handle in handles:
             while self._read(handle):
                 pass
             source = self._sources[handle]
             if source.log is not None:
                 self._write_log(source.log, source.states.finish())
-        for handle in (*known, *self._writing_ends):
+        for handle in (*handles, *self._writing_ends):
             os.close(handle)
         for file in self._files:
             file.close()
@@ -268,10 +274,10 @@ class OutputForwarder:
 
     def _write_log(self, log: BinaryIO, data: bytes) -> None:
         """Writes to a log as far as possible: the disk may be full now and have space again later."""
-        left = memoryview(data)
+        rest = memoryview(data)
         try:
-            while left:
-                left = left[log.write(left) :]
+            while rest:
+                rest = rest[log.write(rest) :]
         except OSError as error:
             if log not in self._incomplete_logs:
                 self._incomplete_logs.add(log)

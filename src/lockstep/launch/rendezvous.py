@@ -61,7 +61,10 @@ class Hosts:
 
 
 class LauncherRendezvous(RendezvousHandler):
-    """What launchers tell torch's agent and each other. They need no last word where they agree on the end before."""
+    """What launchers tell torch's agent and each other.
+
+    ``finish`` and ``give_up`` do nothing in an elastic job, whose launchers agree on its end when they meet.
+    """
 
     _run_id: str  # the job's id, which the workers find in TORCHELASTIC_RUN_ID
 
@@ -103,6 +106,8 @@ class Rendezvous(LauncherRendezvous):
         """Serves the store of the next attempt, or learns where it is."""
         index, port = self._members.spec.index if self._members is not None else 0, 0
         if index == 0:
+            # A free port is taken while it listens, and handed to the store with its socket: no other program can come
+            # between.
             with listen(self._host, 0, "the launcher") as listener:
                 port = listener.getsockname()[1]
                 self._served = serve_store(listener)
@@ -127,6 +132,8 @@ class Rendezvous(LauncherRendezvous):
         return 0
 
     def finish(self) -> None:
+        # A launcher that has finished leaves first, so that the others need not wait for it, and then looks whether one
+        # had given up: test_a_host_that_is_done_hears_of_the_failure_of_another.
         self.shutdown()
         self.num_nodes_waiting()
 

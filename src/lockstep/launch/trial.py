@@ -24,8 +24,8 @@ import torch
 
 from lockstep.config import list_logical_devices
 from lockstep.errors import ReplicaError
-from lockstep.launch.guards import hide_main
-from lockstep.launch.worker import deserialize, serialize
+from lockstep.launch.serialization import deserialize, serialize
+from lockstep.launch.side_effects import hide_main
 from lockstep.parent_death import die_with_parent
 from lockstep.replicas.device.driver import driver_of
 from lockstep.replicas.device.memory import MB, is_out_of_memory
@@ -123,6 +123,8 @@ def _trial_main(
 ) -> None:
     """Tries a size, and sends a Trial, or the error that is no lack of memory."""
     die_with_parent()
+    # A DataLoader in the step starts its processes as in any program; left at forkserver they would import torch anew,
+    # 6 s in place of 0.3.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(environment)
@@ -148,6 +150,7 @@ def _trial_main(
 def _measured(process: TrialProcess, rows: int) -> Trial:
     gpus = [(gpu, driver) for gpu in list_logical_devices("GPU") if (driver := driver_of(gpu)) is not None]
     free_mb = {gpu.torch_device: driver.free_and_total(gpu.torch_device)[0] / MB for gpu, driver in gpus}
+    # RLIMIT_DATA counts private writable mappings, and not only what is resident.
     if not gpus:  # CUDA reserves addresses that would count
         _limit_memory(process.host_mb)
     build, _, _ = deserialize(process.call)
@@ -157,6 +160,7 @@ def _measured(process: TrialProcess, rows: int) -> Trial:
         began = time.perf_counter()
         step(rows)
         seconds.append(time.perf_counter() - began)
+    # The kernel's own peak: tensors that were freed within the step count, which looks from outside would miss.
     host_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     memory = [MemoryUse(device="cpu", peak_mb=host_mb, limit_mb=process.host_mb)]
     for gpu in list_logical_devices("GPU"):  # as build has divided them

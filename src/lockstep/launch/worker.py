@@ -3,8 +3,6 @@
 A program runs as ``python -m lockstep.launch.worker FOLDER KIND TARGET ...``: it is ``__main__``, with its own
 ``sys.argv`` and ``sys.path``, as if Python had been started with it. This module imports no torch, so that a program
 that needs no torch starts without its two seconds of imports.
-
-A function, its arguments, its result and its error are serialized by value with cloudpickle.
 """
 
 from __future__ import annotations
@@ -12,19 +10,18 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import hashlib
-import inspect
 import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from lockstep.launch.failures import FailureRecord, dump_stacks_near, without_frames
+from lockstep.launch import serialization
+from lockstep.launch.failures import FailureRecord, without_frames
+from lockstep.launch.hang_dump import dump_stacks_near
+from lockstep.launch.serialization import deserialize, serialize
 from lockstep.parent_death import die_with
 
 GUARD_VARIABLE = "LOCKSTEP_PARENT_DEATH"
@@ -94,7 +91,7 @@ def run_function(call: FunctionCall) -> bytes | None:
             error.add_note("the chief's result could not be sent to the launcher; return something that can be pickled")
             raise
     except BaseException as error:  # noqa: BLE001 - whatever the function raises; the launcher raises it again
-        FailureRecord.of(error, hide=(__file__,)).write(paths.failure)
+        FailureRecord.of(error, hide=(__file__, serialization.__file__)).write(paths.failure)
         try:
             paths.error.write_bytes(serialize(error.with_traceback(None)))
         except Exception:  # noqa: BLE001 - whatever the user's class does; the text is enough
@@ -114,6 +111,8 @@ def main() -> None:
     folder, kind, target, *arguments = sys.argv[1:]
     paths = _paths(Path(folder))
     sys.argv = [target, *arguments]
+    # multiprocessing names semaphores after this prefix, by default "/mp"; a name of our own tells the launcher which
+    # are left of this run. There is no public function (Python 3.11).
     multiprocessing.current_process()._config["semprefix"] = semaphore_prefix(Path(folder))  # type: ignore[attr-defined]
     handler = _ExitHandler()
     atexit.register(handler)  # before the program registers anything, so that it is called last
@@ -121,6 +120,8 @@ def main() -> None:
         if kind == MODULE:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
+            # For ``-m`` Python has put the working directory there; a script expects its own folder, as under ``python
+            # script.py``.
             sys.path[0] = str(Path(target).resolve().parent)
             runpy.run_path(target, run_name="__main__")
     except (SystemExit, KeyboardInterrupt) as end:
@@ -131,9 +132,11 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - whatever the program raises; Python would print it too
         handler.failed = True
         FailureRecord.of(error, hide=_HIDDEN).write(paths.failure)
-        shown = without_frames(error.__traceback__, _HIDDEN)
+        user_frames = without_frames(error.__traceback__, _HIDDEN)
         sys.last_value = error  # as Python does; what is called at exit looks there
-        sys.excepthook(type(error), error.with_traceback(shown), shown)
+        # ``runpy`` and this function stand above the program's first frame; without them the traceback is that of
+        # ``python script.py``.
+        sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
         sys.exit(1)
 
 
@@ -155,6 +158,8 @@ class _ExitHandler:
             return
         if self.failed:
             self._nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
+            # The watchdog of faulthandler is a thread in C: it ends the process though Python waits for a group, and
+            # its dump goes to nowhere.
             faulthandler.dump_traceback_later(_EXIT_LIMIT_S, exit=True, file=self._nowhere)
         else:
             distributed.destroy_process_group()
@@ -166,9 +171,9 @@ def _paths(folder: Path) -> WorkerPaths:
 
 def _take_environment(call: FunctionCall) -> None:
     """Takes the launcher's environment, with the variables of this worker that the agent has set."""
-    given = {name: os.environ[name] for name in os.environ[OWN_VARIABLE].split()}
+    variables = {name: os.environ[name] for name in os.environ[OWN_VARIABLE].split()}
     os.environ.clear()
-    os.environ.update({**call.environment, **given})
+    os.environ.update({**call.environment, **variables})
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
     if threads.isdecimal() and int(threads) > 0:
         import torch  # a function's process has it already
@@ -182,55 +187,6 @@ def _redirect_output(pipes: str) -> None:
         pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, descriptor)
         os.close(pipe)
-
-
-def serialize_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
-    """A call as bytes for a fresh process.
-
-    A function of ``__main__``, of a notebook, or of a module that a fresh process would not find by its name, such as a
-    test's, is serialized by value. What can be found by name is imported there.
-    """
-    import cloudpickle  # 40 ms that a worker with a program does not need
-
-    module = inspect.getmodule(fn)
-    if module is None or module.__name__ == "__main__" or _is_importable(module):
-        return serialize((fn, args, kwargs))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return serialize((fn, args, kwargs))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def serialize(value: object) -> bytes:
-    """``value`` as bytes. Raises whatever its classes raise when they are pickled."""
-    import cloudpickle
-
-    payload: bytes = cloudpickle.dumps(value)
-    return payload
-
-
-def deserialize(payload: bytes) -> Any:
-    """What ``serialize`` was given, in this launch's own processes. Raises whatever its classes raise."""
-    import cloudpickle
-
-    return cloudpickle.loads(payload)
-
-
-def _is_importable(module: ModuleType) -> bool:
-    """Whether a fresh process with this one's ``sys.path`` would import the same file."""
-    path = None
-    spec: ModuleSpec | None = None
-    parts = module.__name__.split(".")
-    for end in range(1, len(parts) + 1):
-        name = ".".join(parts[:end])
-        found = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is None:
-            return False
-        path = spec.submodule_search_locations
-    file = getattr(module, "__file__", None)  # a built-in module has none
-    return spec is not None and (file is None or spec.origin == file)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class JobStatus:
             self._failure = report
             callbacks, self._callbacks = self._callbacks, []
         self._ended.set()
+        # Called without the lock: a callback may ask for the failure, or subscribe another one.
         for callback in callbacks if notify else ():
             callback(report.error())
         return report
@@ -93,6 +94,7 @@ def describe_exception(name: str, error: BaseException, status: str) -> str:
     if isinstance(error, SystemExit):
         return f"{name} ended itself with exit code {error.code or 0}{where}"
     message = " ".join(str(error).split())[:MESSAGE_LENGTH]
+    # A note over several lines is a traceback, which the report has in a field of its own.
     notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if "\n" not in note)
     return f"{name} failed with {type(error).__name__}{': ' if message else ''}{message}{notes}{where}"
 
@@ -107,8 +109,9 @@ def describe_loss(name: str, how: str, status: str) -> str:
 
 def last_traceback_lines(error: BaseException) -> str:
     """The last lines of the traceback of an exception's first cause, with the innermost call."""
+    # The message is that of the last error, and the place to look at is that of the first.
     while error.__cause__ is not None:
         error = error.__cause__
-    shown = frames_of_one_device(error.__traceback__)
-    lines = "".join(tracebacks.format_exception(type(error), error, shown, chain=False)).rstrip().splitlines()
+    user_frames = frames_of_one_device(error.__traceback__)
+    lines = "".join(tracebacks.format_exception(type(error), error, user_frames, chain=False)).rstrip().splitlines()
     return "\n".join(lines[-_TRACEBACK_LINES:])

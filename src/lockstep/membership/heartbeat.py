@@ -1,4 +1,4 @@
-"""Who is still there: every worker writes a heartbeat to the store; silence is a loss.
+"""Heartbeats: every worker writes one to the store again and again, and a worker that falls silent is lost.
 
     chief          reads all heartbeats, and reports the worker that is silent
     other workers  read the chief's, and report the chief
@@ -27,9 +27,12 @@ from lockstep.errors import ClusterError
 from lockstep.membership.failure_report import MESSAGE_LENGTH, FailureReport, JobStatus, describe_loss
 from lockstep.membership.store import StoreBrokenError, StoreClient, StoreKeys, StoreSilentError, read_all
 
+# With the default lost_after_s of 15 s: a beat each second, and a silent worker is found after 12 s, or after 4 s once
+# a connection has broken.
 _BEATS_TO_LOSS, _BEATS_TO_SPREAD, _BEATS_TO_EXPLAIN, _SHORTEST_BEAT_S = 15, 3, 5, 0.1
 _QUICK_BEATS, _QUICK_LEAST_S = 4, 1.0
 _CLOSE_TIMEOUT_S = 10.0
+# The chief waits so long at its end for the others to read of it, since the store goes with it.
 _LINGER_BEATS, _LINGER_LEAST_S, _LINGER_POLL_S = 3, 1.0, 0.02
 
 # A place in gloo's source, and its advice to the author of the program.
@@ -78,7 +81,7 @@ class Peers:
             peer.last = heartbeat
 
     def excuse(self, seconds: float) -> None:
-        """Does not count a time in which nobody could be heard as silence."""
+        """Takes a time in which no heartbeat could be read out of every worker's silence."""
         for peer in self._peers.values():
             peer.heard_s += max(0.0, seconds)
 
@@ -88,6 +91,7 @@ class Peers:
 
     def longest_silent(self, now_s: float, patience_s: float) -> tuple[int, float] | None:
         """The worker that was silent longest, of those that go on, and for how long, if longer than ``patience_s``."""
+        # A worker that has said that it ends is not expected to write any more.
         silences = [(now_s - peer.heard_s, rank) for rank, peer in self._peers.items() if not peer.last.ended]
         silence_s, rank = max(silences, default=(0.0, -1))
         return (rank, silence_s) if silence_s > patience_s else None
@@ -120,6 +124,8 @@ class ActiveClock:
     def advance(self) -> None:
         """Counts the time since the last call."""
         now = time.monotonic()
+        # test_a_stop_of_the_process_is_not_lived_through: after SIGCONT all others seem to have been silent for as long
+        # as this process was stopped.
         self.now_s += min(now - self._last, self._longest_step_s)
         self._last = now
 
@@ -174,6 +180,8 @@ class HeartbeatMonitor:
         self._store_lost = False
         self._alarmed = False  # a connection broke, here or seen from the chief anywhere: silence counts sooner
         self._clock = ActiveClock(2 * self._beat_s)
+        # If all workers read all heartbeats, the store would answer N x N values a beat; this way a beat costs it some
+        # 3 N short requests, and suite ``control`` measures jobs of up to 1,024 workers.
         self._watched = range(1, len(names)) if rank == 0 else (0,)
         self._peers = Peers(self._watched, 0.0)
         self._exchange: Future[_Exchange] | None = None
@@ -197,12 +205,12 @@ class HeartbeatMonitor:
         self._alarmed = True
         # The chief reads of the alarm, and from then on finds a silent worker after ``quick_s``.
         until = time.monotonic() + self._quick_s + _BEATS_TO_EXPLAIN * self._beat_s
-        seen = self._exchanges
+        exchanges_before = self._exchanges
         while time.monotonic() < until:
             # A worker that ended wrote so before its connections broke: the next exchange reads it. There is no next
             # exchange if the store went away with that worker.
-            known = self._exchanges > seen + 1 or self._chief_ended
-            if (error := self._find_error(0.0 if known else None, f"; {name} waited in {waiting_in}")) is not None:
+            is_current = self._exchanges > exchanges_before + 1 or self._chief_ended
+            if (error := self._find_error(0.0 if is_current else None, f"; {name} waited in {waiting_in}")) is not None:
                 return error
             self.job.wait(self._beat_s)
         reason = (
@@ -214,13 +222,13 @@ class HeartbeatMonitor:
 
     def read_statuses(self) -> dict[int, str]:
         """What every other worker was doing at its last heartbeat; empty if the store does not answer."""
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        keys = [self._keys.heartbeat(rank) for rank in others]
+        ranks = [rank for rank in range(len(self._names)) if rank != self._rank]
+        keys = [self._keys.heartbeat(rank) for rank in ranks]
         try:
             texts = self._client.call(lambda store: read_all(store, keys), self._quick_s)
         except (StoreBrokenError, StoreSilentError):
             return {}
-        return {rank: Heartbeat.from_json(text).status for rank, text in zip(others, texts, strict=True)}
+        return {rank: Heartbeat.from_json(text).status for rank, text in zip(ranks, texts, strict=True)}
 
     def fail(self, report: FailureReport) -> FailureReport:
         """Ends the job for all workers, and returns the report that they all raise: this one or an earlier one."""
@@ -252,31 +260,33 @@ class HeartbeatMonitor:
         if self._exchange is None and not (self._chief_ended or self._store_lost):
             self._exchange = self._client.submit(self._exchange_with)
         self._clock.advance()
+        # An exchange that the store does not answer stays in flight: a second one would only queue behind it in the
+        # client's thread.
         if self._exchange is not None and wait([self._exchange], self._beat_s).done:
-            done, self._exchange = self._exchange, None
-            self._take(done)
+            exchange, self._exchange = self._exchange, None
+            self._take(exchange)
         self._clock.advance()
         self._find_lost()
 
     def _exchange_with(self, store: Store) -> _Exchange:
         """Writes this worker's heartbeat and reads what concerns it. Runs in the client's thread."""
         self._count += 1
-        own = Heartbeat(
+        heartbeat = Heartbeat(
             count=self._count,
             status=self.status,
             ended=self._ended,
             acknowledged=self._acknowledged,
             alarmed=self._alarmed,
         )
-        store.set(self._keys.heartbeat(self._rank), own.to_json())
+        store.set(self._keys.heartbeat(self._rank), heartbeat.to_json())
         failure, ended, *heartbeats = read_all(
             store, [self._keys.failure, self._keys.ended, *map(self._keys.heartbeat, self._watched)]
         )
-        return _Exchange(failure, ended, tuple(map(Heartbeat.from_json, heartbeats)), own.acknowledged)
+        return _Exchange(failure, ended, tuple(map(Heartbeat.from_json, heartbeats)), heartbeat.acknowledged)
 
-    def _take(self, done: Future[_Exchange]) -> None:
+    def _take(self, exchange: Future[_Exchange]) -> None:
         try:
-            result = done.result()
+            result = exchange.result()
         except StoreBrokenError as error:
             self._lose_store(str(error))
             return
@@ -292,6 +302,8 @@ class HeartbeatMonitor:
             self._first_ended_s, self._first_ended = now_s, result.ended
         if result.failure:
             self.job.fail(FailureReport.from_json(result.failure))
+        # The chief takes the store with it: what it has written must have been read, and acknowledged, before the
+        # connection is lost.
         chief_ended = self._launcher is None and self._peers.has_ended(0)
         self._chief_ended = chief_ended and result.acknowledged
         self._acknowledged = chief_ended or self.job.failure is not None
@@ -303,8 +315,8 @@ class HeartbeatMonitor:
         patience_s = self._quick_s if self._alarmed else self._patience_s
         if (silent_s := now_s - self._last_exchange_s) > patience_s:
             self._lose_store(f"no answer for {silent_s:.1f} s")
-        elif (lost := self._peers.longest_silent(now_s, patience_s)) is not None:
-            rank, silence_s = lost
+        elif (silent := self._peers.longest_silent(now_s, patience_s)) is not None:
+            rank, silence_s = silent
             how = f"no heartbeat for {silence_s:.1f} s"
             reason = describe_loss(self._names[rank], how, self._peers.status(rank))
             report = FailureReport(worker=rank, reporter=self._rank, reason=reason)
@@ -336,6 +348,7 @@ class HeartbeatMonitor:
         """What ends this worker, if anything does. A worker that ended counts ``grace_s`` later; None: never."""
         name = self._names[self._rank]
         if (report := self.job.failure) is not None:
+            # test_a_worker_that_was_stopped_learns_that_it_was_given_up.
             was_stopped = report.worker == self._rank != report.reporter
             return report.error("; this worker itself was stopped or cut off" if was_stopped else addition)
         if self._closing.is_set():
@@ -356,14 +369,16 @@ class HeartbeatMonitor:
         pause = threading.Event()
         try:
             ended = f"{self._rank} {self.status}"
+            # Not awaited: the calls of one client are made in order, so the exchange below comes after it.
             self._client.submit(lambda store: store.compare_set(self._keys.ended, "", ended))
             while True:
                 result = self._client.call(self._exchange_with, until - time.monotonic())
                 self._peers.update(result.heartbeats, self._clock.now_s)
                 if result.failure:
                     self.job.fail(FailureReport.from_json(result.failure), notify=False)
-                lost = self.job.failure.worker if self.job.failure is not None else self._rank
-                if not lingers or self._peers.all_acknowledged({lost}) or time.monotonic() > until:
+                # The lost worker will never acknowledge anything.
+                excused = self.job.failure.worker if self.job.failure is not None else self._rank
+                if not lingers or self._peers.all_acknowledged({excused}) or time.monotonic() > until:
                     return
                 pause.wait(_LINGER_POLL_S)
         except (StoreBrokenError, StoreSilentError):

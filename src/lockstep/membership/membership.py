@@ -64,21 +64,22 @@ def run_with_watchdog(call: Callable[[], T], check: Callable[[], None]) -> T:
     If ``check``, called four times a second, raises meanwhile, this raises that and leaves the call to its thread,
     which ends with the interpreter.
     """
-    done: Future[T] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(call())
+            outcome.set_result(call())
         except BaseException as raised:  # noqa: BLE001 - raised again by the caller
-            done.set_exception(raised)
+            outcome.set_exception(raised)
 
+    # A daemon: the call may hang in C++ for ever, and must not keep the interpreter from ending.
     threading.Thread(target=run, name="lockstep-call", daemon=True).start()
     while True:
         try:
-            return done.result(_WATCHDOG_POLL_S)
+            return outcome.result(_WATCHDOG_POLL_S)
         except TimeoutError:
-            if done.done():  # just now; or it is the call's own error
-                return done.result()
+            if outcome.done():  # just now; or it is the call's own error
+                return outcome.result()
             check()
 
 
@@ -112,12 +113,14 @@ class Membership:
             lost_after_s=lost_after_s,
             launcher=f"the launcher at {spec.workers[0]}" if spec.store_is_served else None,
         )
+        # test_a_fork_of_a_member_is_none: a process of a DataLoader has this object too, and no thread that sends
+        # heartbeats.
         self._pid, self._closed = os.getpid(), False
         atexit.register(self.close)
         # Before the interpreter waits for the program's threads, which may wait for the other workers for ever. Python
         # has no public function for that; concurrent.futures uses this one. It keeps what it is given.
         report = WeakMethod(self._report_uncaught)
-        threading._register_atexit(lambda: (found := report()) and found())  # type: ignore[attr-defined]
+        threading._register_atexit(lambda: (callback := report()) and callback())  # type: ignore[attr-defined]
 
     def store(self, prefix: str) -> Store:
         """A client of the job's store with a connection of its own, for a process group.
@@ -161,18 +164,21 @@ class Membership:
 
     def explain_broken(self, error: BaseException, waiting_in: str) -> ClusterError:
         """The error to raise where a connection raised ``error``: waits until it is known why it broke."""
-        others = [
+        names = [
             self.names[worker.rank]
             for worker in self._workers
+            # gloo writes the address of the other side in brackets; it is all that its error says of who is missing.
             if worker.rank != self.spec.index and f"[{worker.address}]" in str(error)
         ]
-        return self._monitor.explain_broken(error, " or ".join(others), waiting_in)
+        return self._monitor.explain_broken(error, " or ".join(names), waiting_in)
 
     def describe_other_statuses(self) -> str:
         """What other workers were last doing if it differs from this worker: "worker 1 was last in step 3"."""
-        found = self._monitor.read_statuses().items()
-        other = [f"{self.names[rank]} was last in {status}" for rank, status in found if status != self._monitor.status]
-        return join_names(other)
+        statuses = self._monitor.read_statuses().items()
+        own_status = self._monitor.status
+        return join_names(
+            [f"{self.names[rank]} was last in {status}" for rank, status in statuses if status != own_status]
+        )
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this worker ends with ``error``. All workers keep the first cause of a job's end."""
@@ -183,8 +189,8 @@ class Membership:
 
     def end_job(self, reason: str, traceback: str = "") -> None:
         """Ends the job: all workers raise ``reason``, unless an earlier one is known."""
-        own = self.spec.index
-        self._monitor.fail(FailureReport(worker=own, reporter=own, reason=reason, traceback=traceback))
+        rank = self.spec.index
+        self._monitor.fail(FailureReport(worker=rank, reporter=rank, reason=reason, traceback=traceback))
 
     @property
     def failure(self) -> ClusterError | None:

@@ -12,22 +12,14 @@ deadline: the chief may have been started anew.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, TypeVar
-
-import torch
 
 from lockstep._torch_compat import Store
 from lockstep.cluster.spec import ClusterSpec
@@ -50,6 +42,15 @@ from lockstep.membership.store import (
     run_key,
     serve_store,
 )
+from lockstep.membership.worker_info import (
+    JOB_LENGTH,
+    WorkerInfo,
+    describe_workers,
+    find_disagreement,
+    infos_from_text,
+    infos_to_text,
+    job_terms,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +61,6 @@ _POLLING_WORKERS = 128  # more of them look less often, so that the store has no
 _ANSWER_TIMEOUT_S = 1.0
 _LINGER_S = 1.0  # for the others to read why the rendezvous ended, before the store goes away
 _PORT_FREED_S = 5.0
-_JOB_LENGTH = 300
 _SHOWN_NAMES = 8
 _NOT_OPENED = "its store is there, but it has not opened the job yet"
 
@@ -81,80 +81,6 @@ class Deadline:
         if now >= self._next_report:
             self._next_report = now + _REPORT_EVERY_S
             self._report(f"{self._who} waits for {missing}; {self._end - now:.0f} s left")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerInfo:
-    """What a worker tells the others at the rendezvous."""
-
-    rank: int  # its rank
-    host: str  # the name of its machine
-    pid: int  # its process id there
-    address: str  # the IP address where it listens for the others
-    token: str  # distinguishes this process from another of the same rank
-    info: Mapping[str, int]  # what the caller of ``join`` has to tell the others
-    terms: Mapping[str, str]  # what must be equal on all workers, by name
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> WorkerInfo:
-        """Reads an info from the store. Raises ClusterError if the text is something else."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ClusterError(
-                f"the job's store has an unreadable worker info ({error}); start all workers with the same lockstep"
-            ) from None
-
-    @property
-    def process(self) -> str:
-        """The process as messages name it: "process 4242 on hostb"."""
-        return f"process {self.pid} on {self.host}"
-
-
-def job_terms(spec: ClusterSpec, lost_after_s: float) -> dict[str, str]:
-    """What must be equal on all workers; the first difference is the one reported."""
-    try:
-        own_version = version("torch-lockstep")
-    except PackageNotFoundError:  # run from its source without being installed
-        own_version = "not installed"
-    return {
-        "lockstep": own_version,
-        "torch": ".".join(torch.__version__.split(".")[:2]),
-        "number of workers": str(spec.num_workers),
-        "workers": _describe_workers(spec.workers),
-        "lost_after_s": f"{lost_after_s:g}",
-    }
-
-
-def find_disagreement(mine: WorkerInfo, theirs: WorkerInfo, names: tuple[str, str]) -> str:
-    """Why two workers, which messages call ``names``, cannot train together; empty if they can."""
-    for term, here in mine.terms.items():
-        if (there := theirs.terms.get(term, "unknown")) != here:
-            return (
-                f"{names[1]} and {names[0]} disagree: {term} is {there} on {names[1]} and {here} on {names[0]}; "
-                "start all workers with the same cluster, settings and versions"
-            )
-    for info, name in ((mine, names[0]), (theirs, names[1])):
-        if mine.host != theirs.host and ipaddress.ip_address(info.address).is_loopback:
-            return (
-                f"{name} listens at {info.address}, which only its own machine ({info.host}) reaches, but the workers "
-                f"are on {mine.host} and {theirs.host}; give its address in the network, or correct its /etc/hosts"
-            )
-    return ""
-
-
-def infos_to_text(infos: Sequence[WorkerInfo]) -> str:
-    """All infos in rank order, compressed, without what only the rendezvous itself needs."""
-    plain = json.dumps([asdict(replace(info, token="", terms={})) for info in infos])
-    return base64.b85encode(zlib.compress(plain.encode())).decode()
-
-
-def infos_from_text(text: str) -> tuple[WorkerInfo, ...]:
-    """The infos that ``infos_to_text`` wrote."""
-    return tuple(WorkerInfo(**info) for info in json.loads(zlib.decompress(base64.b85decode(text))))
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -223,7 +149,7 @@ class _Rendezvous:
     def __init__(
         self, spec: ClusterSpec, address: StoreAddress, deadline: Deadline, lost_after_s: float, info: Mapping[str, int]
     ) -> None:
-        self._spec, self._own, self._deadline, self._address = spec, spec.index, deadline, address
+        self._spec, self._rank, self._deadline, self._address = spec, spec.index, deadline, address
         self._info = WorkerInfo(
             rank=spec.index,
             host=socket.gethostname(),
@@ -239,7 +165,7 @@ class _Rendezvous:
         # What the chief knows of the run:
         self._arrived: dict[int, WorkerInfo] = {}
         self._arrivals_read = 0  # entries of the list of arrivals
-        self._told = ""  # the missing workers that it has written down
+        self._missing_names = ""  # the missing workers that it has written down
 
     def join(self) -> tuple[tuple[WorkerInfo, ...], StoreKeys, StoreAddress, StoreClient]:
         """Returns what a ``JoinResult`` has of this attempt.
@@ -250,7 +176,7 @@ class _Rendezvous:
         try:
             self._call(self._claim_store)
             workers = (
-                self._gather() if self._own == 0 else self._repeat(self._poll, "start it, or look at what it does")
+                self._gather() if self._rank == 0 else self._repeat(self._poll, "start it, or look at what it does")
             )
             return workers, StoreKeys(self._spec, self._run), self._address, self._client
         except BaseException:
@@ -258,23 +184,25 @@ class _Rendezvous:
             raise
 
     def _listening_address(self) -> str:
-        if self._own == 0 and not self._spec.store_is_served:
+        if self._rank == 0 and not self._spec.store_is_served:
             return self._address.host
-        if not self._spec.host(self._own):
+        # A launcher's variables name the chief's host alone. The address by which this process reaches the store is one
+        # that the others can answer.
+        if not self._spec.host(self._rank):
             return self._address.own_host
-        with listen(self._spec.host(self._own), 0, self._spec.name(self._own)) as bound:
+        with listen(self._spec.host(self._rank), 0, self._spec.name(self._rank)) as bound:
             return str(bound.getsockname()[0])
 
     def _claim_store(self, store: Store) -> None:
         """Makes sure that the store belongs to this job, and changes nothing in another job's."""
-        mine = json.dumps({"job_id": self._spec.job_id, "workers": _describe_workers(self._spec.workers)})
-        found = store.compare_set(OWNER_KEY, "", mine if self._own == 0 else "").decode()
-        if not found:
+        job = json.dumps({"job_id": self._spec.job_id, "workers": describe_workers(self._spec.workers)})
+        stored = store.compare_set(OWNER_KEY, "", job if self._rank == 0 else "").decode()
+        if not stored:
             raise StoreBrokenError(_NOT_OPENED)
-        owner = json.loads(found)
+        owner = json.loads(stored)
         if owner["job_id"] != self._spec.job_id:
             raise ClusterError(
-                f"{self._spec.name(self._own)} belongs to {_describe_job(**json.loads(mine))}, but "
+                f"{self._spec.name(self._rank)} belongs to {_describe_job(**json.loads(job))}, but "
                 f"the store at {self._spec.workers[0]} belongs to {_describe_job(**owner)}. Give all workers of a job "
                 "the same cluster and job id, and each job its port"
             )
@@ -283,6 +211,8 @@ class _Rendezvous:
 
     def _gather(self) -> tuple[WorkerInfo, ...]:
         try:
+            # test_a_worker_that_dies_in_the_rendezvous_is_replaced_by_its_next_process: the first run may have been
+            # completed by processes that have ended since.
             for _ in range(2):  # who registers a second time is still there
                 self._run = self._call(self._open_run)
                 infos = self._repeat(self._poll_arrivals, "start them all, or look at why they ended")
@@ -299,7 +229,7 @@ class _Rendezvous:
         before = read(store, run_key(self._spec))
         run = str(int(before or "0") + 1)
         StoreKeys(self._spec, run).open(store, self._info_text)
-        self._arrived, self._arrivals_read, self._told = {}, 0, ""
+        self._arrived, self._arrivals_read, self._missing_names = {}, 0, ""
         if store.compare_set(run_key(self._spec), before, run).decode() != run:
             raise StoreBrokenError("another process opens the job at the same moment")
         return run
@@ -310,6 +240,8 @@ class _Rendezvous:
         if run != self._run:
             raise ClusterError(f"another process is {self._spec.name(0)} too; give every process its own index")
         new = arrivals.split()[self._arrivals_read :]
+        # Only what came since the last look is read: with 1,024 workers the chief would otherwise read all infos at
+        # every look.
         self._arrivals_read += len(new)
         for info in map(WorkerInfo.from_json, read_all(store, [keys.rank(rank) for rank in sorted(map(int, new))])):
             names = (self._spec.name(0), f"{self._spec.noun} {info.rank} ({info.process})")
@@ -318,9 +250,11 @@ class _Rendezvous:
             self._arrived[info.rank] = info
         ranks = range(self._spec.num_workers)
         missing = join_names([self._spec.name(rank) for rank in ranks if rank not in self._arrived])
-        if self._told != missing:
+        # The others read this list at every look, to name the workers that they wait for; it is written only when it
+        # changes.
+        if self._missing_names != missing:
             store.set(keys.missing, missing)
-            self._told = missing
+            self._missing_names = missing
         return missing or tuple(self._arrived[rank] for rank in ranks)
 
     def _give_up(self, error: BaseException) -> None:
@@ -341,9 +275,9 @@ class _Rendezvous:
     def _poll(self, store: Store) -> tuple[WorkerInfo, ...] | str:
         if not self._run:
             return self._register(store, read(store, run_key(self._spec)))
-        own, keys = self._own, StoreKeys(self._spec, self._run)
+        rank, keys = self._rank, StoreKeys(self._spec, self._run)
         run, holder, missing, complete, failure = read_all(
-            store, [run_key(self._spec), keys.rank(own), keys.missing, keys.complete, keys.failure]
+            store, [run_key(self._spec), keys.rank(rank), keys.missing, keys.complete, keys.failure]
         )
         if run != self._run:
             return self._register(store, run)
@@ -353,7 +287,7 @@ class _Rendezvous:
             raise self._rank_taken(holder)
         if complete:
             chief = WorkerInfo.from_json(read(store, keys.rank(0)))
-            if reason := find_disagreement(chief, self._info, (self._spec.name(0), self._spec.name(own))):
+            if reason := find_disagreement(chief, self._info, (self._spec.name(0), self._spec.name(rank))):
                 raise ClusterError(reason)
             return infos_from_text(complete)
         return missing or f"{self._spec.name(0)} to begin"
@@ -362,23 +296,25 @@ class _Rendezvous:
         """Registers this process in the run, the newest one, if that has not ended. Returns what it waits for."""
         if not run:
             raise StoreBrokenError(_NOT_OPENED)
-        own, keys = self._own, StoreKeys(self._spec, run)
+        rank, keys = self._rank, StoreKeys(self._spec, run)
         complete, failure = read_all(store, [keys.complete, keys.failure])
         if failure and self._run:
             raise FailureReport.from_json(failure).error()
+        # A job that ended may be formed again by the same processes on the same store, as under a launcher that serves
+        # it: test_the_same_processes_can_form_the_job_again.
         if complete or failure:
-            goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(own))).ended
+            goes_on = complete and not Heartbeat.from_json(read(store, keys.heartbeat(rank))).ended
             if goes_on and not self._spec.store_is_served:  # such a store lasts for one run
-                raise self._rank_taken(read(store, keys.rank(own)))
+                raise self._rank_taken(read(store, keys.rank(rank)))
             return "the end of an earlier run of this job"
-        keys.register(store, own, self._info_text)
+        keys.register(store, rank, self._info_text)
         self._run = run
         return f"{self._spec.name(0)} to begin"
 
     def _rank_taken(self, holder: str) -> ClusterError:
         process = WorkerInfo.from_json(holder).process
         return ClusterError(
-            f"{self._spec.name(self._own)} is there already: {process}; this is {self._info.process}. "
+            f"{self._spec.name(self._rank)} is there already: {process}; this is {self._info.process}. "
             "Give every process its own index, or end the other process first"
         )
 
@@ -387,15 +323,15 @@ class _Rendezvous:
     def _repeat(self, poll: Callable[[Store], tuple[T, ...] | str], advice: str) -> tuple[T, ...]:
         """Polls until there is a result, before the deadline; a text says what is missing."""
         pause, run = threading.Event(), self._run
-        shortest_s, longest_s = poll_limits_s(1 if self._own == 0 else self._spec.num_workers)
+        shortest_s, longest_s = poll_limits_s(1 if self._rank == 0 else self._spec.num_workers)
         poll_s = shortest_s
-        while isinstance(found := self._call(poll), str):
-            self._deadline.check(found, advice)
+        while isinstance(result := self._call(poll), str):
+            self._deadline.check(result, advice)
             if run != self._run:  # everybody registers in it now: what comes next comes soon
                 run, poll_s = self._run, shortest_s
             pause.wait(poll_s)
             poll_s = min(1.2 * poll_s, longest_s)
-        return found
+        return result
 
     def _call(self, call: Callable[[Store], T]) -> T:
         """Makes a call to the store; a store that does not answer is reported, and given up at the deadline."""
@@ -412,17 +348,10 @@ class _Rendezvous:
 
 def poll_limits_s(workers: int) -> tuple[float, float]:
     """The shortest and the longest pause between two looks at the store, for each of so many ``workers``."""
+    # With 1,024 workers a look each 2 s, so that the store answers some 512 requests a second for any number of them.
     share = max(1.0, workers / _POLLING_WORKERS)
     return share * _SHORTEST_POLL_S, share * _LONGEST_POLL_S
 
 
-def _describe_workers(workers: Sequence[str]) -> str:
-    """The addresses; of a long list the beginning, and a number that another list does not have."""
-    text = ", ".join(workers)
-    if len(text) <= _JOB_LENGTH:
-        return text
-    return f"{text[:_JOB_LENGTH]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
-
-
 def _describe_job(job_id: str, workers: str) -> str:
-    return f"job {job_id!r} with the workers {workers}"[:_JOB_LENGTH]
+    return f"job {job_id!r} with the workers {workers}"[:JOB_LENGTH]

@@ -27,6 +27,7 @@ T = TypeVar("T")
 OWNER_KEY = "lockstep/job"
 """Which job the store belongs to. Every process reads it before it writes anything."""
 
+# Connections of workers that start at the same moment wait in this queue until the store accepts them.
 _BACKLOG = 1024
 _PROBE_TIMEOUT_S = 2.0
 # Busy machines have taken more than 5 s to accept a second connection.
@@ -102,6 +103,8 @@ def run_key(spec: ClusterSpec) -> str:
 
 def read(store: Store, key: str) -> str:
     """The value of ``key``, or an empty text. Unlike ``get`` it never waits for the key to be written."""
+    # ``TCPStore.get`` waits until the key is there, up to its time limit; ``compare_set`` with two empty texts changes
+    # nothing and answers at once.
     return store.compare_set(key, "", "").decode()
 
 
@@ -162,6 +165,8 @@ class StoreClient:
             except Exception as error:  # noqa: BLE001 - what others have written may be anything
                 reason = f"the job's store has what no worker writes ({type(error).__name__}: {error})"
                 future.set_exception(ClusterError(f"{reason}; end the program that uses it, or choose another port"))
+            # The thread sleeps in ``get`` with its last locals: without this they would keep a call's closure, and what
+            # it refers to, alive until the next call.
             del item, call, future
 
 
@@ -205,9 +210,9 @@ def serve_store(listener: socket.socket) -> Store:
 def _allow_many_connections() -> None:
     """Raises this process's limit of open files: most systems begin with 1,024, which many workers exceed."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit not in (resource.RLIM_INFINITY, wanted) and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    target = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit not in (resource.RLIM_INFINITY, target) and limit < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
 
 
 def listen(host: str, port: int, who: str) -> socket.socket:
@@ -217,18 +222,18 @@ def listen(host: str, port: int, who: str) -> socket.socket:
     PortTakenError if another program listens there, and ClusterError if it cannot be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UnknownHostError(
             f"the host of {who} cannot be looked up ({error.strerror}); give an address that can be looked up here"
         ) from None
-    if any(_is_every_address(str(address[0])) for *_, address in found):
+    if any(_is_every_address(str(address[0])) for *_, address in addresses):
         raise ClusterError(
             f"{who} would listen on every address of this machine, as {host!r} means them all; give the one by which "
             "the others reach it"
         )
     failure: OSError | None = None
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in addresses:
         try:
             return socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:

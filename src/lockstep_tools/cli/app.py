@@ -44,9 +44,12 @@ def parse(arguments: Sequence[str]) -> Job | int:
     Raises:
         ConfigError: an unknown command or flag, or a value of the wrong type.
     """
+    # The first word without a dash is the command, since no flag before it takes a value.
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     command = get_command(tree(called))
     try:
+        # Outside standalone mode typer raises its errors instead of printing them over several lines, and does not
+        # exit.
         job: Job | int = command.main(args=list(arguments), prog_name="lockstep", standalone_mode=False)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
@@ -63,8 +66,11 @@ def tree(called: str | None) -> typer.Typer:
     app.callback()(_root)
     for name, help_line in COMMANDS.items():
         if name == called:
+            # test_what_needs_no_torch_does_not_wait_for_it: help takes 0.3 s, and would take two more with torch.
             import_module(f"lockstep_tools.cli.{name}").add_to(app)
         else:
+            # test_a_command_that_is_not_called_has_the_same_line_of_help: its module, which may import torch, is not
+            # read.
             app.command(name, help=help_line)(_not_called)
     return app
 
@@ -72,8 +78,8 @@ def tree(called: str | None) -> typer.Typer:
 def _not_called() -> None: ...
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"lockstep {__version__}")
         raise typer.Exit
 

@@ -39,6 +39,7 @@ EXAMPLE = "Example: lockstep bench scaling images --devices cpu:4 --replicas 2,4
 def add_to(app: typer.Typer) -> None:
     """Adds ``lockstep bench`` and its commands."""
     bench, scaling = typer.Typer(cls=CommandsHelp), typer.Typer(cls=CommandsHelp)
+    # A command for each recipe: its flags are those of the recipe's config.
     for recipe in RECIPES.values():
         example = f"Example: lockstep bench scaling {recipe.name} --devices cpu:2"
         scaling.command(recipe.name, epilog=example)(
@@ -89,11 +90,11 @@ class BenchScaling:
         files = report_files(output, date=date.today().isoformat(), recipe=self.recipe.name, devices=devices)
         for file in files:
             check_file(file)
-        chosen = usual_replicas(len(logical)) if self.replicas is None else parse_replicas(self.replicas)
+        replicas = usual_replicas(len(logical)) if self.replicas is None else parse_replicas(self.replicas)
         result = measure_scaling(
             self.recipe,
             self.config,
-            replace(self.settings, replicas=chosen),
+            replace(self.settings, replicas=replicas),
             devices=devices,
             logical=logical,
             progress=_say_scaling,
@@ -104,12 +105,14 @@ class BenchScaling:
         return 0
 
 
-def _say_scaling(sample: Sample, done: int, planned: int) -> None:
+def _say_scaling(sample: Sample, completed: int, planned: int) -> None:
     record, configuration = sample.record, sample.configuration
     line = (
-        f"{done:3d}/{planned}  round {sample.round + 1}  {configuration.name:<29} batch {configuration.batch_size:4d}  "
+        f"{completed:3d}/{planned}  round {sample.round + 1}  {configuration.name:<29} "
+        f"batch {configuration.batch_size:4d}  "
         f"{median(record.step_ms):8.1f} ms a step  {record.examples_per_s:9,.1f} examples/s  loss {record.loss:.4f}"
     )
+    # Flushed: in a pipe the lines would otherwise come all at the end of a run of minutes.
     print(console.fill(line), flush=True)
 
 
@@ -148,11 +151,11 @@ class BenchPipeline:
         return 0
 
 
-def _say_pipeline(sample: pipeline.Sample, done: int, planned: int) -> None:
+def _say_pipeline(sample: pipeline.Sample, completed: int, planned: int) -> None:
     bubble = median(step.bubble for step in sample.steps)
     length_ms = 1000 * median(step.length for step in sample.steps)
     print(
-        f"{done:3d}/{planned}  round {sample.round + 1}  {sample.schedule:<13}  {length_ms:8.1f} ms a step  "
+        f"{completed:3d}/{planned}  round {sample.round + 1}  {sample.schedule:<13}  {length_ms:8.1f} ms a step  "
         f"idle {bubble:6.1%}",
         flush=True,
     )

@@ -36,8 +36,8 @@ class Devices:
     devices: DevicesFlag = None
 
     def __call__(self) -> int:
-        chosen = take_devices(self.devices)
-        print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(chosen)}")
+        logical = take_devices(self.devices)
+        print(f"{physical_table(config.list_physical_devices())}\n\n{logical_table(logical)}")
         return 0
 
 
@@ -54,12 +54,14 @@ def physical_table(physical: Sequence[config.PhysicalDevice]) -> str:
     for device in physical:
         driver = gpu_driver(device)
         if driver is None:
+            # What this process may use, in a container or under taskset, and not ``os.cpu_count``, which counts the
+            # machine's.
             cores = len(os.sched_getaffinity(0))
             rows.append([device.name, "CPU", f"{cores} core{'s' * (cores > 1)}", "-"])
         else:
             free, total = driver.free_and_total(device.torch_device)
-            taken = f"{(total - free) / MB:.0f} MB"
-            rows.append([device.name, driver.product(device.torch_device), f"{device.memory} MB", taken])
+            used_memory = f"{(total - free) / MB:.0f} MB"
+            rows.append([device.name, driver.product(device.torch_device), f"{device.memory} MB", used_memory])
     return text_table(["physical", "is", "has", "taken"], rows)
 
 

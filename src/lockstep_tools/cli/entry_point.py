@@ -121,6 +121,8 @@ class InWorkers:
             cause = error.__cause__
             if isinstance(cause, SystemExit) and isinstance(cause.code, int):
                 return cause.code  # as after SIGTERM to a worker: all have saved
+            # The worker's error ends this command as if it had been raised here: in one line, without the launcher's
+            # around it.
             if isinstance(cause, LockstepError):
                 raise cause  # noqa: B904 - its own cause is the worker's traceback
             raise
@@ -171,6 +173,7 @@ def discard_broken_streams() -> None:
             stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
+            # The stream keeps its buffer: what is left in it now goes to nowhere instead of failing again at exit.
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
 
@@ -180,6 +183,8 @@ def _open_standard_streams() -> None:
 
     Else the next files and sockets of this process would have their numbers, and libraries in C write there.
     """
+    # ``open`` gives the lowest free number, so the loop fills 0 to 2 and stops at the first one above:
+    # test_no_file_of_ours_takes_the_number_of_a_closed_stream.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -109,6 +109,7 @@ def command(
 
     parameters = [*job_parameters, *(parameter for config in configs.values() for parameter in config.parameters())]
     make.__doc__ = (inspect.getdoc(job) or "").partition("\n\nArgs:\n")[0]
+    # typer reads a function's signature, which is how a command gets flags that no function was written with.
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     make.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return make
@@ -131,11 +132,13 @@ class GroupedHelp(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records, col_max=_NAMES_WIDTH)
+        # The padding was only for the width that the formatter counts.
         formatter.buffer[:] = [text.replace(_PADDING, "") for text in formatter.buffer]
 
 
 def _padded(text: str) -> str:
     """The text with as many characters as it takes columns."""
+    # Wide and fullwidth characters take two columns of a terminal (Unicode, UAX 11).
     return "".join(character + _PADDING if east_asian_width(character) in "WF" else character for character in text)
 
 
@@ -164,6 +167,7 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
         if NO_FLAG in extras or is_dataclass(kind) or kind is Any:
             continue
         default = flag.default_factory() if flag.default_factory is not MISSING else flag.default
+        # A copy: the object in the annotation belongs to the class, which several commands use with different groups.
         option = copy.copy(extras[0]) if extras else typer.Option()
         _complete(option, flag, kind, docs.get(flag.name, ""), group)
         parameters.append(
@@ -178,6 +182,7 @@ def flags_of(config: type[Any], *, groups: Mapping[str, str] | None = None) -> l
 
 
 def _number_or_auto(number: inspect.Parameter) -> inspect.Parameter:
+    # A text for typer, which knows no number that may be a word; ``Nested.make`` makes a number of it.
     option = copy.copy(number.annotation.__metadata__[0])
     option.help, option.metavar = f"{option.help.rstrip('.')}; {AUTO} finds it by trial steps.", f"NUMBER|{AUTO}"
     return number.replace(annotation=Annotated[str, option], default=str(number.default))
@@ -196,6 +201,7 @@ def _complete(option: Any, flag: Field[Any], kind: Any, doc: str, group: str | N
         option.parser, option.metavar = _path, option.metavar or "PATH"
     option.help = option.help or f"{doc[:1].upper()}{doc[1:]}"
     option.rich_help_panel = group
+    # "[default: None]" says nothing; the docstring tells what happens without the flag.
     option.show_default = flag.default is not None and flag.default is not False
     if kind is bool and flag.default is False and not option.param_decls:
         option.param_decls = (flag_name(flag.name),)  # without a --no-... that would change nothing
@@ -220,6 +226,7 @@ def flag_name(field_name: str) -> str:
 def field_docs(config: type[Any]) -> Mapping[str, str]:
     """Returns name -> text of the entries in the ``Args:`` sections of a class and its bases."""
     entries: dict[str, str] = {}
+    # From the oldest class on, so that a subclass may say more precisely what a field means.
     for base in reversed([ancestor for ancestor in config.__mro__ if is_dataclass(ancestor)]):
         _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")
         name = ""
@@ -237,6 +244,7 @@ def field_docs(config: type[Any]) -> Mapping[str, str]:
 
 def check_folder(folder: Path) -> None:
     """Raises ConfigError if a folder can be neither written to nor made."""
+    # ``lexists``: a link to nowhere is in the way of a folder too.
     present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     needs = f"--output needs the folder {str(folder)!r}, but {str(present)!r}"
     if not present.is_dir():

@@ -14,8 +14,8 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import ScheduleName
 from lockstep_tools.cli.flags import GroupedHelp, command, flag_name
 from lockstep_tools.plan.cost import Prediction
+from lockstep_tools.plan.division import CheckpointingName, Division
 from lockstep_tools.plan.hardware import GIB, device_kind, parse_link
-from lockstep_tools.plan.layout import CheckpointingName, Layout
 from lockstep_tools.plan.search import Choices, Plan, Setting, usual_network, usual_software
 from lockstep_tools.plan.search import plan as make_plan
 from lockstep_tools.plan.shapes import ModelShape, config_settings, shape_of
@@ -159,7 +159,7 @@ _OPTIONS = {
 def as_text(plan: Plan, top: int) -> str:
     """The setting, a table of the best layouts, what is infeasible, and the call for the best layout."""
     rows = [[str(place), *_cells(prediction)] for place, prediction in enumerate(plan.best_of_each[:top], 1)]
-    best = plan.best.layout
+    best = plan.best.division
     call = "\n".join([f"best: {best.call()}", *(f"      {line}" for line in _beside_the_call(best))])
     return "\n\n".join([_setting(plan.setting), text_table(_HEADINGS, rows), _infeasible(plan), call])
 
@@ -175,6 +175,7 @@ def modules_text(counts: ModelCounts, sequence: int) -> str:
             f"{(module.token_flops + sequence * module.pair_flops) / 1e6:,.1f}",
         ]
         for module in counts.modules
+        # A list of layers has the parameters of its layers, which the row below shows.
         if module.parameters and f"{module.name}.*" not in names
     ]
     return text_table(["module", "number", "parameters", "forward MFLOP/token"], rows)
@@ -208,22 +209,22 @@ def _heads(shape: ModelShape) -> str:
 
 
 def _cells(prediction: Prediction) -> list[str]:
-    layout, seconds = prediction.layout, prediction.step_s
+    division, seconds = prediction.division, prediction.step_s
     exchange = (prediction.tensor_s + prediction.pipeline_s + prediction.data_s) / seconds
-    schedule: str = layout.schedule if layout.pipeline > 1 else ""
-    if layout.stages_per_worker > 1 and layout.schedule != "zero_bubble_v":  # which always has two
-        schedule += f" x {layout.stages_per_worker}"
+    schedule: str = division.schedule if division.pipeline > 1 else ""
+    if division.stages_per_worker > 1 and division.schedule != "zero_bubble_v":  # which always has two
+        schedule += f" x {division.stages_per_worker}"
     return [
-        *map(str, layout.degrees),
+        *map(str, division.degrees),
         f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}",
         f"{prediction.memory.total / GIB:.1f}",
-        f"{prediction.bubble:.1%}" if layout.pipeline > 1 else "",
+        f"{prediction.bubble:.1%}" if division.pipeline > 1 else "",
         f"{exchange:.1%}",
         f"{prediction.model_tflops:.{0 if prediction.model_tflops >= 10 else 3}f}",
-        f"{layout.microbatches} x {layout.microbatch_size}",
+        f"{division.microbatches} x {division.microbatch_size}",
         schedule,
-        "" if layout.activation_checkpointing == "none" else layout.activation_checkpointing,
-        ", ".join(label for name, label in _OPTIONS.items() if getattr(layout, name)),
+        "" if division.activation_checkpointing == "none" else division.activation_checkpointing,
+        ", ".join(label for name, label in _OPTIONS.items() if getattr(division, name)),
     ]
 
 
@@ -238,19 +239,19 @@ def _infeasible(plan: Plan) -> str:
     line = f"{plan.tried:,} layouts tried, {len(plan.ranked):,} fit"
     if not plan.infeasible:
         return f"{line}."
-    kinds = Counter("fit" if each.reason.startswith("needs") else "divide" for each in plan.infeasible)
+    kinds = Counter("fit" if entry.reason.startswith("needs") else "divide" for entry in plan.infeasible)
     counts = " and ".join(f"{number} {'do' if number > 1 else 'does'} not {kind}" for kind, number in kinds.items())
     return f"{line}. Of (data, pipeline, tensor), {counts}."
 
 
-def _beside_the_call(layout: Layout) -> list[str]:
+def _beside_the_call(division: Division) -> list[str]:
     """What the call does not say."""
     lines = []
-    if layout.stages_per_worker > 1:
-        lines.append(f"each pipeline worker holds {layout.stages_per_worker} stages")
-    if layout.pipeline == 1 and layout.microbatches > 1:
-        batch = layout.data * layout.microbatch_size
-        lines.append(f"accumulate={layout.microbatches} in compile, with global batches of {batch:,} sequences")
-    if layout.activation_checkpointing == "full":
+    if division.stages_per_worker > 1:
+        lines.append(f"each pipeline worker holds {division.stages_per_worker} stages")
+    if division.pipeline == 1 and division.microbatches > 1:
+        batch = division.data * division.microbatch_size
+        lines.append(f"accumulate={division.microbatches} in compile, with global batches of {batch:,} sequences")
+    if division.activation_checkpointing == "full":
         lines.append("gradient checkpointing for every layer: module.gradient_checkpointing_enable()")
     return lines

@@ -70,6 +70,7 @@ class Predict:
                 " write the same files; run it without lockstep run"
             )
         output = self.output.expanduser()
+        # Before the model is loaded and the images are read: what is wrong with --output is told at once.
         self._check_output(output)
         find_package("PIL", "images")
         files = find_files([path.expanduser() for path in self.paths])

@@ -15,9 +15,9 @@ from lockstep_tools.cli.entry_point import ResumeFlag, discard_broken_streams, n
 from lockstep_tools.cli.flags import BEFORE_A_PROGRAM, command
 
 if TYPE_CHECKING:
+    from lockstep.launch.elastic_meeting import Elastic
     from lockstep.launch.jobs import Outcome
     from lockstep.launch.rendezvous import Hosts
-    from lockstep.launch.rounds import Elastic
 
 
 def add_to(app: typer.Typer) -> None:
@@ -73,18 +73,20 @@ class Run:
         from lockstep.launch.agent import Limits
         from lockstep.launch.jobs import Program, ProgramJob
 
-        given = tuple(self.arguments or ())
+        arguments = tuple(self.arguments or ())
         minimum, workers = _read_workers(self.workers)
         resume_flag: ResumeFlag = nothing_saved
+        # The installed script would start another Python; as a module the command runs in the worker itself.
         is_lockstep = self.program == "lockstep" and not self.module and not Path(self.program).is_file()
         if is_lockstep:
+            # Each of several hosts gives its own number of workers, so the total is not known here.
             possible = () if workers is None or self.hosts is not None else range(minimum or workers, workers + 1)
-            checked = _check_command(given, possible)
+            checked = _check_command(arguments, possible)
             if isinstance(checked, int):
                 return checked
             resume_flag = checked
         target = "lockstep_tools.cli" if is_lockstep else self.program
-        program = Program(target=target, is_module=self.module or is_lockstep, arguments=given)
+        program = Program(target=target, is_module=self.module or is_lockstep, arguments=arguments)
         hosts = self._hosts(self.job or program.job)
         launch = ProgramJob(
             program=program,
@@ -105,12 +107,13 @@ class Run:
 
     def _elastic(self, minimum: int | None, maximum: int | None, hosts: int) -> Elastic | None:
         """How far the number of workers may change; None if one number was given, or none."""
-        from lockstep.launch.rounds import Elastic
+        from lockstep.launch.elastic_meeting import Elastic
 
         if minimum is None or maximum is None:
             if self.rejoin_s is not None:
                 raise ConfigError(f"--rejoin-s {self.rejoin_s:g} was given without --workers MIN:MAX; give both")
             return None
+        # Refused here and not by the launchers, which would wait for more hosts until their time is up.
         if minimum > maximum * hosts:
             where = "this host" if hosts == 1 else f"the {hosts} hosts"
             raise ConfigError(
@@ -129,8 +132,8 @@ class Run:
         named = [host.strip() for host in self.hosts.split(",")]
         if self.nodes is not None and len(named) not in (1, self.nodes):
             raise ConfigError(f"--nodes {self.nodes} was given, but --hosts names {len(named)}; name all, or the first")
-        others = [""] * ((self.nodes or 1) - 1) if len(named) == 1 else []
-        return Hosts(hosts=(*named, *others), index=self.index, job=job, timeout_s=self.timeout_s)
+        unnamed = [""] * ((self.nodes or 1) - 1) if len(named) == 1 else []
+        return Hosts(hosts=(*named, *unnamed), index=self.index, job=job, timeout_s=self.timeout_s)
 
 
 def _read_workers(text: str | None) -> tuple[int | None, int | None]:
@@ -153,6 +156,7 @@ def _check_command(arguments: Sequence[str], possible: Iterable[int]) -> int | R
     from lockstep_tools.cli.app import parse  # imports this module
     from lockstep_tools.cli.training_command import TrainingCommand
 
+    # test_what_is_wrong_with_its_words_is_said_once_and_no_worker_is_started.
     job = parse(arguments or ["--help"])
     if not isinstance(job, TrainingCommand):
         return job if isinstance(job, int) else nothing_saved

@@ -110,7 +110,7 @@ class TrainMlm(TrainingCommand):
         """Checks the mesh against the sizes of a model with random weights too, before the text is read."""
         super().check(workers)
         config = self.config
-        if self.mesh.asked and config.pretrained is None:
+        if self.mesh.divides_model and config.pretrained is None:
             mesh = self.mesh.choose(workers)
             sizes = [(name, getattr(config, name)) for name in ("heads", "hidden", "feed_forward")]
             check_divides("tensor", mesh.tensor, *sizes)
@@ -185,8 +185,8 @@ def _left_out(result: images_recipe.ImagesResult) -> str:
     """The images without a class, and the classes without a test image."""
     loose = f"; {counted(result.loose, 'image')} beside the class folders left out" if result.loose else ""
     names = result.only_trained
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
-    return f"{loose}; no test image of the {'class' if len(names) == 1 else 'classes'} {shown}" if names else loose
+    quoted = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
+    return f"{loose}; no test image of the {'class' if len(names) == 1 else 'classes'} {quoted}" if names else loose
 
 
 _EXAMPLE_REVIEW = "我觉得不错！"
@@ -227,6 +227,7 @@ class TrainReviews(TrainingCommand):
         """The newest checkpoint of the Trainer, unless it is of a finished run, which keeps its checkpoints."""
         newest, record = reviews_recipe.newest_checkpoint(output / "checkpoints"), output / "result.json"
         finished = finished_run(record) or ("~" if record.exists() else "")  # "~" comes after all names of runs
+        # Runs are named by their time, so names compare as times do.
         return None if newest is None or newest.parent.name <= finished else newest
 
     def check_backup(self, output: Path) -> None:

@@ -145,12 +145,12 @@ class TrainingCommand(ABC):
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if self.mesh.asked and self.devices is not None:
+        if self.mesh.divides_model and self.devices is not None:
             raise ConfigError(
                 f"--devices {self.devices} divides one process among replicas, and {self.mesh.flags} gives each worker "
                 "one device; leave one of them out"
             )
-        if self.mesh.asked and self.auto:
+        if self.mesh.divides_model and self.auto:
             raise ConfigError(
                 f"a batch size of auto is found by steps of one worker alone, and {self.mesh.flags} divides the model"
                 " among workers; give a number"
@@ -221,8 +221,9 @@ class TrainingCommand(ABC):
     def __call__(self) -> int | InWorkers:
         """Trains; or asks for workers, if workers divide the model and nobody has started any."""
         workers = declared_workers()
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             self.check(self.mesh.fewest_workers if workers is None else workers)
+            # Only where nobody has started workers: under ``lockstep run`` or torchrun this process is one of them.
             if workers is None and self.mesh.fewest_workers > 1:
                 return InWorkers(workers=self.mesh.fewest_workers, resume_flag=self.find_resume_flag())
         return self._run()
@@ -233,7 +234,7 @@ class TrainingCommand(ABC):
         Raises:
             ConfigError: it does not; the message says what would.
         """
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             mesh = self.mesh.choose(workers)
             self.mesh.pipelining(mesh)
 
@@ -260,9 +261,12 @@ class TrainingCommand(ABC):
         if is_chief():
             if self.config.data is not None:
                 self.data.check_data(self.config.data.expanduser())
+            # What the end of the training needs is looked for before hours of it.
             find_package("matplotlib", "plots")
             find_package("tensorboard", "train")
+        # Before anything is written: a worker that is late would otherwise find what the chief has just made.
         folders = self.choose_folders(output)
+        # Until the backup is removed, after the results are written, Ctrl-C can be told how to go on.
         with closing(self._strategy()) as strategy, naming_what_resumes(partial(self.resume_flag, output)):
             self._say("reading the data and building the model; then the first step")
             trained = self.train(strategy, folders, 0 if self.quiet else 1)
@@ -277,7 +281,7 @@ class TrainingCommand(ABC):
     def _strategy(self) -> Strategy:
         """Prints what will be trained on which devices, and makes the strategy."""
         work = f"{self.work}, {counted(self.config.epochs, 'epoch')}, {self.config.precision}"
-        if self.mesh.asked:
+        if self.mesh.divides_model:
             cluster = cluster_from_environment()
             mesh = self.mesh.choose(1 if cluster is None else cluster.num_workers)
             self._say(f"{self.title} on {counted(mesh.size, 'worker')}, {mesh}: {work}\n")
@@ -310,6 +314,7 @@ class TrainingCommand(ABC):
         write_curves(result.history, output / "curves.png", title=title, settings=settings, test=result.test_metrics)
         write_history(result.history, output / "history.csv")
         atomic_write(folders.model / "README.md", trained.card.render(record))
+        # The last file: whoever sees it finds all others whole.
         atomic_write(output / "result.json", record.to_json())
 
     def _report(self, trained: Trained, folders: RunFolders) -> None:

@@ -59,6 +59,7 @@ class BackupPlan:
         if self.backup == "none":
             return []
         often: Literal["epoch"] | int = "epoch" if self.backup == "epoch" else int(self.backup)
+        # Kept after ``fit``: the test and the writing of results come later, and may be interrupted too.
         return [BackupAndRestore(output / _FOLDER, save_freq=often, delete_checkpoint=False)]
 
     def newest(self, output: Path) -> Path | None:
@@ -106,7 +107,8 @@ class MeshFlags:
 
     def __post_init__(self) -> None:
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if changed and not self.asked:
+        # These flags would have no effect, and a setting that is ignored must be told.
+        if changed and not self.divides_model:
             raise ConfigError(
                 f"{flag_name(changed[0])} says how workers divide a model, and none of --replicas, --pipeline and"
                 " --tensor was given; add one, such as --tensor 2"
@@ -122,7 +124,7 @@ class MeshFlags:
         return {"data" if name == "replicas" else name: degree for name, degree in self._degrees.items()}
 
     @property
-    def asked(self) -> bool:
+    def divides_model(self) -> bool:
         return bool(self._degrees)
 
     @property
@@ -147,6 +149,7 @@ class MeshFlags:
         """Makes the strategy on that mesh. Every worker must call it."""
         from lockstep.strategies.parallel import ParallelStrategy  # which imports torch's DTensor and pipelining
 
+        # Without --replicas the data axis takes the workers that the other degrees leave.
         settings: dict[str, Any] = {"data": REST, **self._by_axis}
         for field in fields(self):
             if field.name not in ("replicas", "pipeline", "tensor"):

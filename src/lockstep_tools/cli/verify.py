@@ -64,10 +64,12 @@ def find_program(name: str, arguments: tuple[str, ...]) -> Program:
             target="lockstep_tools.cli",
             kind="module",
             arguments=("train", name, "--quiet", *arguments),
+            # Each run writes into a folder of its own; in a common one it would refuse the results of the other.
             scratch_flag="--output",
         )
     return Program(name=Path(name).name, target=name, arguments=arguments)
 
 
 def _print_progress(line: str) -> None:
+    # On standard error, so that the report alone can be redirected.
     print(f"comparing {line} ...", file=sys.stderr, flush=True)

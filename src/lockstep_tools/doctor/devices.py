@@ -54,6 +54,7 @@ def _gloo() -> str:
     if not dist.is_gloo_available():
         return "not in this build of torch"
     try:
+        # Made and not only asked for: gloo fails where it can open no socket, as in some sandboxes.
         gloo_group(HashStore(), 0, 1, address="127.0.0.1", timeout=timedelta(seconds=5))
     except (RuntimeError, ValueError) as error:
         return f"cannot be used: {error}"
@@ -71,6 +72,7 @@ def _troubles(physical: list[config.PhysicalDevice]) -> Iterator[Trouble]:
     if not version.startswith(TESTED):
         yield Trouble(f"torch {version} is installed; Lockstep was tested with {' and '.join(TESTED)}.")
     gpus = [device for device in physical if device.kind == "GPU"]
+    # Read from files: a torch without CUDA cannot ask the driver.
     has_driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
     if torch.version.cuda is None and has_driver:
         yield Trouble(

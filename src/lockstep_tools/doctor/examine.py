@@ -22,6 +22,7 @@ def examine(timeout_s: float) -> list[Section]:
     return run_probes(
         {
             "versions": examine_software,
+            # In a process: a broken driver may hang or crash whoever asks it, and a thread in C cannot be killed.
             "devices": lambda: examine_in_process("lockstep_tools.doctor.devices", timeout_s),
             "network": examine_network,
             "limits": examine_limits,
@@ -60,10 +61,13 @@ def examine_in_process(module: str, timeout_s: float) -> Section:
     Raises RuntimeError with the last line of its error output if it fails, and TimeoutExpired.
     """
     command = [sys.executable, "-m", module]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {done.returncode}")
-    return Section.from_json(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if process.returncode:
+        raise RuntimeError(
+            process.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {process.returncode}"
+        )
+    # The last line: libraries print greetings and warnings before it.
+    return Section.from_json(process.stdout.splitlines()[-1])
 
 
 def _failed(title: str, reason: str) -> Section:

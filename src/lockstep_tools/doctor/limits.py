@@ -14,6 +14,7 @@ from lockstep.replicas.cpu.memory import available_mb, control_groups
 from lockstep_tools.doctor.section import Fact, Section, Trouble
 
 GB = 2**30
+# 1,024 is the soft limit on most systems; a DataLoader's tensors and workers' connections exceed it.
 _FEW_FILES = 4096
 _LITTLE_SHARED = GB
 _LITTLE_DISK = 2 * GB
@@ -57,7 +58,7 @@ class Limits:
         memory_limit = "no limit" if self.memory_limit is None else f"a limit of {self.memory_limit / GB:.1f} GB"
         available = f"{self.memory / GB:.1f} GB, {self.available_mb / 1024:.1f} GB available"
         shared = "none" if self.shared is None else f"{self.shared[0] / GB:.1f} GB, {self.shared[1] / GB:.1f} GB free"
-        here, temporary = (f"{free / GB:.1f} GB" for free in self.disk)
+        working_folder, temporary = (f"{free / GB:.1f} GB" for free in self.disk)
         return [
             Fact("cores", f"{self.cores}, {self.usable_cores} for this process, {quota} (control group)"),
             Fact("OMP_NUM_THREADS", self.omp_threads or "not set"),
@@ -65,7 +66,7 @@ class Limits:
             Fact("memory", f"{available}, {memory_limit} (control group)"),
             Fact("shared memory", shared),
             Fact("open files", f"{soft}, at most {hard}"),
-            Fact("disk", f"{here} free in this folder, {temporary} for temporary files"),
+            Fact("disk", f"{working_folder} free in this folder, {temporary} for temporary files"),
         ]
 
     def troubles(self) -> Iterator[Trouble]:
@@ -130,6 +131,7 @@ def read_limits(groups: Path = Path("/sys/fs/cgroup"), shared: Path = Path("/dev
     return Limits(
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
+        # A group has no more than the groups around it, so the smallest quota counts.
         cpu_quota=min((quota for folder in folders if (quota := _cpu_quota(folder)) is not None), default=None),
         omp_threads=os.environ.get("OMP_NUM_THREADS", ""),
         load=os.getloadavg()[0],
@@ -144,6 +146,7 @@ def read_limits(groups: Path = Path("/sys/fs/cgroup"), shared: Path = Path("/dev
 
 def _cpu_quota(folder: Path) -> float | None:
     """How many cores' time a control group has."""
+    # "200000 100000" is two cores' time in each period (Linux, cgroup-v2.rst); "max" is no quota.
     words = _read(folder / "cpu.max").split()
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
 

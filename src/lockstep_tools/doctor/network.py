@@ -88,6 +88,7 @@ def look_up(host: str) -> list[str]:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         return []
+    # Without the zone of a link-local address, such as "%eth0", which names an interface of this machine alone.
     return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in answers))
 
 
@@ -97,6 +98,7 @@ def local_address(host: str) -> str | None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
+                # Port 9 (discard); a UDP socket that connects only chooses its route and address, and sends no packet.
                 probe.connect((address, 9))
             except OSError:
                 continue
@@ -110,6 +112,8 @@ def interface_addresses() -> dict[str, list[str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in addresses:
             try:
+                # The standard library lists interfaces and not their addresses; netdevice(7): the name in, the address
+                # at byte 20.
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
             except OSError:  # has none
                 continue

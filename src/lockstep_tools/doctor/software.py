@@ -23,6 +23,8 @@ EXTRAS: Mapping[str, str] = {
     "quantized": "8-bit and 4-bit weights, on a GPU",
 }
 """Name of an extra -> what it is for."""
+# Name, extras, lowest version and the extra that asks for it, of the form that a built wheel has; ``packaging`` would
+# be a dependency for one line.
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?[^;]*?(?:>=([\d.]+))?[^;]*(?:;.*extra == \"([\w-]+)\")?")
 
 FindVersion = Callable[[str], str | None]
@@ -88,10 +90,12 @@ def _needs(extra: str, requirements: Sequence[str]) -> Iterator[tuple[str, str]]
 
 
 def _numbers(version: str) -> list[int]:
+    # Without the local part, such as the "+cpu" of torch's versions.
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
 def _troubles(find: FindVersion) -> list[Trouble]:
+    # Another project on PyPI has the import name as its own name.
     if find("lockstep") is None:
         return []
     return [

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lockstep_tools.plan.division import Division, PipelineWorker, pipeline_workers
 from lockstep_tools.plan.hardware import DeviceKind, Network, ring_seconds, send_seconds
-from lockstep_tools.plan.layout import Layout, PipelineWorker, pipeline_workers
 from lockstep_tools.plan.memory import Memory, estimate_memory, worker_parameters
 from lockstep_tools.plan.shapes import ModelShape
 from lockstep_tools.plan.software import Software
@@ -30,7 +30,7 @@ _BACKWARD = 2 / 3
 class Prediction:
     """The predicted step of a layout. The seconds add up to ``step_s``."""
 
-    layout: Layout
+    division: Division
     memory: Memory  # memory of its fullest device
     compute_s: float  # computation of the slowest worker
     bubble_s: float  # time that it waits in the pipeline
@@ -52,7 +52,7 @@ class Prediction:
     @property
     def model_tflops(self) -> float:
         """TFLOP/s per device that the model itself needs."""
-        return self.model_flops / self.step_s / self.layout.devices / 1e12
+        return self.model_flops / self.step_s / self.division.devices / 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ class _Rates:
         return count * (2 * m * n * k / self.flops + moved / self.bandwidth)
 
 
-def layer_work(shape: ModelShape, layout: Layout, device: DeviceKind, software: Software) -> Work:
+def layer_work(shape: ModelShape, division: Division, device: DeviceKind, software: Software) -> Work:
     """The work of one transformer layer."""
-    return _layer_work(shape, layout.microbatch_size, layout.tensor, layout.sequence_parallel, device, software)
+    return _layer_work(shape, division.microbatch_size, division.tensor, division.sequence_parallel, device, software)
 
 
 @lru_cache(maxsize=4096)
@@ -96,8 +96,8 @@ def _layer_work(
         linear += _feed_forward(shape, rates, tokens, shape.dense_feed_forward / tensor)
     if shape.experts:
         # Tokens are spread evenly. The router is small beside its experts.
-        each = tokens * shape.active_experts / shape.experts
-        linear += shape.experts * _feed_forward(shape, rates, each, shape.feed_forward / tensor)
+        tokens_each = tokens * shape.active_experts / shape.experts
+        linear += shape.experts * _feed_forward(shape, rates, tokens_each, shape.feed_forward / tensor)
         linear += rates.product(tokens, shape.experts, h)
     # What the modules compute beyond the sizes, or less.
     linear += 2 * tokens * (shape.layer_matrices - shape.sized_matrices) / tensor / rates.flops
@@ -182,19 +182,19 @@ def _embedding_work(shape: ModelShape, sequences: int, device: DeviceKind, softw
     return Work(forward=lookup, backward=2 * lookup, weights=lookup)
 
 
-def accumulate_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
+def accumulate_seconds(parameters: float, division: Division, device: DeviceKind, software: Software) -> float:
     """Adding a microbatch's gradients to the earlier ones: two reads and one write; 0 for a single microbatch."""
-    if layout.microbatches == 1:
+    if division.microbatches == 1:
         return 0.0
-    parameters /= layout.data if layout.shard_parameters else 1
+    parameters /= division.data if division.shard_parameters else 1
     return parameters * 3 * software.precision.gradient / (device.bandwidth * software.constants.memory)
 
 
-def _update_seconds(parameters: float, layout: Layout, device: DeviceKind, software: Software) -> float:
+def _update_seconds(parameters: float, division: Division, device: DeviceKind, software: Software) -> float:
     """An update: gradients are read for their norm and scaled; state and weights are read and written."""
     precision = software.precision
-    parameters /= layout.data if layout.shard_parameters else 1
-    shards = layout.data if layout.shard_optimizer else 1
+    parameters /= division.data if division.shard_parameters else 1
+    shards = division.data if division.shard_optimizer else 1
     moved = 3 * precision.gradient + (precision.gradient + 2 * (precision.weight + precision.optimizer)) / shards
     return parameters * moved / (device.bandwidth * software.constants.memory)
 
@@ -216,23 +216,23 @@ class Passes:
         return self.forward + self.inputs + self.weights
 
 
-def bubble_seconds(layout: Layout, others: Passes) -> float:
+def bubble_seconds(division: Division, mean: Passes) -> float:
     """Seconds that the slowest worker waits in a step; ``others``: the passes of a worker, averaged over all others."""
-    forward, inputs, weights = others.forward, others.inputs, others.weights
-    workers, rest = layout.pipeline, layout.pipeline - 1
-    if layout.schedule == "zero_bubble":
+    forward, inputs, weights = mean.forward, mean.inputs, mean.weights
+    workers, rest = division.pipeline, division.pipeline - 1
+    if division.schedule == "zero_bubble":
         # ZB-H1 (Qi et al. 2023, arXiv 2401.10241): weight gradients, which nobody waits for, fill the bubble.
-        return rest * max(0.0, forward + inputs - weights) / layout.stages_per_worker
-    if layout.schedule != "zero_bubble_v":
+        return rest * max(0.0, forward + inputs - weights) / division.stages_per_worker
+    if division.schedule != "zero_bubble_v":
         # A microbatch's way through all other workers, divided by their stages (Narayanan et al. 2021).
-        return rest * (forward + inputs + weights) / layout.stages_per_worker
+        return rest * (forward + inputs + weights) / division.stages_per_worker
     # ZB-V (Qi et al. 2023, section 6; Qi et al. 2024, arXiv 2405.15362) where the update waits for all workers. If all
     # passes took the same time, half a forward pass would remain for each other worker, by which the last one begins
     # later. The order is fixed, so backward passes that take longer than forward passes are waited for.
-    missing = max(0, 2 * workers - 1 - layout.microbatches)
+    missing = max(0, 2 * workers - 1 - division.microbatches)
     return max(
         # the first gradient's way back, less the weight gradients that can fill it
-        rest * inputs - min(layout.microbatches - workers, rest) * weights,
+        rest * inputs - min(division.microbatches - workers, rest) * weights,
         # the same through one stage of each worker
         (rest * inputs + missing * (inputs - weights)) / 2,
         # the way forward, if forward passes take longer
@@ -241,24 +241,24 @@ def bubble_seconds(layout: Layout, others: Passes) -> float:
 
 
 def predict(
-    shape: ModelShape, layout: Layout, *, device: DeviceKind, network: Network, software: Software
+    shape: ModelShape, division: Division, *, device: DeviceKind, network: Network, software: Software
 ) -> Prediction:
-    """Predicts the step of ``layout``, whether or not it fits in memory."""
-    cost, microbatches = _StepCost(shape, layout, device, network, software), layout.microbatches
-    workers = pipeline_workers(shape, layout)
+    """Predicts the step of ``division``, whether or not it fits in memory."""
+    cost, microbatches = _StepCost(shape, division, device, network, software), division.microbatches
+    workers = pipeline_workers(shape, division)
     slowest = max(map(cost.passes, workers), key=lambda passes: passes.total)
     compute = microbatches * (slowest.total - slowest.tensor)
     sends = cost.sends()
-    parameters = max(worker_parameters(shape, layout, worker) for worker in workers)
+    parameters = max(worker_parameters(shape, division, worker) for worker in workers)
     return Prediction(
-        layout=layout,
-        memory=estimate_memory(shape, layout, software),
+        division=division,
+        memory=estimate_memory(shape, division, software),
         compute_s=compute,
         tensor_s=microbatches * slowest.tensor,
         pipeline_s=microbatches * sends,
-        bubble_s=cost.bubble(workers[0], slowest, sends) if layout.pipeline > 1 else 0.0,
+        bubble_s=cost.bubble(workers[0], slowest, sends) if division.pipeline > 1 else 0.0,
         data_s=cost.gradient_exchange(parameters, compute / microbatches),
-        update_s=_update_seconds(parameters, layout, device, software),
+        update_s=_update_seconds(parameters, division, device, software),
         model_flops=cost.flops(),
     )
 
@@ -267,10 +267,10 @@ class _StepCost:
     """The terms of a step, in seconds."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, device: DeviceKind, network: Network, software: Software
+        self, shape: ModelShape, division: Division, device: DeviceKind, network: Network, software: Software
     ) -> None:
-        self.shape, self.layout, self.device, self.network, self.software = shape, layout, device, network, software
-        self.hidden_bytes = shape.sequence * layout.microbatch_size * shape.hidden * software.precision.activation
+        self.shape, self.division, self.device, self.network, self.software = shape, division, device, network, software
+        self.hidden_bytes = shape.sequence * division.microbatch_size * shape.hidden * software.precision.activation
 
     def ring(self, bytes: float, size: int, stride: int) -> float:
         """A reduce-scatter or an all-gather."""
@@ -279,16 +279,16 @@ class _StepCost:
 
     def passes(self, worker: PipelineWorker) -> Passes:
         """A worker's layers, its embedding and head, and adding its gradients to those of earlier microbatches."""
-        shape, layout, device, software = self.shape, self.layout, self.device, self.software
-        layer = layer_work(shape, layout, device, software)
-        full = layout.activation_checkpointing == "full"
+        shape, division, device, software = self.shape, self.division, self.device, self.software
+        layer = layer_work(shape, division, device, software)
+        full = division.activation_checkpointing == "full"
         # One all-reduce of a microbatch's activations between tensor ranks, or a gather and a scatter.
-        exchange = 2 * self.ring(self.hidden_bytes, layout.tensor, 1)
+        exchange = 2 * self.ring(self.hidden_bytes, division.tensor, 1)
         embedding, head = Work(), Work()
         if worker.embedding:
-            embedding = _embedding_work(shape, layout.microbatch_size, device, software)
+            embedding = _embedding_work(shape, division.microbatch_size, device, software)
         if worker.head:
-            head = _head_work(shape, layout.microbatch_size, layout.tensor, device, software)
+            head = _head_work(shape, division.microbatch_size, division.tensor, device, software)
         n, weights = worker.layers, embedding.weights + head.weights
         inputs = layer.backward - layer.weights + layer.forward * full + 2 * exchange * (1 + full)
         return Passes(
@@ -296,33 +296,33 @@ class _StepCost:
             inputs=n * inputs + embedding.backward + head.backward - weights + exchange * worker.head,
             weights=n * layer.weights
             + weights
-            + accumulate_seconds(worker_parameters(shape, layout, worker), layout, device, software),
+            + accumulate_seconds(worker_parameters(shape, division, worker), division, device, software),
             tensor=exchange * (n * (4 + 2 * full) + worker.embedding + worker.head),
         )
 
     def sends(self) -> float:
         """Sends to and from the next stages per microbatch: activations forward, gradients back."""
-        layout, network = self.layout, self.network
-        if layout.pipeline == 1:
+        division, network = self.division, self.network
+        if division.pipeline == 1:
             return 0.0
-        split = self.software.split_sends or layout.sequence_parallel
-        bytes = self.hidden_bytes / (layout.tensor if split else 1)
+        split = self.software.split_sends or division.sequence_parallel
+        bytes = self.hidden_bytes / (division.tensor if split else 1)
         link = self.software.constants.link
-        once = send_seconds(bytes, layout.devices <= network.per_host, network, link)
-        if split and not layout.sequence_parallel:
-            once += ring_seconds(self.hidden_bytes, layout.tensor, 1, network, link, 0.0)
-        return 2 * layout.stages_per_worker * once
+        once = send_seconds(bytes, division.devices <= network.per_host, network, link)
+        if split and not division.sequence_parallel:
+            once += ring_seconds(self.hidden_bytes, division.tensor, 1, network, link, 0.0)
+        return 2 * division.stages_per_worker * once
 
     def bubble(self, first: PipelineWorker, slowest: Passes, sends: float) -> float:
         """What the slowest worker waits, and the sends on the way of one microbatch."""
-        others = self.layout.pipeline - 1
+        other_workers = self.division.pipeline - 1
         everything = self.passes(replace(first, layers=self.shape.layers, head=True))
         mean = Passes(
-            forward=(everything.forward - slowest.forward) / others,
-            inputs=(everything.inputs - slowest.inputs) / others,
-            weights=(everything.weights - slowest.weights) / others,
+            forward=(everything.forward - slowest.forward) / other_workers,
+            inputs=(everything.inputs - slowest.inputs) / other_workers,
+            weights=(everything.weights - slowest.weights) / other_workers,
         )
-        return bubble_seconds(self.layout, mean) + others * sends / self.layout.stages_per_worker
+        return bubble_seconds(self.division, mean) + other_workers * sends / self.division.stages_per_worker
 
     def gradient_exchange(self, parameters: float, compute: float) -> float:
         """The exchange between copies, less what overlaps with the last microbatch's backward pass.
@@ -330,18 +330,18 @@ class _StepCost:
         With a sharded optimizer, weights are gathered after the update, with nothing to overlap. Sharded weights are
         gathered twice per microbatch and copied out of what was gathered; gradients are copied in to be scattered.
         """
-        layout, precision = self.layout, self.software.precision
-        scatter = self.ring(parameters * precision.gradient, layout.data, layout.tensor)
-        gather = self.ring(parameters * precision.weight, layout.data, layout.tensor)
+        division, precision = self.division, self.software.precision
+        scatter = self.ring(parameters * precision.gradient, division.data, division.tensor)
+        gather = self.ring(parameters * precision.weight, division.data, division.tensor)
         # Gradients are all-reduced for a sharded optimizer too.
-        during, after, overlapped = 2 * scatter, gather if layout.shard_optimizer else 0.0, _BACKWARD * compute
-        if layout.shard_parameters:
-            during = layout.microbatches * (scatter + 2 * gather)
+        during, after, overlapped = 2 * scatter, gather if division.shard_optimizer else 0.0, _BACKWARD * compute
+        if division.shard_parameters:
+            during = division.microbatches * (scatter + 2 * gather)
             copied = (
-                layout.microbatches * parameters * (2 * 2 * precision.weight + precision.weight + precision.gradient)
+                division.microbatches * parameters * (2 * 2 * precision.weight + precision.weight + precision.gradient)
             )
             after = copied / (self.device.bandwidth * self.software.constants.memory)
-            overlapped = layout.microbatches * compute
+            overlapped = division.microbatches * compute
         if not self.software.overlap_data:
             return during + after
         return max(during - overlapped, self.software.constants.unhidden * during) + after
@@ -351,4 +351,4 @@ class _StepCost:
         shape = self.shape
         layers = shape.layers * (2 * shape.layer_matrices + shape.attended * shape.pair_flops)
         head = shape.predicted * 2 * shape.hidden * shape.vocabulary
-        return 3 * self.layout.batch * shape.sequence * (layers + head)
+        return 3 * self.division.batch * shape.sequence * (layers + head)

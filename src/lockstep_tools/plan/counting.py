@@ -62,13 +62,13 @@ class ModelCounts:
 
     def of(self, *names: str) -> ModuleCount:
         """The sum of the modules of these names."""
-        found = [module for module in self.modules if module.name in names]
+        matches = [module for module in self.modules if module.name in names]
         return ModuleCount(
             name=", ".join(names),
-            modules=sum(module.modules for module in found),
-            parameters=sum(module.parameters for module in found),
-            token_flops=sum(module.token_flops for module in found),
-            pair_flops=sum(module.pair_flops for module in found),
+            modules=sum(module.modules for module in matches),
+            parameters=sum(module.parameters for module in matches),
+            token_flops=sum(module.token_flops for module in matches),
+            pair_flops=sum(module.pair_flops for module in matches),
         )
 
     @property
@@ -95,7 +95,7 @@ def count_model(settings: Mapping[str, Any]) -> ModelCounts:
     for size in ("hidden_size", "num_attention_heads", "vocab_size"):
         _size(text, name, size)
     flops = _forward_flops(model)
-    stacks = _used(candidates, flops, bool(getattr(config, "is_encoder_decoder", False)))
+    stacks = _text_stacks(candidates, flops, bool(getattr(config, "is_encoder_decoder", False)))
     if flops is not None and not any(flops.get(f"{stack}.0", (0.0, 0.0))[0] for stack in stacks):
         flops = None  # the layers of the list are not modules that are called
     if text is config and _outside_layers(model, stacks) > _LARGEST_OUTSIDE:
@@ -130,35 +130,38 @@ def _not_of_text(config: Any, name: str, why: str) -> ConfigError:
 def _outside_layers(model: Any, stacks: list[str]) -> float:
     """Parameters that are neither in the layers nor in embeddings and the output layer, relative to the layers'."""
     parts = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    known = {
-        id(each) for part in (*parts, model.get_output_embeddings()) if part is not None for each in part.parameters()
+    embedded = {
+        id(parameter)
+        for part in (*parts, model.get_output_embeddings())
+        if part is not None
+        for parameter in part.parameters()
     }
     inside, outside = 0, 0
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(f"{stack}." for stack in stacks)):
             inside += parameter.numel()
-        elif id(parameter) not in known:
+        elif id(parameter) not in embedded:
             outside += parameter.numel()
     return outside / max(1, inside)
 
 
 def _position_rows(model: nn.Module, embedding: nn.Embedding) -> int:
     """Rows of other embeddings than that of words, as wide as it is."""
-    others = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
-    others.pop(id(embedding.weight), None)
-    return sum(other.num_embeddings for other in others.values() if other.embedding_dim == embedding.embedding_dim)
+    embeddings = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings.pop(id(embedding.weight), None)
+    return sum(table.num_embeddings for table in embeddings.values() if table.embedding_dim == embedding.embedding_dim)
 
 
 def _transformers_config(settings: Mapping[str, Any], name: str) -> Any:
     """The configuration that the settings of a ``config.json`` describe; raises ConfigError if they describe none."""
     transformers = require("transformers", "transformers")
-    known = list(transformers.CONFIG_MAPPING.keys())
+    types = list(transformers.CONFIG_MAPPING.keys())
     kind = settings.get("model_type")
-    if kind not in known:
-        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
+    if kind not in types:
+        near = difflib.get_close_matches(str(kind), types, n=3, cutoff=0.5)
         choose = f"did you mean {' or '.join(near)}?" if near else "give the sizes as layers=24,hidden=2048,..."
         raise ConfigError(
-            f"{name!r} has model_type={kind!r}, expected one of the {len(known)} types of transformers; {choose}"
+            f"{name!r} has model_type={kind!r}, expected one of the {len(types)} types of transformers; {choose}"
         )
     with _quiet():
         try:
@@ -203,8 +206,8 @@ def _meta_model(config: Any, name: str) -> Any:
 def _model_class(transformers: Any, config: Any) -> Any:
     """The class that ``architectures`` names; otherwise a language model of that type, otherwise its body."""
     for architecture in getattr(config, "architectures", None) or ():
-        if isinstance(found := getattr(transformers, architecture, None), type):
-            return found
+        if isinstance(model_class := getattr(transformers, architecture, None), type):
+            return model_class
     heads = ["MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"]
     # A model of text and images has a configuration of its text, which some mappings know by the whole's name.
     for head in heads if config.get_text_config() is config else reversed(heads):
@@ -218,10 +221,10 @@ def _model_class(transformers: Any, config: Any) -> Any:
 def _embedding(model: Any) -> nn.Embedding | None:
     """The embedding of words; None in models of other things than text."""
     try:
-        found = model.get_input_embeddings()
+        embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
-    return found if isinstance(found, nn.Embedding) else None
+    return embedding if isinstance(embedding, nn.Embedding) else None
 
 
 def _stacks(model: nn.Module) -> dict[str, int]:
@@ -234,7 +237,7 @@ def _stacks(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-def _used(sizes: Mapping[str, int], flops: Flops | None, encoder_decoder: bool) -> list[str]:
+def _text_stacks(sizes: Mapping[str, int], flops: Flops | None, encoder_decoder: bool) -> list[str]:
     """The lists that text passes through: the one that computes most, or an encoder's and a decoder's."""
     if encoder_decoder:
         pair = [name for name in sizes if re.search(r"(^|\.)(encoder|decoder)\.", name)]
@@ -263,12 +266,12 @@ def _forward_flops(model: nn.Module) -> Flops | None:
     for masked in (True, False):
         with contextlib.suppress(Exception), _quiet():
             short, long = (_flops(model, length, masked) for length in (_SHORT, _LONG))
-            found = {}
+            flops = {}
             for name in long:
                 pair = (long[name] / _LONG - short.get(name, 0) / _SHORT) / (_LONG - _SHORT)
-                found[name] = (short.get(name, 0) / _SHORT - pair * _SHORT, pair)
-            if min(min(counts) for counts in found.values()) >= 0:  # otherwise they do not grow as attention does
-                return found
+                flops[name] = (short.get(name, 0) / _SHORT - pair * _SHORT, pair)
+            if min(min(counts) for counts in flops.values()) >= 0:  # otherwise they do not grow as attention does
+                return flops
     return None
 
 
@@ -293,7 +296,7 @@ def _weight_flops(model: Any, experts: Mapping[str, int], config: Any) -> Flops:
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = model.get_output_embeddings()
     active = _active_experts(config) / max(1, _number_of_experts(config))
-    found: dict[str, tuple[float, float]] = {}
+    totals: dict[str, tuple[float, float]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (id(parameter) in lookups and (output is None or parameter is not output.weight)):
             continue
@@ -301,9 +304,9 @@ def _weight_flops(model: Any, experts: Mapping[str, int], config: Any) -> Flops:
         parts = name.split(".")[:-1]
         for end in range(len(parts) + 1):
             module = ".".join(parts[:end])
-            token, pair = found.get(module, (0.0, 0.0))
-            found[module] = (token + flops, pair)
-    return found
+            token, pair = totals.get(module, (0.0, 0.0))
+            totals[module] = (token + flops, pair)
+    return totals
 
 
 def _by_name(model: nn.Module, flops: Flops) -> Iterator[ModuleCount]:
@@ -417,9 +420,9 @@ def _longest_sequence(config: Any, counts: ModelCounts) -> int:
 
 def _size(config: Any, name: str, size: str) -> int:
     if not (value := _number(config, size)):
-        found = getattr(config, size, None)
+        setting = getattr(config, size, None)
         raise ConfigError(
-            f"the config of {name!r} has {size}={found!r}, expected a number above 0; give the sizes instead"
+            f"the config of {name!r} has {size}={setting!r}, expected a number above 0; give the sizes instead"
         )
     return value
 

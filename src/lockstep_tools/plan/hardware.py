@@ -49,8 +49,8 @@ class DeviceKind:
     def peak(self, format: Format) -> float:
         """Peak rate in FLOP/s; raises ConfigError if the device has none for that format."""
         if format not in self.peak_tflops:
-            known = ", ".join(sorted(self.peak_tflops))
-            raise ConfigError(f"{self.name} has no published rate in {format}; choose one of {known}")
+            formats = ", ".join(sorted(self.peak_tflops))
+            raise ConfigError(f"{self.name} has no published rate in {format}; choose one of {formats}")
         return self.peak_tflops[format] * 1e12
 
 
@@ -122,8 +122,8 @@ def device_kind(text: str) -> DeviceKind:
         )
     kind = DEVICE_KINDS.get(text.lower().replace("_", "-"))
     if kind is None:
-        known = ", ".join(DEVICE_KINDS)
-        raise ConfigError(f"the device kind {text!r} is not known; choose one of {known}, or write GiB,GB/s,TFLOP/s")
+        names = ", ".join(DEVICE_KINDS)
+        raise ConfigError(f"the device kind {text!r} is not known; choose one of {names}, or write GiB,GB/s,TFLOP/s")
     return kind
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lockstep_tools.plan.layout import Layout, PipelineWorker, pipeline_workers
+from lockstep_tools.plan.division import Division, PipelineWorker, pipeline_workers
 from lockstep_tools.plan.shapes import ModelShape
 from lockstep_tools.plan.software import Software
 
@@ -48,19 +48,19 @@ class Memory:
         return self.weights + self.optimizer + self.buffers + max(backward, update)
 
 
-def estimate_memory(shape: ModelShape, layout: Layout, software: Software) -> Memory:
+def estimate_memory(shape: ModelShape, division: Division, software: Software) -> Memory:
     """The memory of the fullest device."""
-    workers = pipeline_workers(shape, layout)
+    workers = pipeline_workers(shape, division)
     return max(
-        (WorkerMemory(shape, layout, software, worker).estimate() for worker in workers),
+        (WorkerMemory(shape, division, software, worker).estimate() for worker in workers),
         key=lambda memory: memory.total,
     )
 
 
-def worker_parameters(shape: ModelShape, layout: Layout, worker: PipelineWorker) -> float:
+def worker_parameters(shape: ModelShape, division: Division, worker: PipelineWorker) -> float:
     """Parameters of a worker on one tensor rank; a tied weight counts once."""
-    vocabulary = shape.vocabulary * shape.hidden / layout.tensor
-    total = worker.layers * shape.layer_parameters / layout.tensor
+    vocabulary = shape.vocabulary * shape.hidden / division.tensor
+    total = worker.layers * shape.layer_parameters / division.tensor
     if worker.embedding:
         total += vocabulary + shape.embedding_rows * shape.hidden
     if worker.head:
@@ -77,10 +77,10 @@ class LayerActivations:
     results: float  # gradients of the products' results, which exist until the weight gradients are computed
 
 
-def layer_activations(shape: ModelShape, layout: Layout, software: Software) -> LayerActivations:
+def layer_activations(shape: ModelShape, division: Division, software: Software) -> LayerActivations:
     """What a layer saves (Korthikanti et al., equations 1, 2 and 4)."""
-    sequence_ranks = layout.tensor if layout.sequence_parallel else 1
-    return _layer_activations(shape, layout.microbatch_size, layout.tensor, sequence_ranks, software)
+    sequence_ranks = division.tensor if division.sequence_parallel else 1
+    return _layer_activations(shape, division.microbatch_size, division.tensor, sequence_ranks, software)
 
 
 @lru_cache(maxsize=4096)
@@ -109,24 +109,24 @@ def _layer_activations(
 class WorkerMemory:
     """The terms of one pipeline worker's memory, in bytes."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, software: Software, worker: PipelineWorker) -> None:
-        self.shape, self.layout, self.software, self.worker = shape, layout, software, worker
+    def __init__(self, shape: ModelShape, division: Division, software: Software, worker: PipelineWorker) -> None:
+        self.shape, self.division, self.software, self.worker = shape, division, software, worker
         precision = software.precision
         self.value, self.gradient = precision.activation, precision.gradient
         self.weight = precision.weight + precision.cast
-        self.parameters = worker_parameters(shape, layout, worker)
-        self.owned = self.parameters / (layout.data if layout.shard_parameters else 1)
+        self.parameters = worker_parameters(shape, division, worker)
+        self.owned = self.parameters / (division.data if division.shard_parameters else 1)
         self.gradients = self.owned * self.gradient
-        self.layer = layer_activations(shape, layout, software)
-        self.layer_parameters = shape.layer_parameters / layout.tensor
-        self.vocabulary_parameters = shape.vocabulary * shape.hidden / layout.tensor
-        self.logits = shape.sequence * layout.microbatch_size * shape.predicted * shape.vocabulary / layout.tensor
-        full = layout.activation_checkpointing == "full"
+        self.layer = layer_activations(shape, division, software)
+        self.layer_parameters = shape.layer_parameters / division.tensor
+        self.vocabulary_parameters = shape.vocabulary * shape.hidden / division.tensor
+        self.logits = shape.sequence * division.microbatch_size * shape.predicted * shape.vocabulary / division.tensor
+        full = division.activation_checkpointing == "full"
         # What a layer saves, and what exists for a moment where it is recomputed.
         self.saved, self.recomputed = (self.layer.input, self.layer.saved) if full else (self.layer.saved, 0.0)
 
     def estimate(self) -> Memory:
-        shards = self.layout.data if self.layout.shard_optimizer or self.layout.shard_parameters else 1
+        shards = self.division.data if self.division.shard_optimizer or self.division.shard_parameters else 1
         activations, beside = self.backward_begin()
         return Memory(
             weights=self.owned * self.weight,
@@ -142,24 +142,24 @@ class WorkerMemory:
 
     def backward_begin(self) -> tuple[float, float]:
         """Activations, and what exists beside them, at the worst moment where a backward pass begins."""
-        layout, worker = self.layout, self.worker
+        division, worker = self.division, self.worker
         results = self.layer.results * worker.layers / worker.stages
         live = self.saved * worker.live_layers + results * worker.pending + self.recomputed
         if worker.head:
             live += self.logits * self.value * worker.pending
-        earlier = self.gradients if layout.microbatches > 1 else 0.0
+        earlier = self.gradients if division.microbatches > 1 else 0.0
         passing, at_head = self.unsharded()
-        if not layout.shard_parameters and earlier:  # the gradient that is being computed, at most the largest
-            passing = self.gradient * self.shape.largest_matrix / layout.tensor
-        moments = [(live + (results if layout.splits_backward else 0.0), earlier + passing)]
+        if not division.shard_parameters and earlier:  # the gradient that is being computed, at most the largest
+            passing = self.gradient * self.shape.largest_matrix / division.tensor
+        moments = [(live + (results if division.splits_backward else 0.0), earlier + passing)]
         if worker.head:
             losses = live + self.logits * worker.live_losses * (self.value + _SAVED_LOSS_BYTES)
-            loss = _PARALLEL_LOSS_BYTES if layout.tensor > 1 else _LOSS_BYTES
-            saved_loss = _SAVED_LOSS_BYTES if layout.splits_backward else 0
-            transposed = self.software.transposed_head_gradient and layout.tensor == 1
+            loss = _PARALLEL_LOSS_BYTES if division.tensor > 1 else _LOSS_BYTES
+            saved_loss = _SAVED_LOSS_BYTES if division.splits_backward else 0
+            transposed = self.software.transposed_head_gradient and division.tensor == 1
             head_gradient = self.gradient * self.vocabulary_parameters * (2 if transposed else 1)
             moments += [
-                (losses + self.logits * (self.value + loss), earlier + (at_head if layout.splits_backward else 0.0)),
+                (losses + self.logits * (self.value + loss), earlier + (at_head if division.splits_backward else 0.0)),
                 (losses + self.logits * (2 * self.value + saved_loss), earlier + at_head + head_gradient),
             ]
         return max(moments, key=sum)
@@ -169,15 +169,15 @@ class WorkerMemory:
 
         Each tensor rank computes the gradient of the whole vocabulary, then keeps its own part.
         """
-        layout, worker = self.layout, self.worker
+        division, worker = self.division, self.worker
         if not worker.embedding:
             return 0.0
-        own = self.gradient * self.vocabulary_parameters
+        gradient = self.gradient * self.vocabulary_parameters
         # Added to a gradient that exists: of earlier microbatches, or of the head that shares the weight.
-        second = own if layout.microbatches > 1 or (worker.head and self.shape.tied) else 0.0
-        whole = own * layout.tensor if layout.tensor > 1 else 0.0
+        second = gradient if division.microbatches > 1 or (worker.head and self.shape.tied) else 0.0
+        whole = gradient * division.tensor if division.tensor > 1 else 0.0
         # Unsharded words, and their gradient in one tensor.
-        unsharded = self.vocabulary_parameters * self.weight + own if layout.shard_parameters else 0.0
+        unsharded = self.vocabulary_parameters * self.weight + gradient if division.shard_parameters else 0.0
         activations = self.saved * (worker.live_layers - worker.finished_layers)
         return activations + self.gradients + second + whole + unsharded
 
@@ -187,16 +187,16 @@ class WorkerMemory:
         A layer is gathered in one tensor and copied out of it. The next layer is prefetched, and the embedding stays
         gathered.
         """
-        if not self.layout.shard_parameters:
+        if not self.division.shard_parameters:
             return 0.0, 0.0
         layer, vocabulary = self.layer_parameters * self.weight, self.vocabulary_parameters * self.weight
         return vocabulary + 2 * layer, vocabulary + layer
 
     def exchange(self) -> float:
         """Copies of the gradients; with sharded parameters, what is whole outside the layers, with two gradients."""
-        if self.layout.data == 1:
+        if self.division.data == 1:
             return 0.0
-        if not self.layout.shard_parameters:
+        if not self.division.shard_parameters:
             return self.gradients
         outside = self.parameters - self.worker.layers * self.layer_parameters
         return outside * (self.weight + 2 * self.gradient)
@@ -204,17 +204,17 @@ class WorkerMemory:
     def update(self) -> float:
         """Temporaries of Adam for the largest parameter."""
         words = self.shape.vocabulary * self.shape.hidden if self.worker.embedding or self.worker.head else 0
-        largest = max(words, self.shape.largest_matrix) / self.layout.tensor
-        if self.layout.shard_parameters:
-            largest /= self.layout.data
-        owned = self.parameters / (self.layout.data if self.layout.shard_optimizer else 1)
+        largest = max(words, self.shape.largest_matrix) / self.division.tensor
+        if self.division.shard_parameters:
+            largest /= self.division.data
+        owned = self.parameters / (self.division.data if self.division.shard_optimizer else 1)
         return _ADAM_TEMPORARIES * self.gradient * min(owned, largest)
 
     def buffers(self) -> float:
         """One for each stage's input and one for its output's gradient, of every microbatch."""
-        layout, worker = self.layout, self.worker
-        if layout.pipeline == 1 or not self.software.static_buffers:
+        division, worker = self.division, self.worker
+        if division.pipeline == 1 or not self.software.static_buffers:
             return 0.0
         per_microbatch = 2 * worker.stages - worker.embedding - worker.head
-        values = layout.microbatches * self.shape.sequence * layout.microbatch_size * self.shape.hidden
+        values = division.microbatches * self.shape.sequence * division.microbatch_size * self.shape.hidden
         return per_microbatch * values * self.software.precision.residual

@@ -14,8 +14,8 @@ from lockstep.checks import check_divides, check_least, divisors
 from lockstep.errors import ConfigError
 from lockstep.parallel.pipeline_config import SCHEDULES, ScheduleName
 from lockstep_tools.plan.cost import Prediction, predict
+from lockstep_tools.plan.division import CHECKPOINTING, CheckpointingName, Division, why_indivisible
 from lockstep_tools.plan.hardware import GIB, LINKS, DeviceKind, Network, device_kind
-from lockstep_tools.plan.layout import CHECKPOINTING, CheckpointingName, Layout, why_indivisible
 from lockstep_tools.plan.memory import estimate_memory
 from lockstep_tools.plan.shapes import Model, ModelShape, shape_of
 from lockstep_tools.plan.software import PRECISIONS, PrecisionName, Software
@@ -71,11 +71,11 @@ class Setting:
         """Bytes of a device that tensors can use."""
         return self.device.memory * self.software.constants.usable_memory
 
-    def predict(self, layout: Layout) -> Prediction:
-        return predict(self.shape, layout, device=self.device, network=self.network, software=self.software)
+    def predict(self, division: Division) -> Prediction:
+        return predict(self.shape, division, device=self.device, network=self.network, software=self.software)
 
-    def memory(self, layout: Layout) -> float:
-        return estimate_memory(self.shape, layout, self.software).total
+    def memory(self, division: Division) -> float:
+        return estimate_memory(self.shape, division, self.software).total
 
     def why_indivisible(self, data: int, pipeline: int, tensor: int) -> str | None:
         return why_indivisible(self.shape, data=data, pipeline=pipeline, tensor=tensor, batch=self.batch)
@@ -112,10 +112,10 @@ class Plan:
         """
         groups: dict[tuple[int, int, int], list[Prediction]] = {}
         for prediction in self.ranked:
-            group = groups.setdefault(prediction.layout.degrees, [])
+            group = groups.setdefault(prediction.division.degrees, [])
             if not group or prediction.step_s <= group[0].step_s * (1 + _NEGLIGIBLE):
                 group.append(prediction)
-        plainest = (min(group, key=lambda p: (p.layout.options, p.step_s)) for group in groups.values())
+        plainest = (min(group, key=lambda p: (p.division.options, p.step_s)) for group in groups.values())
         return tuple(sorted(plainest, key=lambda prediction: prediction.step_s))
 
 
@@ -147,7 +147,7 @@ def plan(
         ConfigError: no layout divides the model or fits; the message names what would.
 
     Example:
-        >>> plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512).best.layout.call()
+        >>> plan("gpt2-xl", devices=8, kind="a100-80gb", batch=512).best.division.call()
         'ls.ParallelStrategy(data=8, pipeline=1, tensor=1)'
     """
     device = device_kind(kind) if isinstance(kind, str) else kind
@@ -184,12 +184,12 @@ def search(setting: Setting, choices: Choices = _ALL) -> Plan:
         fits: list[Prediction] = []
         if reason is None:
             least = float("inf")
-            for layout in _variants(setting, choices, data, pipeline, tensor):
+            for division in _variants(setting, choices, data, pipeline, tensor):
                 tried += 1
-                memory = setting.memory(layout)
+                memory = setting.memory(division)
                 least = min(least, memory)
                 if memory <= setting.usable_memory:
-                    fits.append(setting.predict(layout))
+                    fits.append(setting.predict(division))
             smallest = min(smallest, least)
             reason = _too_large(setting, least)
         ranked += fits
@@ -205,19 +205,19 @@ def _degrees(devices: int, choices: Choices) -> list[tuple[int, int, int]]:
     """All (data, pipeline, tensor) whose product is ``devices`` and that agree with what is fixed."""
     for name, value in choices.degrees.items():
         check_divides(name, value, ("devices", devices))
-    found = []
+    combinations = []
     for tensor in divisors(devices):
         for pipeline in divisors(devices // tensor):
             data = devices // pipeline // tensor
             if choices.degrees.items() <= {"data": data, "pipeline": pipeline, "tensor": tensor}.items():
-                found.append((data, pipeline, tensor))
-    if not found:
-        given = ", ".join(f"{name}={value}" for name, value in choices.degrees.items())
-        raise ConfigError(f"{given} do not multiply to devices={devices}; leave one of them out")
-    return found
+                combinations.append((data, pipeline, tensor))
+    if not combinations:
+        degrees = ", ".join(f"{name}={value}" for name, value in choices.degrees.items())
+        raise ConfigError(f"{degrees} do not multiply to devices={devices}; leave one of them out")
+    return combinations
 
 
-def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Layout]:
+def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tensor: int) -> Iterator[Division]:
     """Every layout of three degrees that divide the model."""
     # The copies divide the optimizer state alone, or without a pipeline weights and all.
     shards = [
@@ -232,7 +232,7 @@ def _variants(setting: Setting, choices: Choices, data: int, pipeline: int, tens
                 # A split backward pass would recompute the layer again for each weight gradient.
                 if kind == "full" and schedule in ("zero_bubble", "zero_bubble_v"):
                     continue
-                yield Layout(
+                yield Division(
                     data=data,
                     pipeline=pipeline,
                     tensor=tensor,
@@ -285,7 +285,7 @@ def _too_large(setting: Setting, least: float) -> str:
 def _nothing_fits(setting: Setting, choices: Choices, infeasible: list[Infeasible], smallest: float) -> str:
     if smallest == float("inf"):
         # Too few microbatches is nearer to a solution than what does not divide.
-        nearest = next((each for each in infeasible if each.reason.startswith("the batch")), infeasible[-1])
+        nearest = next((entry for entry in infeasible if entry.reason.startswith("the batch")), infeasible[-1])
         several = f"none of {len(infeasible)} layouts divides the model and the batch, such as: "
         return (several if len(infeasible) > 1 else "") + nearest.reason
     return (
@@ -303,6 +303,6 @@ def _what_would_fit(setting: Setting, choices: Choices) -> str:
         for degrees in _degrees(larger.devices, choices):
             if larger.why_indivisible(*degrees) is None:
                 smallest = _variants(larger, replace(choices, microbatch_size=1), *degrees)
-                if any(larger.memory(layout) <= larger.usable_memory for layout in smallest):
+                if any(larger.memory(division) <= larger.usable_memory for division in smallest):
                     return f"take {larger.devices} devices"
     return "take devices with more memory"

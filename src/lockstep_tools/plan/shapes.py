@@ -315,12 +315,12 @@ def _typed_settings(text: str) -> Mapping[str, Any]:
 
 def _from_sizes(text: str) -> ModelShape:
     out = ("name", "predicted", "saved", "counted", "windowed", "tensor_plan", "pipeline_plan")
-    known = [entry.name for entry in fields(ModelShape) if entry.name not in out]
+    names = [entry.name for entry in fields(ModelShape) if entry.name not in out]
     sizes: dict[str, Any] = {}
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
-        if name not in known or not value.isdecimal():
-            raise ConfigError(f"{entry!r} is no size of a model, expected NAME=NUMBER; choose of {', '.join(known)}")
+        if name not in names or not value.isdecimal():
+            raise ConfigError(f"{entry!r} is no size of a model, expected NAME=NUMBER; choose of {', '.join(names)}")
         sizes[name] = bool(int(value)) if name in ("gated", "biases", "tied", "causal") else int(value)
     missing = [name for name in ("layers", "hidden", "heads", "vocabulary", "sequence") if name not in sizes]
     if missing:

@@ -76,6 +76,7 @@ def compare(
         with strategy.scope():
             model = Model(copy.deepcopy(task.module), sync_batchnorm=task.sync_batchnorm)
             model.compile(optimizer=make_optimizer, loss=task.loss)
+        # A ``fit`` for each batch gives the loss of every step; an epoch would give their mean.
         losses = [model.fit([batch], verbose=0).history["loss"][0] for batch in batches]
         plain = copy.deepcopy(task.module)
         plain_losses = train_in_plain_pytorch(plain, batches, plain_loss, make_optimizer)

@@ -18,6 +18,8 @@ def load_named(name: str, kind: Any, **settings: Any) -> Any:
 
     ``name`` is a folder or a Hugging Face name. Raises a ConfigError if it was not found or cannot be read.
     """
+    # What ``from_pretrained`` raises for a missing, torn or foreign file depends on the format and on the version of
+    # transformers.
     failures = (OSError, ValueError, KeyError, RuntimeError, require("safetensors", "text").SafetensorError)
     try:
         try:

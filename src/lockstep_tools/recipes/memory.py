@@ -220,6 +220,8 @@ def _train_head_in_float32(adapted: nn.Module) -> None:
         for module in wrapped.modules_to_save.values() if isinstance(wrapped, wrapper) else ():
             if {parameter.dtype for parameter in module.parameters()} & _HALF_DTYPES:
                 module.float()
+                # The layers below compute in bfloat16, and a linear layer refuses inputs of another dtype than its
+                # weights.
                 module.register_forward_pre_hook(_inputs_to_float32)
 
 

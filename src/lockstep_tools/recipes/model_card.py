@@ -84,6 +84,7 @@ _FEW = "Number of updates: {updates}. These are few to learn from: take it for a
 
 def quoted(value: Path | str | list[str]) -> str:
     """Text as Python writes it, in double quotes."""
+    # JSON's strings and lists of strings are Python's too, so the card's code runs whatever is in a path or a class.
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
 
 
@@ -145,6 +146,7 @@ print(classify(Image.new("RGB", {size}))[0])"""
 def _base_model(config: Any) -> str | None:
     """The name on the hub of the model that was trained further; None for random weights or a folder."""
     name: str | None = getattr(config, "pretrained", None)
+    # A folder of the user's is no name on the hub.
     return None if name is None or Path(name).exists() else name
 
 

@@ -95,6 +95,7 @@ def layout_of(strategy: Strategy) -> dict[str, Any]:
 def peak_memory(strategy: Strategy) -> dict[str, int]:
     """The peak memory of this process in MB: "host", and of tensors on each GPU, by the name of its first device."""
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIBIBYTES // MB}
+    # Shares of one GPU have one allocator; reversed, so that the first share gives its name.
     gpus = {device.torch_device: device for device in reversed(strategy.devices)}
     for place, device in gpus.items():
         if (driver := driver_of(device)) is not None:

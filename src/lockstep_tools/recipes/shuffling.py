@@ -20,12 +20,13 @@ def shuffled_order(rows: int, *, buffer: int, generator: torch.Generator) -> Ten
     """
     if not 0 < buffer < rows:
         return torch.randperm(rows, generator=generator)
-    held, order = list(range(buffer)), []
+    contents, order = list(range(buffer)), []
+    # All slots in one draw: a draw for each row would be a call of torch for each line of the text.
     slots = torch.randint(buffer, (rows - buffer,), generator=generator).tolist()
     for row, slot in enumerate(slots, start=buffer):
-        order.append(held[slot])
-        held[slot] = row
-    last = torch.tensor(held)[torch.randperm(buffer, generator=generator)]
+        order.append(contents[slot])
+        contents[slot] = row
+    last = torch.tensor(contents)[torch.randperm(buffer, generator=generator)]
     return torch.cat([torch.tensor(order), last])
 
 

@@ -163,6 +163,7 @@ def fit_and_test(
     Every worker must call it. Raises a CheckpointError if the backup is of a run with other settings.
     """
     config = task.config
+    # A callback, so that the settings are saved with every backup, and compared when one is restored.
     all_callbacks = [*callbacks, ResumeCheck(task.settings), *task.callbacks]
     early_stopping: EarlyStopping | None = None
     if config.patience:

@@ -64,6 +64,7 @@ def this_machine() -> Machine:
         torch=torch.__version__,
         transformers=importlib.metadata.version("transformers") if find_spec("transformers") else _UNKNOWN,
         commit=commit_of(Path(__file__).parents[1]),
+        # Read before the run: the measurement itself raises it.
         load=os.getloadavg()[0],
     )
 

@@ -43,7 +43,7 @@ class ReplicaMarks:
     began_s: float  # the step function was entered
     forward_s: float  # the loss of the shard was computed
     backward_s: float  # its gradients were computed
-    settled_s: float  # the update was done and the gradients cleared
+    finished_s: float  # the update was done and the gradients cleared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class StepTimes:
 
 def step_times(
     *,
-    asked_s: float,
-    given_s: float,
+    requested_s: float,
+    received_s: float,
     ended_s: float,
     replicas: Sequence[ReplicaMarks],
     updates: Sequence[UpdateTimes | None],
@@ -74,22 +74,22 @@ def step_times(
 
     ``updates`` has None for an update that was skipped.
     """
-    done = [times for times in updates if times is not None]
+    performed = [times for times in updates if times is not None]
     spent = {
-        "input": given_s - asked_s,
+        "input": received_s - requested_s,
         "forward": fmean(marks.forward_s - marks.began_s for marks in replicas),
         "backward": fmean(marks.backward_s - marks.forward_s for marks in replicas),
         "exchange": fmean(times.exchange_s if times else 0.0 for times in updates),
         # With clearing the gradients and, on a GPU that was waited for, the rest of its work.
         "update": fmean(
-            times.update_s + marks.settled_s - times.closed_s if times else 0.0
+            times.update_s + marks.finished_s - times.closed_s if times else 0.0
             for marks, times in zip(replicas, updates, strict=True)
         ),
         "waiting": _beyond_shortest([marks.began_s for marks in replicas])
-        + _beyond_shortest([times.opened_s - times.arrived_s for times in done])
-        + _beyond_shortest([times.closed_s - times.updated_s for times in done]),
+        + _beyond_shortest([times.opened_s - times.arrived_s for times in performed])
+        + _beyond_shortest([times.closed_s - times.updated_s for times in performed]),
     }
-    step_s = ended_s - asked_s
+    step_s = ended_s - requested_s
     spent["other"] = step_s - sum(spent.values())
     return StepTimes(step=1000 * step_s, **{part: 1000 * seconds for part, seconds in spent.items()})
 
@@ -140,12 +140,15 @@ def measure(strategy: Strategy, task: Task, *, batch_size: int, warm_up: int, ti
     optimizer = strategy.mirror(task.optimizer(module.parameters()))
     step = partial(train_shard, task, module, optimizer)
 
-    def laps(epoch: int, number: int, *, settle: bool = False) -> list[Lap]:
-        """``settle``: whether every replica waits for its GPU after each part of the step."""
+    def laps(epoch: int, number: int, *, synchronize: bool = False) -> list[Lap]:
+        """``synchronize``: whether every replica waits for its GPU after each part of the step."""
+        # Closed at once: a generator that waits in ``yield`` would keep its prefetch thread and batches until it is
+        # collected.
         with closing(_batches(train, epoch)) as batches:
-            return list(islice(_laps(strategy, step, optimizer, batches, settle), number))
+            return list(islice(_laps(strategy, step, optimizer, batches, synchronize), number))
 
     warm = laps(0, warm_up)
+    # One short batch an epoch would be timed again and again under the name of a full one.
     if len(task.train) == 1 and warm[0].examples < batch_size:
         raise DataError(
             f"an epoch has {warm[0].examples} examples, fewer than one global batch of {batch_size}; "
@@ -156,7 +159,8 @@ def measure(strategy: Strategy, task: Task, *, batch_size: int, warm_up: int, ti
     timed = laps(1, timed_steps)
     _wait_for_gpus(strategy)
     timed_s = time.perf_counter() - started_s
-    profiled = laps(2, GPU_PROFILED_STEPS, settle=True) if strategy.devices[0].kind == "GPU" else timed
+    # Waiting after each part makes a step slower, so these steps are not among the timed ones.
+    profiled = laps(2, GPU_PROFILED_STEPS, synchronize=True) if strategy.devices[0].kind == "GPU" else timed
     total, counted = float(timed[-1].result.total), float(timed[-1].result.count)
     return Record(
         step_ms=tuple(lap.times.step for lap in timed),
@@ -182,21 +186,27 @@ def _batches(train: DistributedDataset, first: int) -> Generator[Any, None, None
 
 
 def _laps(
-    strategy: Strategy, step: Callable[..., Any], optimizer: MirroredOptimizer, batches: Iterator[Any], settle: bool
+    strategy: Strategy,
+    step: Callable[..., Any],
+    optimizer: MirroredOptimizer,
+    batches: Iterator[Any],
+    synchronize: bool,
 ) -> Iterator[Lap]:
     """Trains one step for every lap that is taken."""
-    asked_s = time.perf_counter()
+    requested_s = time.perf_counter()
     for batch in batches:
-        given_s = time.perf_counter()
-        marks, rows, results = zip(*strategy.local_results(strategy.run(step, (batch, settle))), strict=True)
+        received_s = time.perf_counter()
+        marks, rows, results = zip(*strategy.local_results(strategy.run(step, (batch, synchronize))), strict=True)
         ended_s = time.perf_counter()
-        times = step_times(asked_s=asked_s, given_s=given_s, ended_s=ended_s, replicas=marks, updates=optimizer.times)
+        times = step_times(
+            requested_s=requested_s, received_s=received_s, ended_s=ended_s, replicas=marks, updates=optimizer.times
+        )
         yield Lap(times=times, examples=sum(rows), result=results[0])
-        asked_s = ended_s
+        requested_s = ended_s
 
 
 def train_shard(
-    task: Task, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, settle: bool
+    task: Task, module: MirroredModule, optimizer: MirroredOptimizer, item: Any, synchronize: bool
 ) -> tuple[ReplicaMarks, int, StepResult]:
     """Forward, backward and update of one replica; also returns its number of rows. Every replica must call it."""
     context, rows = get_replica_context(), batch_rows(item)
@@ -211,17 +221,18 @@ def train_shard(
         args, kwargs = module_arguments(batch.x)
         outputs = module(*args, **kwargs)
         total, counted = loss_sums(task.loss(outputs, batch.y), rows) if rows else no_examples(outputs)
-    forward_s = _now(settle)
+    forward_s = _now(synchronize)
     if isinstance(total, Tensor):
         torch.autograd.backward(total)
         total = total.detach()
-    backward_s = _now(settle)
+    backward_s = _now(synchronize)
     result = optimizer.update(context, totals=Totals(total, counted))
-    marks = ReplicaMarks(began_s=began_s, forward_s=forward_s, backward_s=backward_s, settled_s=_now(settle))
+    marks = ReplicaMarks(began_s=began_s, forward_s=forward_s, backward_s=backward_s, finished_s=_now(synchronize))
     return marks, rows, result
 
 
-def _now(settle: bool) -> float:
-    if settle:
+def _now(synchronize: bool) -> float:
+    if synchronize:
+        # Without it the clock would tell when the work was issued: a GPU computes asynchronously.
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()

@@ -99,7 +99,7 @@ def parse_schedules(text: str | None) -> tuple[ScheduleName, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         check_choice("--schedules", name, SCHEDULES)
-    return tuple(known for known in SCHEDULES if known in names)
+    return tuple(schedule for schedule in SCHEDULES if schedule in names)
 
 
 TRIAL_LIMIT_S = 1200.0
@@ -128,6 +128,7 @@ def measure_in_worker(settings: PipelineSettings, schedule: ScheduleName) -> lis
         model = ls.Model(new_bert(settings.model))
         model.compile(_optimizer, _loss)
         sharded: Any = model.module
+        # The trace is that of the last step, so it is taken before the next one begins.
         record = ls.LambdaCallback(on_train_batch_end=lambda *_: steps.append(sharded.pipeline_trace()))
         tokens = torch.randint(_VOCABULARY, (_ROWS * settings.microbatches, _SEQUENCE))
         batch = ({"input_ids": tokens}, tokens)
@@ -152,7 +153,7 @@ class Row:
     step_ms: float  # from the first action to the last, median
     bubble: float  # the measured idle share, median
     textbook: float  # (S-1)/(M+S-1)
-    own: float  # what the schedule's timetable has if a backward pass takes twice a forward pass
+    timetable: float  # what the schedule's timetable has if a backward pass takes twice a forward pass
     with_costs: float  # what it has if each action takes what it took on average
     typical: PipelineTrace  # the step whose idle share is the median
 
@@ -160,7 +161,12 @@ class Row:
 def rows_of(settings: PipelineSettings, samples: Sequence[Sample], orders: dict[ScheduleName, Orders]) -> list[Row]:
     """A row for each schedule, in the order of the settings."""
     return [
-        _row(settings, schedule, [step for each in samples if each.schedule == schedule for step in each.steps], order)
+        _row(
+            settings,
+            schedule,
+            [step for sample in samples if sample.schedule == schedule for step in sample.steps],
+            order,
+        )
         for schedule, order in orders.items()
     ]
 
@@ -172,7 +178,7 @@ def _row(settings: PipelineSettings, schedule: ScheduleName, steps: Sequence[Pip
         step_ms=1000 * median(step.length for step in steps),
         bubble=median(step.bubble for step in steps),
         textbook=textbook_bubble(settings.workers, settings.microbatches),
-        own=simulate(orders).bubble,
+        timetable=simulate(orders).bubble,
         with_costs=_with_costs(orders, steps).bubble,
         typical=sorted(steps, key=lambda step: step.bubble)[len(steps) // 2],
     )
@@ -180,12 +186,12 @@ def _row(settings: PipelineSettings, schedule: ScheduleName, steps: Sequence[Pip
 
 def _with_costs(orders: Orders, steps: Sequence[PipelineTrace]) -> PipelineTrace:
     """The timetable in which every action takes what those of its kind and stage took on average."""
-    taken: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    durations: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for step in steps:
         for slots in step.workers:
             for slot in slots:
-                taken[slot.action.kind, slot.action.stage].append(slot.end - slot.begin)
-    mean = {key: fmean(values) for key, values in taken.items()}
+                durations[slot.action.kind, slot.action.stage].append(slot.end - slot.begin)
+    mean = {key: fmean(values) for key, values in durations.items()}
     return simulate(orders, lambda action: mean[action.kind, action.stage])
 
 
@@ -215,6 +221,7 @@ def measure_pipeline(settings: PipelineSettings, *, progress: Progress) -> Pipel
                 measure_in_worker,
                 workers=settings.workers,
                 args=(settings, schedule),
+                # Workers that share a GPU would measure its scheduling and not the schedule's.
                 gpus_per_worker=0,
                 timeout_s=TRIAL_LIMIT_S,
             )
@@ -293,7 +300,7 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
             row.schedule,
             str(row.stages_per_worker),
             f"{row.step_ms:.1f}",
-            *(f"{share:.1%}" for share in (row.bubble, row.textbook, row.own, row.with_costs)),
+            *(f"{share:.1%}" for share in (row.bubble, row.textbook, row.timetable, row.with_costs)),
         ]
         for row in rows
     ]

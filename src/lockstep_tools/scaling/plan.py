@@ -38,8 +38,8 @@ class ScalingSettings:
             raise ConfigError(f"replicas={list(self.replicas)} was given, expected numbers of at least 1, such as 2,4")
         most = max(self.replicas)
         if self.batch_size < most:
-            given = f"a total batch of {self.batch_size} leaves some of {most} replicas without an example"
-            raise ConfigError(f"{given}; raise --batch-size to at least {most}, or lower --replicas")
+            shortage = f"a total batch of {self.batch_size} leaves some of {most} replicas without an example"
+            raise ConfigError(f"{shortage}; raise --batch-size to at least {most}, or lower --replicas")
 
 
 def usual_replicas(devices: int) -> tuple[int, ...]:
@@ -118,10 +118,10 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
     Raises:
         ConfigError: more replicas than devices.
     """
-    most, there = max(settings.replicas), len(hardware.devices)
-    if most > there:
+    most, devices = max(settings.replicas), len(hardware.devices)
+    if most > devices:
         raise ConfigError(
-            f"{most} replicas were asked for, but --devices gives {there} logical devices; choose at most {there}"
+            f"{most} replicas were asked for, but --devices gives {devices} logical devices; choose at most {devices}"
         )
     several = sorted({replicas for replicas in settings.replicas if replicas > 1})
     if not several:
@@ -141,6 +141,7 @@ def plan(settings: ScalingSettings, hardware: Hardware) -> tuple[Configuration, 
 
     batch = settings.batch_size
     rows = [row("one device", 1, batch)]
+    # With one device that has all cores the row would be the reference again.
     if hardware.on_cpu and hardware.cores > hardware.share:
         rows.append(row("whole machine", 1, batch))
     for replicas in several:

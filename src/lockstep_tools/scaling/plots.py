@@ -35,8 +35,11 @@ def _figure(width: float, height: float) -> Iterator[tuple[Any, Callable[[], str
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
         drawn = text.getvalue()
+        # matplotlib writes an empty metadata block with addresses of its vocabulary; the page loads and names nothing.
         return re.sub(r"\s*<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
 
+    # Text stays text, which a browser sets and a person can search; a fixed salt gives elements the same ids in every
+    # run (test_the_same_result_draws_the_same_page).
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 9}):
         yield figure, svg
 
@@ -81,11 +84,12 @@ def _plot_speed_up(axes: Any, rows: Sequence[Row]) -> None:
 
 def _plot_parts(axes: Any, rows: Sequence[Row]) -> None:
     names = [row.configuration.name for row in rows]
-    left = [0.0] * len(rows)
+    starts = [0.0] * len(rows)
     for part, color in zip(PARTS, _COLORS, strict=True):
+        # "other" is what is left of the step and may be slightly below zero, which ``barh`` would draw backwards.
         values = [max(0.0, getattr(row.parts, part)) for row in rows]
-        axes.barh(names, values, left=left, color=color, label=part)
-        left = [before + value for before, value in zip(left, values, strict=True)]
+        axes.barh(names, values, left=starts, color=color, label=part)
+        starts = [before + value for before, value in zip(starts, values, strict=True)]
     axes.invert_yaxis()
     _style(axes, "Parts of the mean step, ms")
     _legend(axes.figure, *axes.get_legend_handles_labels())
@@ -105,8 +109,8 @@ def draw_pipelines(traces: Mapping[str, PipelineTrace], *, length: float | None 
         for axes, (name, trace) in zip(panels, traces.items(), strict=True):
             _plot_trace(axes, trace, length)
             axes.set_title(f"{name}, idle {trace.bubble:.1%}", loc="left", fontsize=9, color=_GREY)
-        shown = [action for kind, action in _ACTIONS.items() if kind in kinds]
-        _legend(figure, [patches.Patch(color=color) for _, color, _ in shown], [label for label, *_ in shown])
+        actions = [action for kind, action in _ACTIONS.items() if kind in kinds]
+        _legend(figure, [patches.Patch(color=color) for _, color, _ in actions], [label for label, *_ in actions])
         return svg()
 
 

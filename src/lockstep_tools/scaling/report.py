@@ -56,6 +56,7 @@ def report_files(folder: Path, *, date: str, recipe: str, devices: str) -> tuple
 
 def write_scaling_report(files: tuple[Path, Path], result: ScalingResult) -> None:
     """Writes the page and the samples atomically, after both have been rendered."""
+    # Both are rendered before either is written, so that a failure leaves no page without its samples.
     texts = (render_page(result), json.dumps(_record(result), indent=1, default=str) + "\n")
     for path, text in zip(files, texts, strict=True):
         atomic_write(path, text)
@@ -73,6 +74,8 @@ def terminal_tables(result: ScalingResult) -> str:
 def render_page(result: ScalingResult) -> str:
     """The report as one HTML page that loads nothing. Every text in it is escaped. Needs jinja2 and matplotlib."""
     jinja2 = require("jinja2", "plots")
+    # test_what_others_wrote_is_text_and_no_markup: names of data and devices come from outside. StrictUndefined makes a
+    # misspelt name an error and not an empty cell.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     rows = result.rows
     page: str = environment.from_string((files("lockstep_tools.scaling") / "page.html.j2").read_text("utf-8")).render(

@@ -50,6 +50,7 @@ def run_trial(
         return ls.launch(_measure, workers=1, args=arguments, timeout_s=TRIAL_LIMIT_S)
     except ClusterError as failure:
         error = failure.__cause__ if isinstance(failure.__cause__, LockstepError) else failure
+        # The worker's traceback is one of our own code; the person needs the error and the configuration.
         raise type(error)(f"{error} (while measuring {configuration.name!r})") from None
 
 
@@ -94,10 +95,11 @@ def rows_of(configurations: Sequence[Configuration], samples: Sequence[Sample]) 
     return [_row(configuration, _of(configuration, samples), reference) for configuration in configurations]
 
 
-def _row(configuration: Configuration, own: Sequence[Sample], reference: Sequence[Sample]) -> Row:
-    records = [sample.record for sample in own]
+def _row(configuration: Configuration, samples: Sequence[Sample], reference: Sequence[Sample]) -> Row:
+    records = [sample.record for sample in samples]
     steps = torch.tensor([step for record in records for step in record.step_ms], dtype=torch.float64)
     p10, median_ms, p90 = steps.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    # Ratios within a round: test_a_machine_that_slows_down_between_rounds_is_fair_to_all.
     base = {sample.round: sample.record.examples_per_s for sample in reference}
     return Row(
         configuration=configuration,
@@ -106,17 +108,17 @@ def _row(configuration: Configuration, own: Sequence[Sample], reference: Sequenc
         median_ms=median_ms,
         p10_ms=p10,
         p90_ms=p90,
-        speed_up=median(sample.record.examples_per_s / base[sample.round] for sample in own),
+        speed_up=median(sample.record.examples_per_s / base[sample.round] for sample in samples),
         loss=median(record.loss for record in records),
         parts=mean_times([step for record in records for step in record.parts]),
     )
 
 
 def _of(configuration: Configuration, samples: Sequence[Sample]) -> list[Sample]:
-    own = [sample for sample in samples if sample.configuration == configuration]
-    if not own:
+    matches = [sample for sample in samples if sample.configuration == configuration]
+    if not matches:
         raise DataError(f"{configuration.name!r} has no sample; measure it first")
-    return own
+    return matches
 
 
 @dataclass(frozen=True, kw_only=True)

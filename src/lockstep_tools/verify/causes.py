@@ -15,6 +15,7 @@ from lockstep_tools.verify.compare import Comparison, Difference, GradientFit, S
 from lockstep_tools.verify.config import UNCHANGED, Interventions, Randomness
 from lockstep_tools.verify.experiments import ExperimentRunner
 
+# Relative; an all-reduced loss is the same on all replicas to a few rounding errors of float32 (1.2e-7).
 _SAME_LOSS = 1e-6
 ADVICE: Mapping[str, str] = {
     "batch statistics": "strategy.mirror(module, sync_batchnorm=True), or ls.Model(module, sync_batchnorm=True)",
@@ -71,7 +72,9 @@ def explain(runner: ExperimentRunner, first: Difference) -> list[Finding]:
     if first.kind in ("initial weight", "rows"):
         return [_explain_inputs(runner, first)]
     hypotheses, cleared = _remove_all(runner)
-    needed = [each for each in hypotheses if _is_needed(runner, each, hypotheses, cleared)]
+    # Leaving out one at a time: with two causes, removing one of them alone would still leave a difference
+    # (test_two_causes_are_both_found).
+    needed = [hypothesis for hypothesis in hypotheses if _is_needed(runner, hypothesis, hypotheses, cleared)]
     if not needed:
         hypotheses, cleared = [], runner.base
     rest = runner.first(cleared)
@@ -79,13 +82,15 @@ def explain(runner: ExperimentRunner, first: Difference) -> list[Finding]:
     if rest is not None:
         outcome = f"the first that differs is then the {rest.kind} {rest.name} of step {rest.step}"
     together = "" if len(needed) == 1 else " with the other causes off too,"
-    found = [replace(each.finding, tested=f"{each.finding.tested}:{together} {outcome}") for each in needed]
+    findings = [
+        replace(hypothesis.finding, tested=f"{hypothesis.finding.tested}:{together} {outcome}") for hypothesis in needed
+    ]
     if rest is not None:
-        found = [replace(each, by_definition=False) for each in found]
-        found += _explain_rest(runner, cleared, rest, _remove(hypotheses))
-    if not found and (unsteady := runner.measure_rounding()) is not None:
+        findings = [replace(finding, by_definition=False) for finding in findings]
+        findings += _explain_rest(runner, cleared, rest, _remove(hypotheses))
+    if not findings and (unsteady := runner.measure_rounding()) is not None:
         return [_not_reproducible(unsteady)]
-    return found
+    return findings
 
 
 # Differences in what a step starts from.
@@ -118,7 +123,7 @@ def _not_reproducible(difference: Difference) -> Finding:
 
 def _rows_finding(runner: ExperimentRunner, step: StepComparison) -> Finding:
     batch, replicas = step.batch, len(runner.base.start.devices)
-    ours, reference = len(batch.rows), len(batch.reference_rows)
+    rows, reference_rows = len(batch.rows), len(batch.reference_rows)
     if batch.verdict == "undistributed":
         uniform = next((fit for fit in step.fits if fit.kind == "uniform" and runner.is_rounding(fit.residuals)), None)
         gradients = ""
@@ -126,14 +131,14 @@ def _rows_finding(runner: ExperimentRunner, step: StepComparison) -> Finding:
             gradients = f"; the summed gradients are {1 / uniform.factors[0]:.4g} times the one replica's"
         return Finding(
             cause="undistributed batch",
-            description=f"each of the {replicas} replicas got the whole batch of {reference} rows",
+            description=f"each of the {replicas} replicas got the whole batch of {reference_rows} rows",
             tested=f"compared the rows of every replica with those of one: they are the same{gradients}",
         )
     if batch.verdict == "scaled":
         return Finding(
             cause="batch size",
-            description=f"the global batch depends on the number of replicas: {ours} rows on {replicas} replicas, "
-            f"{reference} on one (step {step.step}, {batch.name})",
+            description=f"the global batch depends on the number of replicas: {rows} rows on {replicas} replicas, "
+            f"{reference_rows} on one (step {step.step}, {batch.name})",
             tested=f"compared the rows that were given to strategy.run: {replicas} times as many",
         )
     if batch.verdict == "count":
@@ -143,13 +148,13 @@ def _rows_finding(runner: ExperimentRunner, step: StepComparison) -> Finding:
             description=f"update {step.step} sums another number of batches: {counts}",
             tested="counted the runs between updates",
         )
-    given = Counter(row for each in runner.base.steps for row in each.batch.rows)
-    expected = Counter(row for each in runner.base.steps for row in each.batch.reference_rows)
-    order = " (over all steps they are the same rows, in another order)" if given == expected else ""
+    candidate_rows = Counter(row for update in runner.base.steps for row in update.batch.rows)
+    expected_rows = Counter(row for update in runner.base.steps for row in update.batch.reference_rows)
+    order = " (over all steps they are the same rows, in another order)" if candidate_rows == expected_rows else ""
     return Finding(
         cause="different rows",
-        description=f"the runs got different data: at step {step.step}, {batch.common} of {ours} rows on "
-        f"{replicas} replicas are among the {reference} rows on one ({batch.name}){order}",
+        description=f"the runs got different data: at step {step.step}, {batch.common} of {rows} rows on "
+        f"{replicas} replicas are among the {reference_rows} rows on one ({batch.name}){order}",
         tested="compared fingerprints of the rows given to strategy.run; two runs on one replica get the same rows",
     )
 
@@ -163,6 +168,8 @@ def _remove_all(runner: ExperimentRunner) -> tuple[list[Hypothesis], Comparison]
     cleared = runner.attempt(_remove(hypotheses))
     if cleared is None:
         return [], runner.base
+    # Dropout off is tried first: it changes no other number. Constants in place of all draws also change what a program
+    # draws on purpose.
     if cleared.draws and runner.first(cleared) is not None:
         more = _hypotheses(runner.base, "constant")
         further = runner.attempt(_remove(more))
@@ -203,14 +210,16 @@ def _hypotheses(base: Comparison, randomness: Randomness) -> list[Hypothesis]:
 
 
 def _remove(hypotheses: Sequence[Hypothesis]) -> Interventions:
-    return replace(UNCHANGED, **{name: value for each in hypotheses for name, value in each.changes.items()})
+    return replace(
+        UNCHANGED, **{name: value for hypothesis in hypotheses for name, value in hypothesis.changes.items()}
+    )
 
 
 def _is_needed(
     runner: ExperimentRunner, hypothesis: Hypothesis, hypotheses: Sequence[Hypothesis], cleared: Comparison
 ) -> bool:
     """Whether the runs differ, and earlier, when this one cause is left in and all others are removed."""
-    alone = runner.attempt(_remove([each for each in hypotheses if each is not hypothesis]))
+    alone = runner.attempt(_remove([candidate for candidate in hypotheses if candidate is not hypothesis]))
     return alone is not None and _is_earlier(runner, alone, cleared)
 
 
@@ -227,11 +236,11 @@ def _explain_rest(
     runner: ExperimentRunner, comparison: Comparison, rest: Difference, interventions: Interventions
 ) -> list[Finding]:
     step, replicas = comparison.step(rest.step), len(comparison.start.devices)
-    found: Finding | None = None
+    finding: Finding | None = None
     if rest.kind == "output":
         by_shard = runner.compare(interventions, replace(interventions, shards=replicas))
         if _is_earlier(runner, comparison, by_shard):
-            found = Finding(
+            finding = Finding(
                 cause="rows mixed in the module",
                 description=f"the output of {rest.name} for a row depends on the other rows of the batch",
                 tested=f"called the module on one replica with the {replicas} shards one after another: then its "
@@ -240,31 +249,31 @@ def _explain_rest(
     elif rest.kind in ("loss", "gradient"):
         best = next((fit for fit in step.fits if runner.is_rounding(fit.residuals)), None)
         if best is not None:
-            found = _fit_finding(best, step)
+            finding = _fit_finding(best, step)
         elif rest.kind == "loss":  # the outputs are equal, the losses are not
-            left = min((_left(fit.residuals) for fit in step.fits), default=1.0)
-            found = Finding(
+            residual = min((_relative_residual(fit.residuals) for fit in step.fits), default=1.0)
+            finding = Finding(
                 cause="loss not per example",
                 description="the outputs agree row by row, yet the shards' losses do not add up to the batch's",
                 tested=f"no factors for the {replicas} replicas' gradients give the one replica's: what is left is "
-                f"{left:.2g} of the largest gradient, at best",
+                f"{residual:.2g} of the largest gradient, at best",
             )
     elif rest.kind in ("weight changed before update", "weight changed after update"):
         when = "between an update and the next run" if "after" in rest.kind else "in a step before its update"
-        found = Finding(
+        finding = Finding(
             cause="changed outside the optimizer",
             description=f"parameters change outside the optimizer, {when}: {_some(step.changed)}",
             tested=f"compared the parameters after each update with those before the next: {rest.name} differs by "
             f"{rest.relative:.2g} of its size",
         )
     elif rest.kind == "weight" and step.update_scale is not None and abs(step.update_scale - 1) >= 1e-4:
-        found = Finding(
+        finding = Finding(
             cause="learning rate",
             description=f"the gradients agree, but the update goes {step.update_scale:.4g} times as far on {replicas} "
             "replicas",
             tested="fitted one factor to the changes of all parameters",
         )
-    return [] if found is None else [found]
+    return [] if finding is None else [finding]
 
 
 def _fit_finding(fit: GradientFit, step: StepComparison) -> Finding:
@@ -272,13 +281,14 @@ def _fit_finding(fit: GradientFit, step: StepComparison) -> Finding:
     written = list(dict.fromkeys(f"{factor:.4g}" for factor in fit.factors))
     factors = written[0] if len(written) == 1 else ", ".join(f"{factor:.4g}" for factor in fit.factors)
     how = {"shares": "weighted with the shards' shares", "uniform": "all multiplied by"}.get(fit.kind, "multiplied by")
-    left = f"{_left(fit.residuals):.1e}"
-    tested = f"step {step.step}: the replicas' gradients, {how} {factors}, give the one replica's to {left}"
+    residual = f"{_relative_residual(fit.residuals):.1e}"
+    tested = f"step {step.step}: the replicas' gradients, {how} {factors}, give the one replica's to {residual}"
+    # With shards of equal size the mean over each is the sum divided by N: a uniform factor.
     mean = fit.kind == "shares" or (fit.kind == "uniform" and abs(fit.factors[0] * len(fit.factors) - 1) < 1e-4)
     cause = "scaled loss"
     if fit.kind == "weight penalty":
         cause, description = "weight penalty", "every replica adds the whole weight penalty to its loss"
-        tested = f"the sum less {fit.penalty:.4g} times the weights is the one replica's gradient to {left}"
+        tested = f"the sum less {fit.penalty:.4g} times the weights is the one replica's gradient to {residual}"
     elif fit.kind in ("shares", "uniform") and _is_one_number(step.losses):
         cause = "all-reduced loss"
         description = f"each replica back-propagates the loss of all replicas: it is {step.losses[0]:.6g} on each"
@@ -298,10 +308,10 @@ def _is_one_number(losses: Sequence[float]) -> bool:
     return len(losses) > 1 and bool(losses[0]) and max(losses) - min(losses) <= _SAME_LOSS * abs(losses[0])
 
 
-def _left(residuals: Sequence[Difference]) -> float:
+def _relative_residual(residuals: Sequence[Difference]) -> float:
     """The largest residual relative to the largest gradient; a gradient that is 0 but for rounding has no own size."""
-    size = max((each.size for each in residuals), default=0.0)
-    return max((each.amount for each in residuals), default=0.0) / size if size else 0.0
+    size = max((residual.size for residual in residuals), default=0.0)
+    return max((residual.amount for residual in residuals), default=0.0) / size if size else 0.0
 
 
 def _some(names: Sequence[str]) -> str:

@@ -44,12 +44,14 @@ class BatchComparison:
 SAME_BATCH = BatchComparison(verdict="same")
 
 
-def compare_batches(ours: Sequence[BatchRecord], reference: Sequence[BatchRecord]) -> BatchComparison:
+def compare_batches(candidate: Sequence[BatchRecord], reference: Sequence[BatchRecord]) -> BatchComparison:
     """Compares the batches of one update on N replicas with those on one."""
-    if len(ours) != len(reference):
-        return BatchComparison(verdict="count", name="batches", batches=(len(ours), len(reference)))
-    found = [_compare_batch(mine, other) for mine, other in zip(ours, reference, strict=True)]
-    return _first_not_same(found) or (found[0] if found else SAME_BATCH)
+    if len(candidate) != len(reference):
+        return BatchComparison(verdict="count", name="batches", batches=(len(candidate), len(reference)))
+    comparisons = [
+        _compare_batch(batch, reference_batch) for batch, reference_batch in zip(candidate, reference, strict=True)
+    ]
+    return _first_not_same(comparisons) or (comparisons[0] if comparisons else SAME_BATCH)
 
 
 def shard_sizes(batches: Sequence[BatchRecord]) -> tuple[int, ...] | None:
@@ -62,42 +64,44 @@ def shard_sizes(batches: Sequence[BatchRecord]) -> tuple[int, ...] | None:
     return tuple(sum(column) for column in zip(*sizes, strict=True)) if sizes else None
 
 
-def _compare_batch(ours: BatchRecord, reference: BatchRecord) -> BatchComparison:
-    compared = _compare_tensors(ours.arguments, reference.arguments)
-    if len(ours.arguments) == len(reference.arguments) and any(each.verdict == "same" for each in compared):
+def _compare_batch(candidate: BatchRecord, reference: BatchRecord) -> BatchComparison:
+    arguments = _compare_tensors(candidate.arguments, reference.arguments)
+    same = next((comparison for comparison in arguments if comparison.verdict == "same"), None)
+    if same is not None and len(candidate.arguments) == len(reference.arguments):
         # Beside a tensor that is divided, one that all replicas have whole is a constant of the step.
-        same = next(each for each in compared if each.verdict == "same")
-        return next((each for each in compared if each.verdict not in ("same", "undistributed")), same)
-    inputs = _compare_tensors(ours.inputs, reference.inputs)
-    if inputs and all(each.verdict == "undistributed" for each in compared):  # the batch may have come as a closure
+        return next((other for other in arguments if other.verdict not in ("same", "undistributed")), same)
+    inputs = _compare_tensors(candidate.inputs, reference.inputs)
+    if inputs and all(comparison.verdict == "undistributed" for comparison in arguments):
+        # The batch may have come as a closure, so that no argument of ``run`` has rows.
         return _first_not_same(inputs) or SAME_BATCH
-    return _first_not_same([*compared, *inputs]) or SAME_BATCH
+    return _first_not_same([*arguments, *inputs]) or SAME_BATCH
 
 
-def _first_not_same(found: Sequence[BatchComparison]) -> BatchComparison | None:
-    return next((each for each in found if each.verdict != "same"), None)
+def _first_not_same(comparisons: Sequence[BatchComparison]) -> BatchComparison | None:
+    return next((comparison for comparison in comparisons if comparison.verdict != "same"), None)
 
 
-def _compare_tensors(ours: BatchTensors, reference: BatchTensors) -> list[BatchComparison]:
+def _compare_tensors(candidate: BatchTensors, reference: BatchTensors) -> list[BatchComparison]:
     return [
-        _compare_rows(key[-1], mine, other)
-        for (key, mine), other in zip(ours.items(), reference.values(), strict=False)
+        _compare_rows(key[-1], rows, reference_rows)
+        for (key, rows), reference_rows in zip(candidate.items(), reference.values(), strict=False)
     ]
 
 
-def _compare_rows(name: str, replicas: tuple[Rows, ...], reference: tuple[Rows, ...]) -> BatchComparison:
-    mine: Rows = tuple(chain.from_iterable(replicas))
-    other: Rows = tuple(chain.from_iterable(reference))
+def _compare_rows(name: str, candidate: tuple[Rows, ...], reference: tuple[Rows, ...]) -> BatchComparison:
+    rows: Rows = tuple(chain.from_iterable(candidate))
+    reference_rows: Rows = tuple(chain.from_iterable(reference))
     verdict: Verdict = "different"
-    if mine == other:
+    if rows == reference_rows:
         verdict = "same"
-    elif len(replicas) > 1 and all(rows == other for rows in replicas):
+    elif len(candidate) > 1 and all(replica_rows == reference_rows for replica_rows in candidate):
         verdict = "undistributed"
-    elif len(replicas) > 1 and len(mine) == len(replicas) * len(other):
+    # A program that makes its batch size of the number of replicas; its rows cannot be compared one by one.
+    elif len(candidate) > 1 and len(rows) == len(candidate) * len(reference_rows):
         verdict = "scaled"
-    elif Counter(mine) == Counter(other):
+    elif Counter(rows) == Counter(reference_rows):
         verdict = "reordered"
-    return BatchComparison(verdict=verdict, name=name, rows=mine, reference_rows=other)
+    return BatchComparison(verdict=verdict, name=name, rows=rows, reference_rows=reference_rows)
 
 
 # Tensors.
@@ -116,6 +120,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order in which a step computes them."""
 
+# Sums of N shards are added in another order than those of the whole batch, and each addition rounds. NOISE_FACTOR is
+# for programs that make rounding grow, such as a ReLU at zero: there a run with weights moved by one rounding error
+# says how far.
 ROUNDING_UNITS = 64
 """Tolerance of every tensor, in rounding errors of its largest value, since sums are added in another order."""
 COARSE_UNITS = 4
@@ -178,17 +185,21 @@ class Tolerance:
         return difference.amount <= self.of(difference)
 
 
-def tensor_difference(step: int, kind: Kind, name: str, ours: Tensor | None, reference: Tensor | None) -> Difference:
+def tensor_difference(
+    step: int, kind: Kind, name: str, candidate: Tensor | None, reference: Tensor | None
+) -> Difference:
     """The difference of two tensors with the same name; a missing one counts as zeros."""
-    if ours is None and reference is None:
+    if candidate is None and reference is None:
         return Difference(step=step, kind=kind, name=name, amount=0.0, size=0.0)
-    ours = torch.zeros_like(reference) if ours is None else ours  # type: ignore[arg-type]
-    reference = torch.zeros_like(ours) if reference is None else reference
+    # A parameter that got no gradient on one side is as one with a gradient of zeros: the update is the same.
+    candidate = torch.zeros_like(reference) if candidate is None else candidate  # type: ignore[arg-type]
+    reference = torch.zeros_like(candidate) if reference is None else reference
     amount, note = math.inf, ""
-    if ours.shape == reference.shape:
-        amount = _largest(ours.double() - reference.double())
+    if candidate.shape == reference.shape:
+        amount = _largest(candidate.double() - reference.double())
     else:
-        note = f"shape {tuple(ours.shape)} and {tuple(reference.shape)}"
+        note = f"shape {tuple(candidate.shape)} and {tuple(reference.shape)}"
+    # NaN compares as equal to nothing and smaller than nothing, and would pass every tolerance.
     amount = math.inf if math.isnan(amount) else amount
     return Difference(step=step, kind=kind, name=name, amount=amount, size=_largest(reference), note=note)
 
@@ -232,22 +243,27 @@ def fit_gradients(
     def fit(kind: FitKind, factors: Sequence[float], penalty: float = 0.0) -> GradientFit:
         weighted, residuals = _weighted_sum(update, factors), []
         for name, expected in reference.items():
-            found = weighted.get(name, torch.zeros_like(expected))
+            gradient = weighted.get(name, torch.zeros_like(expected))
             if penalty and name in weights:
-                found = found - penalty * weights[name].double()
-            amount, size = _largest(found - expected), _largest(expected)
+                gradient = gradient - penalty * weights[name].double()
+            amount, size = _largest(gradient - expected), _largest(expected)
             residuals.append(Difference(step=update.step, kind="gradient", name=name, amount=amount, size=size))
         return GradientFit(kind=kind, factors=tuple(factors), penalty=penalty, residuals=tuple(residuals))
 
     fits = []
     if shards is not None and any(shards):
         fits.append(fit("shares", [rows / sum(shards) for rows in shards]))
+    # One factor over all parameters at once: it says that the loss is scaled, which no single tensor could.
     (factor,) = _least_squares([total], reference)
     fits.append(fit("uniform", [factor] * replicas))
+    # A penalty that every replica adds in full is N - 1 times too often in the sum, and its gradient is a multiple of
+    # the weights.
     rest = {name: gradient - reference[name] for name, gradient in total.items() if name in reference}
     (penalty,) = _least_squares([{name: weights[name] for name in rest if name in weights}], rest)
     fits.append(fit("weight penalty", [1.0] * replicas, penalty))
-    columns = [_weighted_sum(update, [float(own == replica) for own in range(replicas)]) for replica in range(replicas)]
+    columns = [
+        _weighted_sum(update, [float(index == replica) for index in range(replicas)]) for replica in range(replicas)
+    ]
     fits.append(fit("per replica", _least_squares(columns, reference)))
     return tuple(fits)
 
@@ -266,6 +282,8 @@ def _least_squares(columns: Sequence[Mapping[str, Tensor]], target: Mapping[str,
     """The factors of the columns whose sum is nearest to the target, over all parameters at once."""
     gram = torch.tensor([[_dot(a, b) for b in columns] for a in columns], dtype=torch.float64)
     right = torch.tensor([_dot(column, target) for column in columns], dtype=torch.float64)
+    # The pseudo-inverse, because an empty shard makes a column of zeros:
+    # test_an_empty_shard_has_no_factor_that_matters.
     factors: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ right).tolist()
     return factors
 
@@ -326,69 +344,71 @@ class Comparison:
     def first(self, tolerance: Tolerance) -> Difference | None:
         """The first difference beyond rounding; among several of one step and kind, the largest relative one."""
         beyond = [difference for difference in self.differences if not tolerance.covers(difference)]
-        return min(beyond, key=lambda each: (each.order, -each.relative), default=None)
+        return min(beyond, key=lambda difference: (difference.order, -difference.relative), default=None)
 
     def step(self, number: int) -> StepComparison:
         """The comparison of one update, from 1."""
         return next(step for step in self.steps if step.step == number)
 
 
-def compare_starts(ours: StartRecord, reference: StartRecord) -> tuple[Difference, ...]:
+def compare_starts(candidate: StartRecord, reference: StartRecord) -> tuple[Difference, ...]:
     """Compares the parameters before the first step."""
-    return tuple(_by_name(0, "initial weight", ours.parameters, reference.parameters))
+    return tuple(_by_name(0, "initial weight", candidate.parameters, reference.parameters))
 
 
 def compare_updates(
-    ours: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
+    candidate: UpdateRecord, reference: UpdateRecord, before: ParameterPair, tolerance: Tolerance
 ) -> StepComparison:
     """Compares one update on N replicas with that on one; gradients that differ beyond ``tolerance`` are fitted."""
-    step, first, other = ours.step, ours.replicas[0], reference.replicas[0]
-    batch = compare_batches(ours.batches, reference.batches)
+    step, first, reference_first = candidate.step, candidate.replicas[0], reference.replicas[0]
+    batch = compare_batches(candidate.batches, reference.batches)
     expected = summed_gradients(reference)
-    gradients = tuple(_by_name(step, "gradient", summed_gradients(ours), expected))
-    updated = first.parameters, other.parameters
+    gradients = tuple(_by_name(step, "gradient", summed_gradients(candidate), expected))
+    updated = first.parameters, reference_first.parameters
     changed_before, changed_after = (
-        (first.changed_before, other.changed_before),
-        (first.changed_after, other.changed_after),
+        (first.changed_before, reference_first.changed_before),
+        (first.changed_after, reference_first.changed_after),
     )
     differences = (
         _rows_difference(step, batch),
         *_changed(step, "weight changed before update", before, changed_before),
-        *(_compare_outputs(step, ours, reference) if batch.verdict == "same" else ()),
-        _loss_difference(ours, reference),
+        *(_compare_outputs(step, candidate, reference) if batch.verdict == "same" else ()),
+        _loss_difference(candidate, reference),
         *gradients,
         *_by_name(step, "weight", *updated),
         *_changed(step, "weight changed after update", updated, changed_after),
-        *_by_name(step, "buffer", ours.buffers, reference.buffers),
+        *_by_name(step, "buffer", candidate.buffers, reference.buffers),
     )
-    equal = all(tolerance.covers(each) for each in gradients)
+    equal = all(tolerance.covers(gradient) for gradient in gradients)
     return StepComparison(
         step=step,
         batch=batch,
         differences=differences,
-        fits=() if equal else fit_gradients(ours, expected, shard_sizes(ours.batches), before[1]),
+        fits=() if equal else fit_gradients(candidate, expected, shard_sizes(candidate.batches), before[1]),
         update_scale=_update_scale(updated, before),
         changed=tuple(
-            dict.fromkeys(name for pair in (changed_before, changed_after) for each in pair for name in each)
+            dict.fromkeys(
+                name for pair in (changed_before, changed_after) for parameters in pair for name in parameters
+            )
         ),
-        losses=tuple(trace.loss for trace in ours.replicas),
+        losses=tuple(trace.loss for trace in candidate.replicas),
     )
 
 
 def _by_name(
-    step: int, kind: Kind, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    step: int, kind: Kind, candidate: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
-    for name in {**reference, **ours}:
-        yield tensor_difference(step, kind, name, ours.get(name), reference.get(name))
+    for name in {**reference, **candidate}:
+        yield tensor_difference(step, kind, name, candidate.get(name), reference.get(name))
 
 
 def _changed(step: int, kind: Kind, before: ParameterPair, now: ParameterPair) -> Iterator[Difference]:
     """The parameters that changed in either run; the other run may still have the value from before."""
     for name in {**now[1], **now[0]}:
-        ours, reference = (
+        candidate, reference = (
             changed.get(name, unchanged.get(name)) for changed, unchanged in zip(now, before, strict=True)
         )
-        yield tensor_difference(step, kind, name, ours, reference)
+        yield tensor_difference(step, kind, name, candidate, reference)
 
 
 def _rows_difference(step: int, batch: BatchComparison) -> Difference:
@@ -398,18 +418,20 @@ def _rows_difference(step: int, batch: BatchComparison) -> Difference:
     return Difference(step=step, kind="rows", name=batch.name, amount=amount, size=float(len(batch.reference_rows)))
 
 
-def _compare_outputs(step: int, ours: UpdateRecord, reference: UpdateRecord) -> Iterator[Difference]:
+def _compare_outputs(step: int, candidate: UpdateRecord, reference: UpdateRecord) -> Iterator[Difference]:
     """Compares row by row, if all replicas together have as many rows as the single replica."""
-    for (name, whole), (other_name, single) in zip(ours.outputs, reference.outputs, strict=False):
+    for (name, whole), (other_name, single) in zip(candidate.outputs, reference.outputs, strict=False):
         if name == other_name and whole is not None and single is not None and whole.shape == single.shape:
             yield tensor_difference(step, "output", name, whole, single)
 
 
-def _loss_difference(ours: UpdateRecord, reference: UpdateRecord) -> Difference:
-    mine, other = _loss(ours.replicas), _loss(reference.replicas)
-    amount = math.inf if math.isnan(mine - other) else abs(mine - other)
-    note = f"{mine:.6g} and {other:.6g}"
-    return Difference(step=ours.step, kind="loss", name="total", amount=amount, size=abs(other), note=note)
+def _loss_difference(candidate: UpdateRecord, reference: UpdateRecord) -> Difference:
+    candidate_loss, reference_loss = _loss(candidate.replicas), _loss(reference.replicas)
+    amount = math.inf if math.isnan(candidate_loss - reference_loss) else abs(candidate_loss - reference_loss)
+    note = f"{candidate_loss:.6g} and {reference_loss:.6g}"
+    return Difference(
+        step=candidate.step, kind="loss", name="total", amount=amount, size=abs(reference_loss), note=note
+    )
 
 
 def _loss(replicas: Sequence[StepTrace]) -> float:
@@ -420,14 +442,15 @@ def _loss(replicas: Sequence[StepTrace]) -> float:
 
 def _update_scale(after: ParameterPair, before: ParameterPair) -> float | None:
     """The one factor between the changes of all weights in both runs, to 1 %."""
-    names = [name for name in after[1] if all(name in each for each in (after[0], *before))]
-    mine, other = (
+    # A parameter that only one of the runs updates has no factor, and shows as a difference of its own.
+    names = [name for name in after[1] if all(name in parameters for parameters in (after[0], *before))]
+    candidate, reference = (
         [(new[name].double() - old[name].double()).flatten() for name in names]
         for new, old in zip(after, before, strict=True)
     )
-    square = sum(float(each @ each) for each in other)
+    square = sum(float(parameters @ parameters) for parameters in reference)
     if not square:
         return None
-    factor = sum(float(a @ b) for a, b in zip(mine, other, strict=True)) / square
-    left = sum(float((a - factor * b).square().sum()) for a, b in zip(mine, other, strict=True))
-    return factor if left <= 1e-4 * factor**2 * square else None
+    factor = sum(float(a @ b) for a, b in zip(candidate, reference, strict=True)) / square
+    residual = sum(float((a - factor * b).square().sum()) for a, b in zip(candidate, reference, strict=True))
+    return factor if residual <= 1e-4 * factor**2 * square else None

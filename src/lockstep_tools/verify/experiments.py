@@ -43,14 +43,14 @@ class ExperimentRunner:
     def __init__(self, config: VerifyConfig, progress: Progress) -> None:
         self._config = config
         self._progress = progress
-        self._known: dict[tuple[RunConfig, RunConfig], Comparison | None] = {}
+        self._comparisons: dict[tuple[RunConfig, RunConfig], Comparison | None] = {}
         self.base = self.compare(Interventions())
         self.tolerance = Tolerance(unit=self.base.unit, coarse=self.base.coarse)
 
     @property
-    def done(self) -> Iterator[tuple[str, Comparison]]:
+    def completed(self) -> Iterator[tuple[str, Comparison]]:
         """All comparisons that succeeded, in order, each with its description."""
-        for runs, comparison in self._known.items():
+        for runs, comparison in self._comparisons.items():
             if comparison is not None:
                 yield describe(*runs), comparison
 
@@ -66,12 +66,15 @@ class ExperimentRunner:
         """Like ``compare``, but None if the interventions make a run fail."""
         try:
             return self.compare(interventions)
+        # A program may need what an intervention removes; that says nothing about the cause.
         except ReplicaError:
             return None
 
     def first(self, comparison: Comparison) -> Difference | None:
         """The first difference beyond rounding. Measures rounding if the answer depends on it."""
         first = comparison.first(self.tolerance)
+        # Two more runs cost as much as the comparison itself, so rounding is measured only where the answer hangs on
+        # it.
         if first is None or self._is_gross(first):
             return first
         self.measure_rounding()
@@ -79,13 +82,13 @@ class ExperimentRunner:
 
     def is_rounding(self, differences: Sequence[Difference]) -> bool:
         """Whether all differences may be rounding. Measures rounding if the answer depends on it."""
-        if all(self.tolerance.covers(each) for each in differences):
+        if all(self.tolerance.covers(difference) for difference in differences):
             return True
-        size = max((each.size for each in differences), default=0.0)
-        if max(each.amount for each in differences) > GROSS * self.tolerance.relative * size:
+        size = max((difference.size for difference in differences), default=0.0)
+        if max(difference.amount for difference in differences) > GROSS * self.tolerance.relative * size:
             return False
         self.measure_rounding()
-        return all(self.tolerance.covers(each) for each in differences)
+        return all(self.tolerance.covers(difference) for difference in differences)
 
     def measure_rounding(self) -> Difference | None:
         """Compares one replica with itself where only rounding differs, and sets the tolerance by what that changes.
@@ -96,10 +99,14 @@ class ExperimentRunner:
         # A nudge of an eighth of a coarse rounding error changes an eighth of the weights when they are cast.
         nudged = Interventions(nudge=max(self.base.unit, self.base.coarse / 8), threads=1)
         twice = self._run(RunConfig(all_replicas=False, interventions=nudged), RunConfig(all_replicas=False))
-        noise = {each.key: each.amount for each in twice.differences if each.amount > 0}
+        noise = {difference.key: difference.amount for difference in twice.differences if difference.amount > 0}
         self.tolerance = replace(self.tolerance, noise=noise)
-        given = (each for each in twice.differences if each.kind in ("initial weight", "rows") and each.amount > 0)
-        return next(given, next((each for each in twice.differences if self._is_gross(each)), None))
+        inputs = (
+            difference
+            for difference in twice.differences
+            if difference.kind in ("initial weight", "rows") and difference.amount > 0
+        )
+        return next(inputs, next(filter(self._is_gross, twice.differences), None))
 
     def _is_gross(self, difference: Difference) -> bool:
         """Whether no order of additions explains it: it is large, and no rounding has gone through an update yet."""
@@ -110,12 +117,13 @@ class ExperimentRunner:
         return early and difference.relative > GROSS * self.tolerance.relative
 
     def _run(self, left: RunConfig, right: RunConfig) -> Comparison:
-        if (left, right) not in self._known:
+        if (left, right) not in self._comparisons:
             self._progress(describe(left, right))
-            self._known[left, right] = None
+            # Set before the run: a pair that fails is not run again, and its error is told each time.
+            self._comparisons[left, right] = None
             with run_pair(self._config, left, right) as pair:
-                self._known[left, right] = _compare(self._config, pair)
-        comparison = self._known[left, right]
+                self._comparisons[left, right] = _compare(self._config, pair)
+        comparison = self._comparisons[left, right]
         if comparison is None:
             raise ReplicaError(f"{describe(left, right)}: this comparison failed before")
         return comparison
@@ -133,8 +141,8 @@ def describe(left: RunConfig, right: RunConfig) -> str:
         "weights held between updates": changes.hold_weights,
         "the module called shard by shard on the one": right.interventions.shards > 1,
     }
-    made = [part for part, there in parts.items() if there]
-    return "all replicas with one, " + (", ".join(made) if made else "as written")
+    names = [name for name, is_on in parts.items() if is_on]
+    return "all replicas with one, " + (", ".join(names) if names else "as written")
 
 
 def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
@@ -142,15 +150,16 @@ def _compare(config: VerifyConfig, pair: RunPair) -> Comparison:
     weights: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     steps: list[StepComparison] = []
     draws = False
-    for ours, reference in pair.records():
-        if isinstance(ours, StartRecord) and isinstance(reference, StartRecord):
-            starts = ours, reference
-            weights = dict(ours.parameters), dict(reference.parameters)
-        elif isinstance(ours, UpdateRecord) and isinstance(reference, UpdateRecord):
-            steps.append(compare_updates(ours, reference, weights, Tolerance(unit=2.0**-23)))
-            for own, update in zip(weights, (ours, reference), strict=True):
-                own.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})
-            draws = draws or any(trace.draws for trace in (*ours.replicas, *reference.replicas))
+    for candidate, reference in pair.records():
+        if isinstance(candidate, StartRecord) and isinstance(reference, StartRecord):
+            starts = candidate, reference
+            weights = dict(candidate.parameters), dict(reference.parameters)
+        elif isinstance(candidate, UpdateRecord) and isinstance(reference, UpdateRecord):
+            # The dtype is known only at the end; float32's tolerance here decides only whether factors are fitted.
+            steps.append(compare_updates(candidate, reference, weights, Tolerance(unit=2.0**-23)))
+            for values, update in zip(weights, (candidate, reference), strict=True):
+                values.update({**update.replicas[0].parameters, **update.replicas[0].changed_after})
+            draws = draws or any(trace.draws for trace in (*candidate.replicas, *reference.replicas))
     ends = _ends(config, pair)
     if starts is None or not steps:
         raise ConfigError(f"{config.program.name} {_nothing_to_compare(ends[0])}")
@@ -174,7 +183,7 @@ def _ends(config: VerifyConfig, pair: RunPair) -> tuple[EndRecord, EndRecord]:
     output = process.last_output()
     # Where there is only an exit code, the last line that the program printed tells more.
     last = f": {output.splitlines()[-1]}" if end.error.startswith("exit code") and output else ""
-    failure = f"{end.error}{f' ({end.place})' if end.place else ''}{last}"
+    failure = f"{end.error}{f' ({end.location})' if end.location else ''}{last}"
     cause = ChildTracebackError(end.traceback + (f"\nthe program's last output:\n{output}\n" if output else ""))
     if left.error and right.error:
         raise ConfigError(f"{config.program.name} fails by itself: {failure}") from cause

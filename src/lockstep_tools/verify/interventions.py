@@ -61,14 +61,15 @@ def _named_modules(modules: Sequence[MirroredModule]) -> Iterator[tuple[str, nn.
 @torch.no_grad()
 def _nudge(module: MirroredModule, relative: float) -> None:
     """Moves every weight up or down by ``relative``; copies that alias their storage are moved once."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     for duplicate in module.copies:
         generator = torch.Generator().manual_seed(0)
         for parameter in duplicate.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            if parameter.data_ptr() not in seen and parameter.is_floating_point():
+            # On a CPU the copies alias one storage, which would be moved once for each replica.
+            if parameter.data_ptr() not in pointers and parameter.is_floating_point():
                 parameter.mul_(1 + relative * sign.to(parameter.device, parameter.dtype))
-            seen.add(parameter.data_ptr())
+            pointers.add(parameter.data_ptr())
 
 
 def _forward_by_shard(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -133,6 +134,7 @@ def without_randomness(level: Randomness) -> Iterator[None]:
 
 def _attention_without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # The signature is attn_mask, dropout_p, is_causal: both may come by position.
         mask = args[0] if args else kwargs.pop("attn_mask", None)
         kwargs.pop("dropout_p", None)
         return attention(query, key, value, mask, 0.0, *args[2:], **kwargs)
@@ -152,6 +154,7 @@ def _recurrent_without_dropout(original: Callable[..., Any]) -> Callable[..., An
 
 def _constant(original: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     def call(*args: Any, **kwargs: Any) -> Tensor:
+        # Drawn all the same, so that dtype, device and errors are those of torch, and the generator goes on as before.
         drawn = original(*args, **kwargs)
         return drawn if get_replica_context() is None else torch.full_like(drawn, value)
 

@@ -49,14 +49,14 @@ class Weights:
         return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
     def names(self, context: ReplicaContext, parameters: Sequence[nn.Parameter]) -> list[str]:
-        known = self._names[context.replica_id_in_sync_group]
+        names = self._names[context.replica_id_in_sync_group]
         return [
-            known.get(id(parameter), f"parameter {number} of the optimizer")
+            names.get(id(parameter), f"parameter {number} of the optimizer")
             for number, parameter in enumerate(parameters)
         ]
 
     def name_of(self, module: MirroredModule) -> str:
-        prefix = next((prefix for prefix, each in self._modules.items() if each is module), "")
+        prefix = next((prefix for prefix, mirrored in self._modules.items() if mirrored is module), "")
         return prefix.removesuffix(".") or type(module.module).__name__
 
     def all(self) -> dict[str, nn.Parameter]:
@@ -99,10 +99,12 @@ class Weights:
 
     def find_modules(self) -> None:
         """Adds the modules that were mirrored since. Called outside replicas."""
-        found = list(self._modules.values())
-        found += [module for module in self._strategy.mirrored_modules if not any(module is each for each in found)]
-        prefixes = [f"{type(module.module).__name__}{number}." for number, module in enumerate(found, 1)]
-        self._modules = dict(zip(prefixes if len(found) > 1 else [""], found, strict=True))
+        modules = list(self._modules.values())
+        modules += [
+            module for module in self._strategy.mirrored_modules if not any(module is listed for listed in modules)
+        ]
+        prefixes = [f"{type(module.module).__name__}{number}." for number, module in enumerate(modules, 1)]
+        self._modules = dict(zip(prefixes if len(modules) > 1 else [""], modules, strict=True))
         for replica, names in enumerate(self._names):
             for prefix, module in self._modules.items():
                 named = module.copies[replica].named_parameters()
@@ -126,7 +128,7 @@ class Recorder(Observer):
         self._other_updates = 0
         self._weights: Weights | None = None
         self._traces: list[ReplicaTrace] = []
-        self._sent = 0
+        self._updates_sent = 0
         self._runs = 0
         self._unit = torch.finfo(torch.float64).eps
 
@@ -138,10 +140,10 @@ class Recorder(Observer):
             self._single += 1
             return devices
         self._strategies += 1
-        taken = devices if self._run.all_replicas else devices[:1]
+        replica_devices = devices if self._run.all_replicas else devices[:1]
         if self._devices is None:
-            self._devices = taken
-        return taken
+            self._devices = replica_devices
+        return replica_devices
 
     def run_begins(self, strategy: Strategy, views: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Sends the completed updates; stops the program if they are enough; else records the batch of this run."""
@@ -152,7 +154,7 @@ class Recorder(Observer):
         weights = self._weights or self._start(strategy)
         weights.find_modules()
         self._send_completed(weights)
-        if self._sent >= self._steps:
+        if self._updates_sent >= self._steps:
             raise EnoughRecordedError
         if not torch.is_grad_enabled():
             return
@@ -175,6 +177,8 @@ class Recorder(Observer):
         trace.record_gradients(names, parameters, totals)
         named = dict(zip(names, parameters, strict=True))
         trace.current.changed_before.update(
+            # Replicas share the weights: recorded by each, another replica could be changing them meanwhile. ``meet``
+            # runs the function while all wait.
             context.meet("start of verify's update", named, lambda of: weights.record_changed(of[0]))
         )
 
@@ -182,6 +186,7 @@ class Recorder(Observer):
         """Records the sums that are applied, clipped for example, in place of each replica's part."""
         weights, trace = self._weights, self._trace(context)
         if weights is not None and trace is not None:
+            # Parts cannot be told from a clipped sum, and the sum is what the optimizer applies.
             trace.current.gradients.clear()
             trace.record_sums(weights.names(context, parameters), parameters)
 
@@ -251,18 +256,19 @@ class Recorder(Observer):
         changed = weights.record_changed(weights.all())
         completed = len(self._traces[0].updates)
         for trace in self._traces:
-            done = trace.updates[-1] if len(trace.updates) > self._sent else None
-            (trace.current.changed_before if done is None else done.changed_after).update(changed)
-        buffers = weights.buffers() if completed > self._sent else {}
-        for step in range(self._sent, completed):
+            update = trace.updates[-1] if len(trace.updates) > self._updates_sent else None
+            (trace.current.changed_before if update is None else update.changed_after).update(changed)
+        buffers = weights.buffers() if completed > self._updates_sent else {}
+        for step in range(self._updates_sent, completed):
             traces = tuple(trace.take_update(step) for trace in self._traces)
             self._send(UpdateRecord(step=step + 1, replicas=traces, buffers=buffers))
-        self._sent = completed
+        self._updates_sent = completed
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Inside the block, ``recorder`` observes strategies, mirrored modules and backward passes of this process."""
+    # Observed here and not by a hook on the loss: which tensor a program back-propagates is known only when it does.
     original = torch.autograd.backward
 
     def before(module: nn.Module, args: Any) -> None:
@@ -271,12 +277,14 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         if isinstance(module, MirroredModule):
+            # The program's function modes would see the recorder's own operations, and a FlopCounterMode would count
+            # them.
             with DisableTorchFunction():
                 recorder.module_called(module, (args, kwargs), outputs)
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         scalars = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        recorder.back_propagated(sum(float(each.detach()) for each in scalars if each.numel() == 1))
+        recorder.back_propagated(sum(float(scalar.detach()) for scalar in scalars if scalar.numel() == 1))
         return original(tensors, *args, **kwargs)
 
     with ExitStack() as stack:

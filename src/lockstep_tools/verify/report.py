@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lockstep import console
 from lockstep.console import GAP, text_table
@@ -62,7 +63,7 @@ def verify(config: VerifyConfig, *, progress: Progress | None = None) -> VerifyR
         tolerance=tolerance,
         first=first,
         findings=findings,
-        experiments=tuple((what, _outcome(comparison.first(tolerance))) for what, comparison in runner.done),
+        experiments=tuple((what, _outcome(comparison.first(tolerance))) for what, comparison in runner.completed),
     )
 
 
@@ -79,14 +80,15 @@ def render(report: VerifyReport) -> str:
     title = f"{report.config.program.name}: {updates} on {len(devices)} replicas ({', '.join(devices)}) and on one"
     if report.first is None:
         largest: dict[str, Difference] = {}
-        for each in comparison.differences:
-            largest[each.kind] = max(each, largest.get(each.kind, each), key=lambda each: each.relative)
-        shown, verdict = [largest[kind] for kind in KINDS if kind in largest], [_equal(report)]
+        for difference in comparison.differences:
+            kind = difference.kind
+            largest[kind] = max(difference, largest.get(kind, difference), key=attrgetter("relative"))
+        rows, verdict = [largest[kind] for kind in KINDS if kind in largest], [_equal(report)]
     else:
-        beyond = [each for each in comparison.differences if not report.tolerance.covers(each)]
-        shown = sorted(beyond, key=lambda each: each.order)[:MAX_TABLE_ROWS]
+        beyond = [difference for difference in comparison.differences if not report.tolerance.covers(difference)]
+        rows = sorted(beyond, key=attrgetter("order"))[:MAX_TABLE_ROWS]
         verdict = [_different(report.first), *_causes(report)]
-    return "\n\n".join([title, *_notes(report), _table(report, shown), *verdict])
+    return "\n\n".join([title, *_notes(report), _table(report, rows), *verdict])
 
 
 def _notes(report: VerifyReport) -> list[str]:
@@ -106,13 +108,19 @@ def _notes(report: VerifyReport) -> list[str]:
 
 def _table(report: VerifyReport, differences: list[Difference]) -> str:
     rows = []
-    for each in differences:
-        tolerance = report.tolerance.of(each)
-        numbers = (each.amount, each.relative, tolerance / each.size if each.size else tolerance)
-        rows.append([str(each.step) if each.step else "start", each.kind, each.name, *map(_number, numbers)])
+    for difference in differences:
+        tolerance = report.tolerance.of(difference)
+        numbers = (
+            difference.amount,
+            difference.relative,
+            tolerance / difference.size if difference.size else tolerance,
+        )
+        step = str(difference.step) if difference.step else "start"
+        rows.append([step, difference.kind, difference.name, *map(_number, numbers)])
     headings = ["step", "what", "name", "differs by", "relative", "rounding"]
     if (columns := console.width()) is not None:
         beside = (max(map(len, cells)) + len(GAP) for cells in zip(headings, *rows, strict=True) if cells[0] != "name")
+        # The numbers are the result; names give way, since the end of a name tells the layer.
         longest = max(_SHORT_NAME, columns - sum(beside))
         rows = [[*row[:2], _end_of(row[2], longest), *row[3:]] for row in rows]
     return text_table(headings, rows)

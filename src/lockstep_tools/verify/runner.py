@@ -77,6 +77,7 @@ class RunProcess:
                 f"or fewer --steps" + (f"; its last output: {output.splitlines()[-1]}" if output else "")
             )
         try:
+            # The bytes are those of our own child over a pipe that nobody else has.
             message: Message = pickle.loads(self._connection.recv_bytes())
         except EOFError:
             self._process.join(_EXIT_TIMEOUT_S)
@@ -116,15 +117,15 @@ class RunPair:
 
     def records(self) -> Iterator[tuple[StartRecord | UpdateRecord, StartRecord | UpdateRecord]]:
         """The records of both runs in pairs. A run that is ahead blocks as it sends, so memory stays small."""
-        for each in (self.left, self.right):
-            each.receive()  # a ReadyRecord
+        for process in (self.left, self.right):
+            process.receive()  # a ReadyRecord
         self.left.deadline = self.right.deadline = time.monotonic() + self._timeout_s
         while True:
-            ours, reference = self.left.next_record(), self.right.next_record()
-            if ours is None and reference is None:
+            candidate, reference = self.left.next_record(), self.right.next_record()
+            if candidate is None and reference is None:
                 return
-            if ours is not None and reference is not None:
-                yield ours, reference
+            if candidate is not None and reference is not None:
+                yield candidate, reference
             else:
                 self.extra += 1 if reference is None else -1
 
@@ -158,6 +159,7 @@ def _child_main(config: VerifyConfig, run: RunConfig, folder: Path, connection: 
     def send(message: Message) -> None:
         connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
+    # The time limit of a run begins after this: imports take seconds on a busy machine, and are not the program's.
     send(ReadyRecord())
     recorder = Recorder(run, steps=config.steps, send=send)
     error: BaseException | None = None
@@ -179,6 +181,7 @@ def _run_observed(config: VerifyConfig, run: RunConfig, recorder: Recorder, scra
         torch.set_num_threads(changes.threads)
     if config.devices is not None:
         request_devices(config.devices)
+    # The same seeds in both runs: otherwise a program without seeds of its own would begin with different weights.
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     if "numpy" in sys.modules:
@@ -205,12 +208,12 @@ def _with_error(end: EndRecord, error: BaseException | None) -> EndRecord:
     return replace(
         end,
         error=f"exit code {text}" if exits else f"{type(error).__name__}: {text}".removesuffix(": "),
-        place=_place(error),
+        location=_location(error),
         traceback="".join(tracebacks.format_exception(error)),
     )
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """The innermost line of the program itself, not of this package, torch or runpy."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"

@@ -55,7 +55,7 @@ class EndRecord:
     unit: float = 2.0**-23  # machine epsilon of the parameters' dtype
     coarse: float = 2.0**-23  # machine epsilon of the coarsest dtype in use, as under autocast
     error: str = ""  # the exception that the program raised, in one line; empty if none
-    place: str = ""  # where it was raised, such as ``train.py:12``
+    location: str = ""  # where it was raised, such as ``train.py:12``
     traceback: str = field(default="", repr=False)  # its traceback
 
 
@@ -106,12 +106,12 @@ class UpdateRecord:
     @property
     def outputs(self) -> list[tuple[str, Tensor | None]]:
         """The outputs in call order, with their names. Rows of all replicas are concatenated; None if they differ."""
-        found = []
+        outputs = []
         for key in _keys(trace.outputs for trace in self.replicas):
             parts = [trace.outputs[key] for trace in self.replicas if key in trace.outputs and len(trace.outputs[key])]
             joined = torch.cat(parts) if len({part.shape[1] for part in parts}) == 1 else None
-            found.append((key[-1], joined))
-        return found
+            outputs.append((key[-1], joined))
+        return outputs
 
 
 def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> BatchTensors:
@@ -121,6 +121,7 @@ def _join(replicas: Sequence[Mapping[Any, Rows]], run: int | str) -> BatchTensor
 
 def _keys(mappings: Iterable[Mapping[Any, Any]]) -> list[Any]:
     """The keys of all replicas, each once: a replica with an empty shard may have skipped a call."""
+    # Sorted without the name: the sort is stable, so several tensors of a call stay in the order in which it had them.
     return sorted({key: None for mapping in mappings for key in mapping}, key=lambda key: key[:-1])
 
 
@@ -162,12 +163,14 @@ def _as_integers(rows: Tensor) -> Tensor:
     if rows.is_complex():
         return _as_integers(torch.view_as_real(rows).reshape(rows.shape[0], -1))
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    # By the bits: equal floats may differ in their bits (0.0 and -0.0), and NaN equals nothing.
     return rows.view(integer).to(torch.int64)
 
 
 @cache
 def _odd_factors(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
+    # Odd numbers have an inverse modulo 2^64, so a row that differs in one value never has the same fingerprint.
     return torch.randint(-(2**62), 2**62, (number,), generator=generator) * 2 + 1
 
 
@@ -200,6 +203,7 @@ class ReplicaTrace:
         generator = None if reference is None else reference()
         if generator is None:
             return
+        # Comparing states finds every draw, whichever function of torch makes it; there is no hook on a generator.
         state = generator.get_state()
         if self._generator_state is not None and not torch.equal(state, self._generator_state):
             self.current.draws = True
@@ -224,8 +228,8 @@ class ReplicaTrace:
 
     def take_update(self, number: int) -> StepTrace:
         """Returns a closed update and frees its tensors here."""
-        done, self.updates[number] = self.updates[number], StepTrace()
-        return done
+        update, self.updates[number] = self.updates[number], StepTrace()
+        return update
 
     def _record_dtype(self, tensor: Tensor) -> None:
         kind = tensor.device.type

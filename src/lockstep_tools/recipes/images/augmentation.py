@@ -31,13 +31,15 @@ def augment(images: Tensor, *, mirror: bool, generator: torch.Generator) -> Tens
 
     area, ratio = uniform(*_AREA), uniform(*_LOG_RATIO).exp()
     width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
-    left, top = uniform(-1, 1) * (1 - width), uniform(-1, 1) * (1 - height)
+    offset_x, offset_y = uniform(-1, 1) * (1 - width), uniform(-1, 1) * (1 - height)
     contrast, brightness = uniform(*_CONTRAST), uniform(*_BRIGHTNESS)
+    # A negative width turns left and right around in the same resampling.
     if mirror:
         width = torch.where(uniform(0, 1) < 0.5, -width, width)
     zero = torch.zeros(rows)
     # Maps places in the crop to places in the image; both go from -1 to 1.
-    crop = torch.stack([torch.stack([width, zero, left], 1), torch.stack([zero, height, top], 1)], 1)
+    crop = torch.stack([torch.stack([width, zero, offset_x], 1), torch.stack([zero, height, offset_y], 1)], 1)
+    # One resampling crops, mirrors and resizes a whole batch, in torch alone: torchvision is no dependency here.
     grid = F.affine_grid(crop, list(images.shape), align_corners=False)
     cropped = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
     changed = (cropped - 0.5) * contrast[:, None, None, None] + (0.5 + brightness)[:, None, None, None]

@@ -50,12 +50,13 @@ class ImageBatches:
         if self._training:
             generator = seeded_generator(self._config.seed, epoch)
             order = shuffled_order(len(order), buffer=self._config.shuffle_buffer, generator=generator)
-        for batch, chosen in enumerate(torch.split(order, self._config.batch_size)):
-            images = to_float(self._pixels[chosen])
+        for batch, rows in enumerate(torch.split(order, self._config.batch_size)):
+            # Pixels are kept as bytes and made floats batch by batch, in a quarter of the memory.
+            images = to_float(self._pixels[rows])
             if self._training and self._config.augment != "none":
                 generator = seeded_generator(self._config.seed, epoch, batch)
                 images = augment(images, mirror=self._config.augment == "crop-mirror", generator=generator)
-            yield images, self._labels[chosen]
+            yield images, self._labels[rows]
 
 
 def to_float(pixels: Tensor) -> Tensor:

@@ -138,9 +138,10 @@ def _agree_on_broken(
 
     The copy of one host may be damaged: without this its worker would train on other batches than the others do.
     """
+    # A NUL cannot be in a file's name, so no two lists of names have one text.
     digest = _name_digest("\0".join(f"{split}/{image.name}" for split, image in images)).hex()
-    sent = {"images": len(images), "names": digest, "broken": dict(broken)}
-    received = all_gather_object(workers, "the images", sent)
+    summary = {"images": len(images), "names": digest, "broken": dict(broken)}
+    received = all_gather_object(workers, "the images", summary)
     for worker, report in zip(workers.names, received, strict=True):
         if report["names"] != received[0]["names"]:
             raise DataError(
@@ -174,9 +175,9 @@ def _report_broken(broken: Mapping[Path, str], images: int, workers: Communicato
     share = len(broken) / images
     message = f"{len(broken):,} of {images:,} images cannot be read, such as {str(path)!r} ({reason})"
     if share > MAX_BROKEN:
-        them = "them" if file is None else f"those that {str(file)!r} lists with their reasons"
+        listing = "them" if file is None else f"those that {str(file)!r} lists with their reasons"
         raise DataError(
-            f"{message}; these are {100 * share:.3g}%, expected at most {MAX_BROKEN:.0%}; repair or remove {them}"
+            f"{message}; these are {100 * share:.3g}%, expected at most {MAX_BROKEN:.0%}; repair or remove {listing}"
         )
     if workers is None or workers.leads:
         warnings.warn(f"{message}; they are skipped", stacklevel=3)
@@ -267,13 +268,13 @@ def hold_out(images: Sequence[ImageFile], fraction: float) -> tuple[tuple[ImageF
     by_class: dict[int, list[str]] = defaultdict(list)
     for image in images:
         by_class[image.label].append(image.name)
-    held: set[str] = set()
+    removed: set[str] = set()
     for names in by_class.values():
         number = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
-        held.update(sorted(names, key=_name_digest)[:number])
+        removed.update(sorted(names, key=_name_digest)[:number])
     return (
-        tuple(image for image in images if image.name not in held),
-        tuple(image for image in images if image.name in held),
+        tuple(image for image in images if image.name not in removed),
+        tuple(image for image in images if image.name in removed),
     )
 
 
@@ -294,11 +295,13 @@ def _decode(images: Sequence[ImageFile], config: ImagesConfig, *, show_progress:
         _Decoded(images, config.side),
         batch_size=_CHUNK,
         num_workers=0 if config.data is None else min(config.num_workers, math.ceil(len(images) / _CHUNK)),
+        # A broken image has a reason in place of pixels, which the default collation cannot stack.
         collate_fn=list,
         generator=torch.Generator(),  # otherwise the loader draws from the caller's random numbers
     )
     tqdm = require("tqdm", "images").tqdm
     chunks = tqdm(loader, desc="decoding", unit_scale=_CHUNK, leave=False, disable=None if show_progress else True)
+    # Filled in place: a list of images and its stack would take the memory twice.
     pixels = torch.empty(len(images), config.side, config.side, 3, dtype=torch.uint8)
     broken: dict[int, str] = {}
     for index, result in enumerate(result for chunk in chunks for result in chunk):
@@ -350,6 +353,7 @@ def decode(image: ImageFile, size: int) -> bytearray | str:
             opened.draft("RGB", (2 * size, 2 * size))
             return to_square(opened, size)
     except Exception as error:  # noqa: BLE001 - Pillow's plugins raise almost anything for damaged files
+        # Pillow says "cannot identify image file" of an empty one, which names no cause.
         if image.path.is_file() and image.path.stat().st_size == 0:
             return "the file is empty"
         return " ".join(str(error).split())[:120] or type(error).__name__
@@ -420,6 +424,7 @@ def write_digits(folder: Path) -> dict[Split, int]:
     The tree is written beside ``folder``, which must be new or empty, and then renamed: it is complete or absent. A run
     with ``data=folder`` gets the same pixels as a run without data.
     """
+    # Beside the folder and not in the system's temporary one: ``rename`` works within one file system only.
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
     _, splits = read_digits()
     try:

@@ -78,6 +78,7 @@ def load_trained(name: str) -> Classifier:
         return _load_named_classifier(name)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architectures = settings.get("architectures") or []
+    # transformers would load the body without the hidden layer, and draw new classes at random.
     if architectures == ["MobileNetV2Model"]:
         return _load_with_hidden_layer(folder, settings)
     if architectures and not any("ForImageClassification" in kind for kind in architectures):
@@ -173,6 +174,7 @@ def predict_files(
 
     with strategy.scope():
         model = Model(classifier.module)
+    # The batches decode as they are asked for, so only some of them are in memory beside the logits.
     logits: Tensor = model.predict(batches())
     return Predictions(
         classes=classifier.classes,
@@ -222,12 +224,12 @@ def draw_contact_sheet(predictions: Predictions) -> Any:
     font = _font_for("".join((*predictions.classes, *(predictions.files[index].name for index in order))))
     names = _drawable_names(predictions.classes, font)
     for place, index in enumerate(order):
-        left, top = place % _COLUMNS * _TILE, place // _COLUMNS * (_TILE + _CAPTION)
+        x, y = place % _COLUMNS * _TILE, place // _COLUMNS * (_TILE + _CAPTION)
         picture = _thumbnail(predictions.files[index])
-        sheet.paste(picture, (left + (_TILE - picture.width) // 2, top + (_TILE - picture.height) // 2))
+        sheet.paste(picture, (x + (_TILE - picture.width) // 2, y + (_TILE - picture.height) // 2))
         name = names[int(classes[index])]
         caption = f"{_shorten(name, font)} {certainty[index]:.2f}\n{_shorten(predictions.files[index].name, font)}"
-        draw.multiline_text((left + 4, top + _TILE), caption, fill="black", font=font, spacing=2)
+        draw.multiline_text((x + 4, y + _TILE), caption, fill="black", font=font, spacing=2)
     return sheet
 
 
@@ -244,6 +246,7 @@ def _font_for(text: str) -> Any:
 
 def _missing(text: str, font: Any) -> set[str]:
     """The letters that a font draws as it draws U+FFFF, which is no letter."""
+    # Pillow does not say which letters a font has; it draws one box for all that are missing.
     box = bytes(font.getmask("\uffff"))
     return {letter for letter in set(text) if not letter.isspace() and bytes(font.getmask(letter)) == box}
 

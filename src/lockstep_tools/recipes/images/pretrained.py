@@ -47,6 +47,7 @@ class PretrainedClassifier(nn.Module):
         self.preparation = preparation
         for name in ("mean", "std"):
             values = torch.tensor(getattr(preparation, name)).view(3, 1, 1)
+            # Not part of the state: the saved weights are those of the network alone, which transformers loads.
             self.register_buffer(name, values, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -72,19 +73,22 @@ def load_classifier(
         network = _load(
             name,
             transformers.AutoModelForImageClassification,
+            # The published head may have another number of classes; transformers then draws a new one instead of
+            # raising.
             ignore_mismatched_sizes=True,
             **({} if same else label_names(classes)),
         )
     if not same:
+        # Also a head of as many classes but of other names: its weights say nothing about these.
         _head(network, len(classes)).reset_parameters()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = batch_norm_momentum
     if config.model_type == "mobilenet_v2":  # 0.8 in the published ones: TensorFlow's probability to keep a feature
         network.dropout.p = 0.0
-    preparation = preparation_of(name)
-    chosen = Preparation(size=size or preparation.size, mean=preparation.mean, std=preparation.std)
-    return PretrainedClassifier(network.train(), chosen)
+    published = preparation_of(name)
+    preparation = Preparation(size=size or published.size, mean=published.mean, std=published.std)
+    return PretrainedClassifier(network.train(), preparation)
 
 
 def preparation_of(name: str) -> Preparation:

@@ -32,6 +32,7 @@ _FILLERS = (
     *("set", "data", "dataset", "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos"),
     *("sample", "samples", "split", "part", "folder", "dir", "数据", "图片", "图像", "样本", "集"),
 )
+# The longest first: a regular expression takes the first alternative that fits, and "train" fits "training".
 _ALTERNATIVES = "|".join(sorted((*_WORDS, *_FILLERS), key=len, reverse=True))
 _COMPOUND = re.compile(f"(?:{_ALTERNATIVES})+")
 _WORD = re.compile(_ALTERNATIVES)
@@ -46,7 +47,7 @@ class SplitName:
     """What the name of a folder says: the parts that it speaks of, and its other words, in lower case."""
 
     splits: frozenset[Split]
-    others: tuple[str, ...]
+    words: tuple[str, ...]
 
     @property
     def split(self) -> Split | None:
@@ -59,14 +60,14 @@ class SplitName:
 def read_split_name(name: str) -> SplitName:
     """Returns what a name says, such as ``Train``, ``trainingset`` or ``seg_test``; numbers are left out."""
     splits: set[Split] = set()
-    others: list[str] = []
+    words: list[str] = []
     for token in map(str.lower, _TOKEN.findall(name)):
         for word in _WORD.findall(token) if _COMPOUND.fullmatch(token) else [token]:
             if word in _WORDS:
                 splits.add(_WORDS[word])
             elif word not in _FILLERS and not word.isdecimal():
-                others.append(word)
-    return SplitName(splits=frozenset(splits), others=tuple(others))
+                words.append(word)
+    return SplitName(splits=frozenset(splits), words=tuple(words))
 
 
 def split_folders(root: Path) -> dict[Split, Path]:
@@ -100,8 +101,8 @@ class _Tree:
     def has_parts(self) -> bool:
         """Whether there is a training part of class folders: called so, or as another part with class folders is."""
         trees = {folder: name for folder, name in self.names.items() if self.folders[folder]}
-        training = [name.others for name in trees.values() if name.split == "train"]
-        return any(not others or [name.others for name in trees.values()].count(others) > 1 for others in training)
+        training = [name.words for name in trees.values() if name.split == "train"]
+        return any(not words or [name.words for name in trees.values()].count(words) > 1 for words in training)
 
     def refuse(self, fault: str, advice: str = "") -> DataError:
         quoted = ", ".join(repr(folder.name) for folder in self.folders)
@@ -134,7 +135,7 @@ def _parts_by_split(tree: _Tree) -> dict[Split, Path]:
             "; move the other away; or, if all are classes, put the images of a class directly into its folder"
         )
     parts = {name.split: folder for folder, name in tree.names.items() if name.split is not None}
-    if len(parts) < len(tree.folders) or len({name.others for name in tree.names.values()}) > 1:
+    if len(parts) < len(tree.folders) or len({name.words for name in tree.names.values()}) > 1:
         raise tree.refuse("and which of them are the training, test and validation images is not certain")
     if loose := [folder.name for folder, inner in tree.folders.items() if not inner]:
         raise tree.refuse(f"and {loose[0]!r} has no class folders", "; sort its images into them, or move it away")
@@ -146,7 +147,7 @@ def _innermost(part: Path, split: Split) -> Path:
     inside = folders_in(part)
     if len(inside) == 1 and folders_in(inside[0]):
         name = read_split_name(inside[0].name)
-        if name.split == split or not (name.others or name.splits):
+        if name.split == split or not (name.words or name.splits):
             return _innermost(inside[0], split)
     return part
 
@@ -155,11 +156,11 @@ def _check_classes(tree: _Tree) -> None:
     """Refuses, or warns of, folders that would be classes and look like parts."""
     siblings = {folder.name.lower() for folder in tree.folders}
     for folder, inner in tree.folders.items():
-        splits = [name.split for name in map(read_split_name, inner) if not name.others and name.split]
+        splits = [name.split for name in map(read_split_name, inner) if not name.words and name.split]
         if "train" in splits and len(splits) > 1:
             parts = ", ".join(map(repr, inner))
             raise tree.refuse(f"and {folder.name!r} holds the parts {parts}", "; move the parts above the classes")
-        is_part = folder in tree.names and not tree.names[folder].others
+        is_part = folder in tree.names and not tree.names[folder].words
         if is_part and inner and siblings.issuperset(map(str.lower, inner)):
             raise tree.refuse(f"and {folder.name!r} holds folders that are called like the folders beside it")
     if len(tree.folders) < 2:

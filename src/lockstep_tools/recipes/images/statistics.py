@@ -45,6 +45,7 @@ class FreshStatistics(Callback):
 
     def __init__(self, module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
+        # A copy outside the strategy: the replicas' modules and their statistics are left alone.
         self._module, self._batches = copy.deepcopy(module), batches
 
     def on_test_begin(self, logs: Logs) -> None:

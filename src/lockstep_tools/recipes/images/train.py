@@ -64,6 +64,7 @@ def build_images(
         config = replace(config, size=config.size or preparation_of(config.pretrained).size)
     if dataset is None:
         dataset = load_images(config, workers=workers, skipped_file=skipped_file, show_progress=show_progress)
+    # The weights depend on the config's seed alone, and the caller's random numbers go on as before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = _new_module(config, dataset.classes)
@@ -116,6 +117,7 @@ def build_metrics() -> dict[str, Any]:
 
 def image_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the cross-entropy of each image, [rows], in float32 or better, of logits [rows, classes]."""
+    # Under autocast logits are of half precision, which has three digits; double stays double for the exactness check.
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, labels, reduction="none")
 

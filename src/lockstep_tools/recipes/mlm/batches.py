@@ -52,20 +52,20 @@ def mask_tokens(
     of ``ordinary_ids``.
     """
     counts = masked_counts(eligible.sum(dim=1), config)
-    positions, used = _draw_positions(eligible, counts, generator)
+    positions, is_used = _draw_positions(eligible, counts, generator)
     labels = input_ids.gather(1, positions)
     choice = torch.rand(labels.shape, generator=generator)
     random_ids = ordinary_ids[torch.randint(len(ordinary_ids), labels.shape, generator=generator)]
     replaced = torch.where(choice < _MASK_FRACTION + _RANDOM_FRACTION, random_ids, labels)
     replaced = torch.where(choice < _MASK_FRACTION, mask_id, replaced)
-    masked = input_ids.scatter(1, positions, torch.where(used, replaced, labels))
-    return MaskedRows(masked, positions.masked_fill(~used, NO_POSITION), labels.masked_fill(~used, IGNORED_LABEL))
+    masked = input_ids.scatter(1, positions, torch.where(is_used, replaced, labels))
+    return MaskedRows(masked, positions.masked_fill(~is_used, NO_POSITION), labels.masked_fill(~is_used, IGNORED_LABEL))
 
 
 def masked_counts(lengths: Tensor, config: MlmConfig) -> Tensor:
     """Returns how many of each row's ordinary tokens to predict: ``max(1, round(fraction * length))``, capped."""
-    wanted = (lengths.double() * config.mask_fraction).round().long().clamp(1, config.max_masked)
-    return torch.minimum(wanted, lengths)
+    counts = (lengths.double() * config.mask_fraction).round().long().clamp(1, config.max_masked)
+    return torch.minimum(counts, lengths)
 
 
 def _draw_positions(eligible: Tensor, counts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,9 @@ def _draw_positions(eligible: Tensor, counts: Tensor, generator: torch.Generator
     rows, slots = len(counts), int(counts.max()) if len(counts) else 0
     uniform = torch.rand(eligible.shape, generator=generator).masked_fill(~eligible, -1.0)
     drawn = uniform.topk(slots, dim=1).indices
-    used = torch.arange(slots).expand(rows, slots) < counts[:, None]
-    ascending = torch.where(used, drawn, drawn + eligible.shape[1]).argsort(dim=1)
-    return drawn.gather(1, ascending), used
+    is_used = torch.arange(slots).expand(rows, slots) < counts[:, None]
+    ascending = torch.where(is_used, drawn, drawn + eligible.shape[1]).argsort(dim=1)
+    return drawn.gather(1, ascending), is_used
 
 
 def special_tokens(tokenizer: Any) -> Tensor:
@@ -160,5 +160,6 @@ class MaskedBatches:
     def _width(self, rows: Tensor) -> int:
         if self._config.padding == "full":
             return self._max_tokens
+        # Padding to the longest row of the batch and not of the text: most lines are far shorter than sequence_length.
         longest = int(self._rows.lengths[rows].max())
         return min(self._max_tokens, math.ceil(longest / _PAD_TO_MULTIPLE) * _PAD_TO_MULTIPLE)

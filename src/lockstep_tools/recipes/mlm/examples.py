@@ -95,6 +95,7 @@ class FilledTokens:
 
 def fill_tokens(model: Model, lines: Sequence[str], tokenizer: Any, *, most_frequent: int) -> FilledTokens:
     """Hides two tokens in each of at most 256 lines, one at a time, and fills them in. Every worker must call it."""
+    # At equal distances, so that the whole test text is covered and every run shows the same.
     spaced = lines[:: max(1, math.ceil(len(lines) / _MOST_LINES))]
     hidden = [token for line in spaced for token in _hide_tokens(line, tokenizer)]
     batches = [hidden[start : start + _ROWS] for start in range(0, len(hidden), _ROWS)]
@@ -144,6 +145,7 @@ def _fill(model: Model, hidden: Sequence[_HiddenToken], tokenizer: Any) -> list[
     padded = tokenizer.pad({"input_ids": [token.input_ids for token in hidden]}, return_tensors="pt")
     inputs = {**padded, "masked_positions": torch.tensor([[token.position] for token in hidden])}
     logits: Tensor = model.predict([inputs], verbose=0).reshape(len(hidden), -1)
+    # A model has embeddings for more tokens than a short text gives its tokenizer; these are no words.
     likeliest = logits.float().softmax(dim=1)[:, : len(tokenizer)].topk(_ANSWERS, dim=1)
     rows = zip(hidden, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
     return [

@@ -50,6 +50,8 @@ class MaskedLanguageModel(nn.Module):
         self.config = bert.config
         self.bert = bert
         self.cls = nn.ModuleDict({"predictions": predictions})
+        # It takes part in no loss, so it gets no gradient; frozen, optimizers and the checks of unused parameters pass
+        # it over.
         if bert.pooler is not None:
             bert.pooler.requires_grad_(False)
 
@@ -73,11 +75,14 @@ class MaskedLanguageModel(nn.Module):
             vocabulary]; without ``masked_positions`` [rows, tokens, vocabulary].
         """
         hidden = self._encode(input_ids, attention_mask, inputs_embeds)
+        # Logits at 15% of the tokens only: the product with 30,522 words is the largest of a small model
+        # (test_the_vocabulary_projection_sees_masked_tokens_only).
         if masked_positions is not None and not self.static_shapes:
             rows, slots = (masked_positions != NO_POSITION).nonzero(as_tuple=True)
             hidden = hidden[rows, masked_positions[rows, slots]]
         elif masked_positions is not None:
             index = masked_positions.clamp(min=0).unsqueeze(-1)
+            # ``nonzero`` above would wait for the GPU, to learn how many there are.
             hidden = hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
         logits: Tensor = self.cls["predictions"](hidden)
         return logits
@@ -110,6 +115,7 @@ def new_bert(config: MlmConfig) -> MaskedLanguageModel:
         attention_probs_dropout_prob=config.dropout,
         attn_implementation="sdpa",
     )
+    # The head and its tie to the embeddings are made by transformers; the classifier of next sentences is dropped.
     whole = bert.BertForPreTraining(bert_config)
     return MaskedLanguageModel(whole.bert, whole.cls.predictions)
 
@@ -175,6 +181,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             raise UsageError(
                 "backward was called twice through one masked-token loss; compute the loss again before the second call"
             )
+        # Taken out of the context, so that the memory is free after the backward pass and a second one is told.
         gradient, ctx.softmax = ctx.softmax, None
         gradient[torch.arange(len(gradient)), ctx.targets] -= 1
         return gradient.mul_(grad).to(ctx.dtype), None
@@ -185,9 +192,9 @@ def _losses(logits: Tensor, targets: Tensor, rows: slice, softmax: Tensor | None
 
     The log p of the likeliest token is exact in float32; that of the target is this less the difference of the logits.
     """
-    chosen = logits[rows].float()
-    probabilities = torch.softmax(chosen, dim=1, out=None if softmax is None else softmax[rows])
-    difference = chosen.amax(dim=1) - chosen.gather(1, targets[rows, None])[:, 0]
+    block = logits[rows].float()
+    probabilities = torch.softmax(block, dim=1, out=None if softmax is None else softmax[rows])
+    difference = block.amax(dim=1) - block.gather(1, targets[rows, None])[:, 0]
     return difference - probabilities.amax(dim=1).log()
 
 

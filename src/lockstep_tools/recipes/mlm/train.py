@@ -71,6 +71,7 @@ def build_mlm(config: MlmConfig, text: TextSplits | None = None, *, static_shape
 
     def batches(lines: Sequence[str], split: int) -> MaskedBatches:
         rows = TokenRows(encode(tokenizer, lines, max_tokens=max_tokens))
+        # Three seeds a run, which no other run's seed shares.
         seed = 3 * config.seed + split  # other masks in each split
         return MaskedBatches(rows, tokenizer, config, max_tokens=max_tokens, seed=seed)
 
@@ -103,6 +104,7 @@ def _model(config: MlmConfig, text: TextSplits) -> tuple[MaskedLanguageModel, An
         warn_of_ignored(config, ("layers", "hidden", "heads", "feed_forward", "vocabulary"))
         return load_pretrained(config.pretrained, dropout=config.dropout)
     tokenizer = new_tokenizer(text.train, config.tokenizer, max_tokens=config.sequence_length)
+    # test_the_callers_random_numbers_are_left_alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return new_bert(config), tokenizer

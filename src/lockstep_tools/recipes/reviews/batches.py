@@ -102,5 +102,7 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = seeded_generator(self._seed, self._epoch)
         plan = plan_batches(self._rows.lengths, batch_size=self._batch_size, window=self._window, generator=generator)
+        # A stable sort: only the incomplete batch moves. The Trainer cuts the rows into batches by number, so it must
+        # be last.
         plan.sort(key=lambda batch: len(batch) < self._batch_size)
         return iter(torch.cat(plan).tolist())

@@ -105,14 +105,15 @@ def read_csv(path: Path, *, encoding: str = "utf-8", na_values: Collection[str] 
         with path.open(encoding="utf-8-sig" if utf8 else encoding, newline="") as file:
             lines = RawLines(file)
             rows = csv.DictReader(lines)
-            rows.fieldnames = _columns(rows.fieldnames, name, is_empty=not lines.taken)
+            rows.fieldnames = _columns(rows.fieldnames, name, is_empty=not lines.buffer)
             quotations = QuotationCheck(name, rows.fieldnames, LABEL)
-            lines.taken.clear()
+            lines.buffer.clear()
             for row in rows:
                 line = rows.line_num
-                where = f"{name}, line {quotations.first_line(lines.taken, line)}"
-                has_marks = any('"' in taken for taken in lines.taken)
-                lines.taken.clear()
+                where = f"{name}, line {quotations.first_line(lines.buffer, line)}"
+                has_marks = any('"' in raw_line for raw_line in lines.buffer)
+                lines.buffer.clear()
+                # ``csv.DictReader`` puts values beyond the last column under the key None.
                 if None in row:
                     doubled = ' and write each quotation mark in it twice, "", and not as \\"' if has_marks else ""
                     raise DataError(f"{where}: more values than columns; put quotes around such a review{doubled}")
@@ -125,7 +126,7 @@ def read_csv(path: Path, *, encoding: str = "utf-8", na_values: Collection[str] 
                     empty += 1
     except (OSError, UnicodeError, LookupError, csv.Error) as error:
         if isinstance(error, csv.Error) and quotations is not None:
-            quotations.check_length(lines.taken, line + len(lines.taken))
+            quotations.check_length(lines.buffer, line + len(lines.buffer))
         raise DataError(
             f"the review file {name} cannot be read after line {line} ({error}); expected CSV in {encoding}; correct"
             " --data, or give the --encoding, such as gb18030 for GBK and GB2312"
@@ -184,16 +185,14 @@ def _columns(header: Sequence[str] | None, name: str, *, is_empty: bool) -> list
     return columns
 
 
-def _label(given: str, where: str) -> int:
+def _label(text: str, where: str) -> int:
     try:
-        number = float(given)
+        number = float(text)
         if number.is_integer():
             return int(number)
     except ValueError:
         pass
-    raise DataError(
-        f"{where}: the label {given[:40]!r} is not an integer, expected one for each class, such as 0 and 1"
-    )
+    raise DataError(f"{where}: the label {text[:40]!r} is not an integer, expected one for each class, such as 0 and 1")
 
 
 def read_embedded() -> ReviewTable:
@@ -244,22 +243,24 @@ def split_reviews(table: ReviewTable, config: ReviewsConfig) -> ReviewSplits:
     distinct: dict[tuple[str, int], Review] = {}
     for review in table.reviews:
         distinct.setdefault((review.words, review.label), review)
-    kept = tuple(distinct.values())
-    chosen: Sequence[Review] = kept
-    if 0 < config.limit < len(kept):  # those with the lowest hashes, in their order
-        by_hash = sorted(range(len(kept)), key=lambda index: _hash(kept[index].words, config.seed))
-        chosen = [kept[index] for index in sorted(by_hash[: config.limit])]
-    split_of = _split_of_each_text(chosen, labels, config, table.source)
+    distinct_reviews = tuple(distinct.values())
+    reviews: Sequence[Review] = distinct_reviews
+    if 0 < config.limit < len(distinct_reviews):  # those with the lowest hashes, in their order
+        by_hash = sorted(
+            range(len(distinct_reviews)), key=lambda index: _hash(distinct_reviews[index].words, config.seed)
+        )
+        reviews = [distinct_reviews[index] for index in sorted(by_hash[: config.limit])]
+    split_of = _split_of_each_text(reviews, labels, config, table.source)
     splits: dict[Split, list[Review]] = {"train": [], "valid": [], "test": []}
-    for review in chosen:
+    for review in reviews:
         splits[split_of[review.words]].append(review)
     return ReviewSplits(
         train=tuple(splits["train"]),
         valid=tuple(splits["valid"]),
         test=tuple(splits["test"]),
         labels=labels,
-        repeated=len(table.reviews) - len(kept),
-        ambiguous=sum(number > 1 for number in Counter(review.words for review in kept).values()),
+        repeated=len(table.reviews) - len(distinct_reviews),
+        ambiguous=sum(number > 1 for number in Counter(review.words for review in distinct_reviews).values()),
     )
 
 
@@ -267,10 +268,11 @@ def _split_of_each_text(
     reviews: Sequence[Review], labels: Sequence[int], config: ReviewsConfig, source: str
 ) -> Mapping[str, Split]:
     """The texts of each class with the lowest hashes are the test; a text with two labels counts to its first class."""
+    # Reversed, so that the first of several labels is the one that remains.
     first_label = {review.words: review.label for review in reversed(reviews)}
     split_of: dict[str, Split] = {}
     for label in labels:
-        texts = [text for text, own in first_label.items() if own == label]
+        texts = [text for text, text_label in first_label.items() if text_label == label]
         texts.sort(key=lambda text: _hash(text, config.seed))
         fractions = config.test_fraction, config.valid_fraction
         test, valid = (max(1, round(fraction * len(texts))) for fraction in fractions)
@@ -285,4 +287,5 @@ def _split_of_each_text(
 
 
 def _hash(text: str, seed: int) -> bytes:
+    # A text may hold half of a surrogate pair, which strict UTF-8 refuses.
     return hashlib.sha256(f"{seed}/{text}".encode(errors="surrogatepass")).digest()

@@ -27,15 +27,15 @@ _ADVICE = (
 
 
 class RawLines:
-    """The lines of a file, for ``csv.reader``; ``taken`` are those that it has taken since they were last cleared."""
+    """The lines of a file, for ``csv.reader``; ``buffer`` has those that were read since it was last cleared."""
 
     def __init__(self, file: Iterable[str]) -> None:
         self._file = file
-        self.taken: list[str] = []
+        self.buffer: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
         for line in self._file:
-            self.taken.append(line)
+            self.buffer.append(line)
             yield line
 
 
@@ -93,6 +93,7 @@ class QuotationCheck:
                 f"{self._name}, line {line}: the quotation mark that begins here is never closed, so the {lines} lines"
                 f" below would be read as text of one value; {_ADVICE}"
             )
+        # A closing mark is followed by a comma or the end of the row; text behind it means that it opens another value.
         if len(inside) > 1 and quotation.rest:
             raise DataError(
                 f"{self._name}, line {line}: the quotation mark that begins here is closed by one in the middle of line"
@@ -147,4 +148,5 @@ class QuotationCheck:
 
 def _counts_up(numbers: Sequence[int]) -> bool:
     """Whether these are the numbers of a list: 1, 2, 3."""
+    # A review that is a numbered list looks like rows with the labels 1, 2, 3.
     return all(second == first + 1 for first, second in pairwise(numbers))

@@ -123,6 +123,7 @@ def _model(config: ReviewsConfig, tokenizer: Any, names: Sequence[str], *, devic
 
     The head of a pretrained model is kept if it has as many classes, else its weights are random.
     """
+    # The weights depend on the config's seed alone, and the caller's random numbers go on as before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.pretrained is None:

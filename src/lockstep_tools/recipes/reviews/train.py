@@ -54,6 +54,7 @@ def per_device_batch_size(config: ReviewsConfig, task: ReviewsTask, strategy: St
     """
     clip_norm = config.clip_norm or None
     with strategy.scope():
+        # The strategy mirrors this module in place; the Trainer needs the task's model as it is.
         model = Model(copy.deepcopy(task.model))
         model.compile(
             lambda parameters: torch.optim.AdamW(
@@ -185,8 +186,10 @@ def train_reviews(
         if log_dir is not None and is_chief:
             logger = stack.enter_context(closing(_tensorboard(log_dir, resumed=resume is not None)))
         rows = trainer.args.train_batch_size * config.accumulate
-        shown = bar if is_chief else None
-        recorder = trainers.HistoryCallback(strategy, rows=len(task.train), batch_size=rows, bar=shown, logger=logger)
+        chief_bar = bar if is_chief else None
+        recorder = trainers.HistoryCallback(
+            strategy, rows=len(task.train), batch_size=rows, bar=chief_bar, logger=logger
+        )
         trainer.add_callback(recorder)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         fingerprint = trainer.fingerprint()

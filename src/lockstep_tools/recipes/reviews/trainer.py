@@ -73,7 +73,9 @@ class ReviewsTrainer(Trainer):
         return LengthGroupedSampler(rows, batch_size=size, window=config.length_window, seed=config.seed)
 
 
-def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **others: Any) -> TrainingArguments:
+def training_arguments(
+    config: ReviewsConfig, folder: Path | str, *, on_cpu: bool, **overrides: Any
+) -> TrainingArguments:
     """Returns the arguments of the published run, except for the learning rate of random weights."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -103,7 +105,7 @@ def training_arguments(config: ReviewsConfig, folder: Path | str, *, on_cpu: boo
         "disable_tqdm": True,
         "report_to": "none",
     }
-    return TrainingArguments(**{**settings, **others})
+    return TrainingArguments(**{**settings, **overrides})
 
 
 class SettingsCallback(TrainerCallback):
@@ -186,12 +188,15 @@ class HistoryCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stops the clock of this update and starts that of the next, whose batch is fetched now."""
         clock = self._view.clock
+        # The last update of an epoch may have fewer rows.
         clock.stop(rows=min(self._batch_size, self._rows - clock.examples))
         self._bar.on_train_batch_end(clock.steps - 1, self._mean_loss())
         clock.start()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Lets the Trainer log the updates since the last log, so that they count to this epoch."""
+        # ``logging_steps`` counts over epochs: without this the last updates of one epoch would be in the mean of the
+        # next.
         control.should_log = control.should_log or state.global_step > self._logged
 
     def on_log(

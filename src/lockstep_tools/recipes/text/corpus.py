@@ -105,6 +105,7 @@ def _read_split(file: Path) -> tuple[tuple[str, ...], int]:
     number = 0
     try:
         with file.open("rb") as content:
+            # Read as bytes and decoded line by line, so that an error can name its line.
             for number, line in enumerate(lines_as_tf_data(content), start=1):
                 text = line.removeprefix(BOM_UTF8 if number == 1 else b"").decode()
                 if len(line) > MINIMUM_LENGTH:
@@ -133,8 +134,8 @@ def lines_as_tf_data(file: Iterable[bytes]) -> Iterator[bytes]:
 def read_on_chief(read: Callable[[], TextSplits], workers: Communicator) -> TextSplits:
     """Returns what ``read`` returns on the chief. Every worker must call it; an error of the chief ends them all."""
     text = run_on_chief(workers, "read the text", read)
-    sent = "" if text is None else json.dumps(astuple(text))
-    train, valid, test, source, dropped = json.loads(workers.broadcast_bytes("the text", sent.encode()))
+    record = "" if text is None else json.dumps(astuple(text))
+    train, valid, test, source, dropped = json.loads(workers.broadcast_bytes("the text", record.encode()))
     return TextSplits(tuple(train), tuple(valid), tuple(test), source, tuple(dropped))
 
 
@@ -182,11 +183,13 @@ def _language_reference(library: Path) -> Iterator[str]:
 
 
 def _library_docstrings(library: Path) -> Iterator[str]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, inner, files in os.walk(library):
+        # In place: ``os.walk`` then does not enter them. Paths are sorted below, as the order of a file system differs
+        # between machines.
         inner[:] = set(inner) - _EXCLUDED_FOLDERS
-        found += [Path(folder, file) for file in files if file.endswith(".py")]
-    for path in sorted(found):
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    for path in sorted(paths):
         yield from docstrings_of(path)
 
 

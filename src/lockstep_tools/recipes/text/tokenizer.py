@@ -93,6 +93,8 @@ def train_wordpiece(lines: Sequence[str], settings: WordPieceSettings) -> Any:
             f"vocabulary={settings.vocabulary} was given, but the special tokens and the characters of the text alone"
             f" are {untrained.get_vocab_size()}; give at least that many, such as 30522"
         )
+    # A second tokenizer with the trained vocabulary: in the first one the continuation characters are special tokens,
+    # and would not be split further (test_only_the_five_special_tokens_are_special).
     tokenizer = _new_tokenizer(settings, vocabulary=untrained.get_vocab())
     tokenizer.add_special_tokens(special)
     ends = [(SPECIAL_TOKENS[end], tokenizer.token_to_id(SPECIAL_TOKENS[end])) for end in ("sep", "cls")]
@@ -108,23 +110,23 @@ def _new_tokenizer(settings: WordPieceSettings, *, vocabulary: dict[str, int] | 
         max_input_chars_per_word=_MAX_WORD_LENGTH,
         continuing_subword_prefix=settings.prefix,
     )
-    characters = settings.chinese == "characters"
+    by_character = settings.chinese == "characters"
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=characters)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True, handle_chinese_chars=by_character)
     words = tokenizers.pre_tokenizers.BertPreTokenizer()
-    known = [token for token in vocabulary or () if len(token) == 1]
-    tokenizer.pre_tokenizer = words if characters else _split_long_runs(words, known=known)
+    characters = [token for token in vocabulary or () if len(token) == 1]
+    tokenizer.pre_tokenizer = words if by_character else _split_long_runs(words, characters=characters)
     tokenizer.decoder = tokenizers.decoders.WordPiece(settings.prefix)
     return tokenizer
 
 
-def _split_long_runs(words: Any, *, known: Sequence[str]) -> Any:
+def _split_long_runs(words: Any, *, characters: Sequence[str]) -> Any:
     """Splits long runs, and unknown characters out of them: one unknown character would make the whole run [UNK]."""
     tokenizers = require("tokenizers", "text")
     patterns = [f".{{1,{_MAX_CHINESE_RUN}}}"]
-    if known:
-        characters = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(known))
-        patterns.insert(0, f"[^{characters}]")
+    if characters:
+        allowed = "".join(f"\\x{{{ord(character):x}}}" for character in sorted(characters))
+        patterns.insert(0, f"[^{allowed}]")
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     return tokenizers.pre_tokenizers.Sequence([words, *splits])
 
@@ -142,6 +144,7 @@ class TokenRows:
     """Token rows, concatenated: ``tokens`` [all tokens] int32, ``lengths`` and ``ends`` [rows] int64."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        # int32 halves the memory of a text, and no vocabulary is larger.
         self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         self.ends = self.lengths.cumsum(0)
@@ -153,5 +156,6 @@ class TokenRows:
         """Returns the rows of these numbers, padded: [rows, width] int64; and which tokens are real, as bool."""
         real = torch.arange(width) < self.lengths[rows, None]
         starts = self.ends[rows, None] - self.lengths[rows, None]
+        # Beyond a row's end stand other rows' tokens, and beyond the last row nothing; both are overwritten by padding.
         index = (starts + torch.arange(width)).clamp(max=len(self.tokens) - 1)
         return self.tokens[index].long().masked_fill(~real, pad_id), real

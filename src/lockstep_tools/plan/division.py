@@ -1,4 +1,4 @@
-"""A layout: how training is divided among devices, whether that is possible, and what each pipeline worker gets."""
+"""A division of training among devices, whether it is possible, and what each pipeline worker gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_STAGES = 2  # stages per worker that ``ls.ParallelStrategy`` makes for 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Division:
     """One way to train on ``data * pipeline * tensor`` devices.
 
     Ranks run through the tensor axis first, then data, then pipeline, so that the devices that exchange most share a
@@ -43,8 +43,8 @@ class Layout:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.stages_per_worker > 1 and self.schedule not in _MULTI_STAGE:
-            given = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
-            raise ConfigError(f"{given}, which has one stage per worker; choose schedule='interleaved'")
+            setting = f"stages_per_worker={self.stages_per_worker} was given with schedule={self.schedule!r}"
+            raise ConfigError(f"{setting}, which has one stage per worker; choose schedule='interleaved'")
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -67,11 +67,11 @@ class Layout:
     @property
     def options(self) -> int:
         """Number of options beyond degrees and microbatches."""
-        asked = (self.schedule != "1f1b", self.stages_per_worker > 1, self.activation_checkpointing != "none")
-        return sum((*asked, self.shard_optimizer, self.shard_parameters, self.sequence_parallel))
+        options = (self.schedule != "1f1b", self.stages_per_worker > 1, self.activation_checkpointing != "none")
+        return sum((*options, self.shard_optimizer, self.shard_parameters, self.sequence_parallel))
 
     def call(self) -> str:
-        """The ``ls.ParallelStrategy(...)`` call for this layout, without defaults."""
+        """The ``ls.ParallelStrategy(...)`` call that divides so, without defaults."""
         arguments = [f"data={self.data}", f"pipeline={self.pipeline}", f"tensor={self.tensor}"]
         if self.pipeline > 1:
             arguments.append(f"microbatches={self.microbatches}")
@@ -129,19 +129,21 @@ def split_evenly(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
     def cost(last: int) -> tuple[float, float, int]:
         """The slowest stage, then how uneven the stages are, then the most layers in the last stage."""
-        each, more = divmod(layers - last, stages - 1)
-        rest = more * (each + 1) ** 2 + (stages - 1 - more) * each**2
-        return max(each + (more > 0), last + head), rest + (last + head) ** 2, -last
+        share, larger = divmod(layers - last, stages - 1)
+        rest = larger * (share + 1) ** 2 + (stages - 1 - larger) * share**2
+        return max(share + (larger > 0), last + head), rest + (last + head) ** 2, -last
 
     last = min(range(1, layers - stages + 2), key=cost)
-    each, more = divmod(layers - last, stages - 1)
-    return (*[each] * (stages - 1 - more), *[each + 1] * more, last)
+    share, larger = divmod(layers - last, stages - 1)
+    return (*[share] * (stages - 1 - larger), *[share + 1] * larger, last)
 
 
-def pipeline_workers(shape: ModelShape, layout: Layout) -> tuple[PipelineWorker, ...]:
+def pipeline_workers(shape: ModelShape, division: Division) -> tuple[PipelineWorker, ...]:
     """The workers that can be the slowest or the fullest: the first, the first with most layers, and the last."""
     head = shape.vocabulary * shape.hidden / shape.layer_parameters
-    return _workers(shape.layers, layout.pipeline, layout.microbatches, layout.schedule, layout.stages_per_worker, head)
+    return _workers(
+        shape.layers, division.pipeline, division.microbatches, division.schedule, division.stages_per_worker, head
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -154,20 +156,20 @@ def _workers(
         schedule=schedule, microbatches=microbatches, workers=workers, stages_per_worker=stages_per_worker
     )
     sizes = split_evenly(layers, config.stages, head)
-    own = [[sizes[stage] for stage in config.stages_of(worker)] for worker in range(workers)]
-    totals = [sum(stage_sizes) for stage_sizes in own]
+    stage_sizes = [[sizes[stage] for stage in config.stages_of(worker)] for worker in range(workers)]
+    totals = [sum(sizes_of_worker) for sizes_of_worker in stage_sizes]
 
     def live_layers(worker: int) -> float:
         live = live_microbatches(worker, config)
         if isinstance(live, tuple):
-            return sum(size * times for size, times in zip(own[worker], live, strict=True))
+            return sum(size * times for size, times in zip(stage_sizes[worker], live, strict=True))
         return live * totals[worker] / stages_per_worker
 
     return tuple(
         PipelineWorker(
             layers=totals[worker],
             live_layers=live_layers(worker),
-            finished_layers=own[worker][0],
+            finished_layers=stage_sizes[worker][0],
             stages=stages_per_worker,
             embedding=worker == 0,
             head=worker == config.last_worker,

@@ -113,9 +113,9 @@ class HostState:
 
     index: int  # the host's place in the list
     name: str  # the host in messages
-    places: int  # workers that it can run
-    left: int  # how many of them were not lost
-    lost: tuple[str, ...] = ()  # who was lost since the last round, and how
+    capacity: int  # workers that it can run
+    survivors: int  # how many of them were not lost
+    losses: tuple[str, ...] = ()  # who was lost since the last round, and how
     back: int = 0  # how many workers are started again that were lost earlier
     failure: str = ""  # how the program failed here
     finished: bool = False  # its workers have ended, and none with an error
@@ -142,27 +142,27 @@ def decide(hosts: Sequence[HostState], before: Sequence[HostState], *, minimum: 
     """
     if before and all(host.finished for host in hosts):
         return Plan(finished=True)
-    left, places = sum(host.left for host in hosts), sum(host.places for host in hosts)
-    if places < minimum:
+    survivors, capacity = sum(host.survivors for host in hosts), sum(host.capacity for host in hosts)
+    if capacity < minimum:
         return None
     changes, restarts = _changes(hosts, before), max(host.restarts for host in hosts)
-    stayed = [host for host in hosts if host.index in {each.index for each in before}]
-    lost = any(host.lost for host in stayed) or len(stayed) < len(before)
-    failure = "" if lost else next((host.failure for host in stayed if host.failure), "")
-    if not failure and left >= minimum:
-        line = f"{'; '.join(changes)}; {_workers(left)} on" if changes else ""
-        return Plan(sizes=tuple(host.left for host in hosts), line=line, restarts=restarts)
-    cause = failure or f"{'; '.join(changes)}; {left} left of at least {minimum}"
+    stayed = [host for host in hosts if host.index in {host.index for host in before}]
+    has_losses = any(host.losses for host in stayed) or len(stayed) < len(before)
+    failure = "" if has_losses else next((host.failure for host in stayed if host.failure), "")
+    if not failure and survivors >= minimum:
+        line = f"{'; '.join(changes)}; {_workers(survivors)} on" if changes else ""
+        return Plan(sizes=tuple(host.survivors for host in hosts), line=line, restarts=restarts)
+    cause = failure or f"{'; '.join(changes)}; {survivors} left of at least {minimum}"
     if restarts == max_restarts:
         return Plan(end=cause)
     line = f"{cause}; starting all again ({restarts + 1} of {max_restarts})"
-    return Plan(sizes=tuple(host.places for host in hosts), line=line, restarts=restarts + 1)
+    return Plan(sizes=tuple(host.capacity for host in hosts), line=line, restarts=restarts + 1)
 
 
 def _changes(hosts: Sequence[HostState], before: Sequence[HostState]) -> list[str]:
     """One phrase for each that was lost or came."""
-    indices, indices_before = [{host.index for host in each} for each in (hosts, before)]
-    changes = [phrase for host in hosts for phrase in host.lost]
+    indices, indices_before = [{host.index for host in states} for states in (hosts, before)]
+    changes = [phrase for host in hosts for phrase in host.losses]
     changes += [f"{host.name} is gone" for host in before if host.index not in indices]
     if back := sum(host.back for host in hosts):
         changes.append(f"{back} lost worker{'s are' if back > 1 else ' is'} back")
@@ -233,6 +233,8 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads the state of torch's rendezvous, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Whatever torch's state consists of has to be in that list;
+        # test_what_a_stranger_writes_into_the_store_is_not_unpickled writes another class.
         if (module, name) not in _STATE_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
         return super().find_class(module, name)
@@ -242,16 +244,18 @@ class CheckedBackend(C10dRendezvousBackend):
     """Torch's state of the rendezvous in the launchers' store. Torch unpickles it, and anybody may write there."""
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        found: tuple[bytes, Any] | None = super().get_state()
-        if found is not None:
-            _check_state(found[0])
-        return found
+        # torch 2.13 calls ``pickle.loads`` on what this returns (``dynamic_rendezvous.py``,
+        # ``_BackendRendezvousStateHolder.sync``).
+        stored: tuple[bytes, Any] | None = super().get_state()
+        if stored is not None:
+            _check_state(stored[0])
+        return stored
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = super().set_state(state, token)
-        if found is not None:
-            _check_state(found[0])
-        return found
+        stored: tuple[bytes, Any, bool] | None = super().set_state(state, token)
+        if stored is not None:
+            _check_state(stored[0])
+        return stored
 
 
 def _check_state(state: bytes) -> None:
@@ -265,7 +269,7 @@ def _check_state(state: bytes) -> None:
         ) from None
 
 
-class Rounds(LauncherRendezvous):
+class ElasticMeeting(LauncherRendezvous):
     """One launcher among those of an elastic job. Its maker calls ``shutdown``.
 
     Attributes:
@@ -286,8 +290,8 @@ class Rounds(LauncherRendezvous):
     ) -> None:
         self._hosts, self.elastic, self._max_restarts, self._report = hosts, elastic, max_restarts, report
         self._name = hosts.name(hosts.index) if hosts.hosts else "this host"
-        places = elastic.maximum
-        self.own = HostState(index=hosts.index, name=self._name, places=places, left=places)
+        capacity = elastic.maximum
+        self.host_state = HostState(index=hosts.index, name=self._name, capacity=capacity, survivors=capacity)
         self.plan, self.rank, self.number = Plan(), 0, 0
         self._before: Sequence[HostState] = ()
         self._workers_store: Store | None = None
@@ -318,14 +322,14 @@ class Rounds(LauncherRendezvous):
         wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         while True:
             try:
-                found = find_store(*parse_address(self._hosts.hosts[0]))
+                store = find_store(*parse_address(self._hosts.hosts[0]))
             except StoreBrokenError as error:
                 wait.check(f"{self._hosts.name(0)}, where the job's store is ({error})", "start it, or correct --hosts")
                 threading.Event().wait(_POLL_S)
             else:
-                own = self._hosts.hosts[self._hosts.index]
+                address = self._hosts.hosts[self._hosts.index]
                 return StoreAddress(
-                    host=found.host, port=found.port, own_host=parse_address(own)[0] if own else found.own_host
+                    host=store.host, port=store.port, own_host=parse_address(address)[0] if address else store.own_host
                 )
 
     def _connect(self, host: str, port: int) -> Store:
@@ -344,13 +348,13 @@ class Rounds(LauncherRendezvous):
             self._link.set(OWNER_KEY, owner)
             return run_id
         wait = Deadline(self._name, self._hosts.timeout_s, self._report)
-        while not (found := self._link.read(OWNER_KEY)):
+        while not (store_owner := self._link.read(OWNER_KEY)):
             wait.check(f"{self._hosts.name(0)} to begin", "look at its output")
             threading.Event().wait(_POLL_S)
-        if (theirs := json.loads(found)["job_id"]) != job:
+        if (owner_id := json.loads(store_owner)["job_id"]) != job:
             raise ClusterError(
                 f"{self._name} belongs to the job {job!r}, but the store at {self._hosts.hosts[0]} belongs to "
-                f"{theirs!r}; start all hosts with the same program, arguments and MIN, and give each job its port"
+                f"{owner_id!r}; start all hosts with the same program, arguments and MIN, and give each job its port"
             )
         return self._link.read(_RUN_KEY)
 
@@ -381,13 +385,17 @@ class Rounds(LauncherRendezvous):
             info = self._join()
             self.rank, (self.number, _) = info.rank, rendezvous_round(self._handler)
             try:
-                found = self._lead(info.world_size) if info.rank == 0 else self._follow(info.world_size)
+                plan = self._lead(info.world_size) if info.rank == 0 else self._follow(info.world_size)
             except (StoreLostError, RendezvousError):
+                # A store that is gone, or a round that another launcher has left, shows again in ``_join``, which knows
+                # the words for it.
                 continue  # the next attempt says what is wrong
-            if found is not None:
+            if plan is not None:
                 break
-        self.plan = found
-        if self.plan.end and self.own.lost:
+        self.plan = plan
+        # Where a program has failed, its error is said by the launcher whose worker raised it; a loss has no other
+        # voice.
+        if self.plan.end and self.host_state.losses:
             self._report(self.plan.end)
         if self.plan.end or self.plan.finished:
             raise JobEndedError(self.plan.end)
@@ -429,7 +437,7 @@ class Rounds(LauncherRendezvous):
         """Decides for all. None: the launchers have to meet again."""
         wait = Deadline(self._name, self._hosts.timeout_s, self._report)
         collect = time.monotonic() + _COLLECT_TIMEOUT_S
-        self._link.set(self._key("host/0"), json.dumps(asdict(self.own)))
+        self._link.set(self._key("host/0"), json.dumps(asdict(self.host_state)))
         while True:
             texts = [self._link.read(self._key(f"host/{rank}")) for rank in range(size)]
             states = [_read_state(text) for text in texts if text]
@@ -437,8 +445,8 @@ class Rounds(LauncherRendezvous):
                 plan = decide(states, self._before, minimum=self.elastic.minimum, max_restarts=self._max_restarts)
                 if plan is not None and not self._awaits_first(states):
                     return self._publish(plan, states)
-                there = sum(state.places for state in states)
-                missing = f"other hosts: {there} of at least {self.elastic.minimum} workers are there"
+                capacity = sum(state.capacity for state in states)
+                missing = f"other hosts: {capacity} of at least {self.elastic.minimum} workers are there"
                 try:
                     wait.check(missing, "start more hosts")
                 except ClusterError as error:
@@ -459,6 +467,8 @@ class Rounds(LauncherRendezvous):
             self._workers_store = serve_store(listener)
         plan = replace(plan, address=self._address, port=port)
         text = json.dumps(asdict(plan))
+        # Another launcher may have asked for a new meeting in the meantime: the first text under the key counts for
+        # all.
         if self._link.compare_set(self._key("plan"), "", text).decode() != text:
             return None
         self._before = states
@@ -466,7 +476,7 @@ class Rounds(LauncherRendezvous):
 
     def _follow(self, size: int) -> Plan | None:
         """Tells the first launcher of this host, and waits for what it decides. None: they have to meet again."""
-        self._link.set(self._key(f"host/{self.rank}"), json.dumps(asdict(self.own)))
+        self._link.set(self._key(f"host/{self.rank}"), json.dumps(asdict(self.host_state)))
         while True:
             if text := self._link.read(self._key("plan")):
                 return _read_plan(text)
@@ -504,9 +514,9 @@ class Rounds(LauncherRendezvous):
 
     def all_done(self) -> bool:
         """Whether the workers of all hosts have ended normally. A host that is gone since does not count."""
-        others = [rank for rank in range(len(self.plan.sizes)) if rank != self.rank]
+        ranks = [rank for rank in range(len(self.plan.sizes)) if rank != self.rank]
         try:
-            missing = sum(not self._link.read(self._key(f"done/{rank}")) for rank in others)
+            missing = sum(not self._link.read(self._key(f"done/{rank}")) for rank in ranks)
             if not missing:
                 return True
             self._handler.num_nodes_waiting()
@@ -581,7 +591,7 @@ class Rounds(LauncherRendezvous):
 
 def _read_state(text: str) -> HostState:
     values = json.loads(text)
-    return HostState(**{**values, "lost": tuple(values["lost"])})
+    return HostState(**{**values, "losses": tuple(values["losses"])})
 
 
 def _read_plan(text: str) -> Plan | None:

@@ -1,4 +1,4 @@
-"""Process guards: undo what torch's launcher does to the process around it.
+"""The side effects of torch's launcher on the process around it, and what undoes them.
 
 It sets signal handlers, logs warnings, runs ``__main__`` again in every worker, and leaves an empty folder.
 """
@@ -30,7 +30,7 @@ _LOGGERS = (
 
 @contextmanager
 def hide_main() -> Iterator[None]:
-    """While processes are started: hides from multiprocessing which file ``__main__`` is.
+    """Hides the file of ``__main__`` from multiprocessing while processes are started.
 
     It would run that file again in every worker to find functions there by name, but ours are pickled by value. So a
     script needs no ``if __name__ == "__main__"``, and nothing at its top runs N times.
@@ -54,12 +54,14 @@ def restore_signal_handlers() -> Iterator[list[signal.Signals]]:
     if threading.current_thread() is not threading.main_thread():
         yield []
         return
-    before = {each: signal.getsignal(each) for each in _HANDLED_SIGNALS}
+    # torch 2.13 (``PContext.start``) handles SIGTERM, SIGINT, SIGHUP and SIGQUIT from the first start on, and never
+    # puts back what was there.
+    before = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
     try:
-        yield [each for each, handler in before.items() if handler == signal.SIG_IGN]
+        yield [number for number, handler in before.items() if handler == signal.SIG_IGN]
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def handle_sigterm_once(ignored: Iterable[signal.Signals]) -> None:
@@ -70,8 +72,8 @@ def handle_sigterm_once(ignored: Iterable[signal.Signals]) -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end_workers)
-        for each in ignored:
-            signal.signal(each, signal.SIG_IGN)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(number: int, frame: FrameType | None) -> NoReturn:
@@ -106,6 +108,7 @@ def silence_torch_launcher() -> Iterator[None]:
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
+        # A handler alone is not enough: torch's loggers would pass their records on to the root logger of the program.
         logger.propagate = False
     try:
         yield

@@ -13,13 +13,13 @@ import pytest
 from lockstep._torch_compat import HashStore
 from lockstep.errors import ClusterError, ConfigError
 from lockstep.launch.elastic import find_casualties
+from lockstep.launch.elastic_meeting import CheckedBackend, Elastic, HostState, Plan, decide
 from lockstep.launch.failures import FailureRecord, WorkerFailure
-from lockstep.launch.rounds import CheckedBackend, Elastic, HostState, Plan, decide
 from lockstep.membership.failure_report import FailureReport
 
 
 def host(index: int = 0, **changes: Any) -> HostState:
-    return HostState(**{"index": index, "name": f"host {index}", "places": 4, "left": 4, **changes})
+    return HostState(**{"index": index, "name": f"host {index}", "capacity": 4, "survivors": 4, **changes})
 
 
 def plan(*hosts: HostState, before: tuple[HostState, ...] = (), minimum: int = 2, max_restarts: int = 0) -> Plan | None:
@@ -38,7 +38,7 @@ def test_a_job_begins_without_a_word_once_there_are_enough_workers():
 
 
 def test_those_that_are_left_go_on():
-    lost = host(left=2, lost=("worker 1 was killed by SIGKILL", "worker 3 was stopped"))
+    lost = host(survivors=2, losses=("worker 1 was killed by SIGKILL", "worker 3 was stopped"))
 
     decided = plan(lost, before=(host(),))
 
@@ -57,22 +57,25 @@ def test_a_host_may_go_and_come():
     assert again.line == "host 1 has joined; 8 workers go on"
 
 
-def test_a_host_without_workers_starts_none_until_its_places_are_filled_again():
+def test_a_host_without_workers_starts_none_until_its_slots_are_filled_again():
     before = (host(), host(1))
 
-    assert sizes(plan(host(), host(1, left=0, lost=("worker 4 was killed by SIGKILL",)), before=before)) == (4, 0)
+    assert sizes(plan(host(), host(1, survivors=0, losses=("worker 4 was killed by SIGKILL",)), before=before)) == (
+        4,
+        0,
+    )
     assert plan(host(), host(1, back=4), before=before).line == "4 lost workers are back; 8 workers go on"
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_fewer_than_the_minimum_start_anew_as_often_as_allowed(left: int):
-    lost = host(left=left, lost=("worker 1 was killed by SIGKILL",))
+@pytest.mark.parametrize("survivors", [0, 1])
+def test_fewer_than_the_minimum_start_anew_as_often_as_allowed(survivors: int):
+    lost = host(survivors=survivors, losses=("worker 1 was killed by SIGKILL",))
 
     again = plan(lost, before=(host(),), max_restarts=1)
-    over = plan(host(left=left, lost=lost.lost, restarts=1), before=(host(),), max_restarts=1)
+    over = plan(host(survivors=survivors, losses=lost.losses, restarts=1), before=(host(),), max_restarts=1)
 
     assert (sizes(again), again.restarts) == ((4,), 1)
-    assert over.end == f"worker 1 was killed by SIGKILL; {left} left of at least 2"
+    assert over.end == f"worker 1 was killed by SIGKILL; {survivors} left of at least 2"
 
 
 def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
@@ -82,7 +85,10 @@ def test_a_failure_of_the_program_ends_the_job_but_not_one_after_a_loss():
     assert plan(failed, host(1), before=before).end == "worker 1 of 8 failed: ValueError: no data"
     assert sizes(plan(failed, host(1), before=before, max_restarts=1)) == (4, 4)
     # A program without Lockstep fails with whatever its connection raises.
-    assert sizes(plan(failed, host(1, left=3, lost=("worker 5 was killed by SIGKILL",)), before=before)) == (4, 3)
+    assert sizes(plan(failed, host(1, survivors=3, losses=("worker 5 was killed by SIGKILL",)), before=before)) == (
+        4,
+        3,
+    )
     assert sizes(plan(failed, before=before)) == (4,)
     # One that was cut off comes back, and its workers had failed without the others.
     assert sizes(plan(host(), host(1, failure=failed.failure), before=(host(),))) == (4, 4)
@@ -139,7 +145,7 @@ RAISED = FailureReport(worker=5, reporter=5, reason="worker 5 failed with ValueE
 def test_lost_workers_are_told_from_failures_and_from_their_victims(failures, running, report, lost, failed):
     found = find_casualties(failures, running, report, first_worker=4)
 
-    assert (found.lost, found.failed) == (lost, failed)
+    assert (found.losses, found.has_failed) == (lost, failed)
 
 
 class Malicious:
