@@ -113,9 +113,9 @@ class Communicator(ABC):
         """Clears flags that have been acted on. Every worker must call it at the same point of the program."""
         self._agreed_flags &= ~flags
 
-    def _receive_flags(self, received: ControlFlags, *, sent: ControlFlags) -> None:
+    def _receive_flags(self, received: ControlFlags, *, requests: ControlFlags) -> None:
         self._agreed_flags |= received
-        self._own_flags &= ~sent  # only these: a signal handler may have set others since
+        self._own_flags &= ~requests  # only these: a signal handler may have set others since
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -145,12 +145,12 @@ class Communicator(ABC):
         def add(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(left + right for left, right in zip(one, other, strict=True))
 
-        own = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
+        local_sums = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
         width, most = len(rows[0]), max(map(len, self.nodes))
-        sent = [number for _, row in own for number in row] + [0.0] * ((most - len(own)) * width)
+        payload = [number for _, row in local_sums for number in row] + [0.0] * ((most - len(local_sums)) * width)
         parts = [
             (node, numbers[place * width : (place + 1) * width])
-            for nodes, numbers in zip(self.nodes, self.all_gather_numbers(name, sent), strict=True)
+            for nodes, numbers in zip(self.nodes, self.all_gather_numbers(name, payload), strict=True)
             for place, node in enumerate(nodes)
         ]
         ((_, total),) = add_nodes(parts, self.num_replicas, add)
@@ -202,7 +202,7 @@ class SingleWorkerCommunicator(Communicator):
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
         flags = self._own_flags  # read once: a signal handler may set others meanwhile
-        self._receive_flags(flags, sent=flags)
+        self._receive_flags(flags, requests=flags)
         return [tuple(numbers)]
 
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
@@ -301,10 +301,10 @@ def check_agreement(workers: Communicator, what: str, lines: Sequence[str]) -> N
     if workers.is_single:
         return
     gathered = workers.all_gather_bytes(f"agree on {what}", "\n".join(lines).encode())
-    expected, *others = [text.decode().split("\n") for text in gathered]
-    for name, found in zip(workers.names[1:], others, strict=True):
-        if found != expected:
-            pairs = zip_longest(expected, found, fillvalue="nothing more")
+    expected, *answers = [text.decode().split("\n") for text in gathered]
+    for name, answer in zip(workers.names[1:], answers, strict=True):
+        if answer != expected:
+            pairs = zip_longest(expected, answer, fillvalue="nothing more")
             chiefs, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ClusterError(
                 f"the workers disagree about {what}: {workers.names[0]} has {chiefs or 'nothing'}, "
@@ -385,8 +385,10 @@ class MeshCommunicator(Communicator):
         return self._job.broadcast_bytes(name, payload)
 
     def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        (own,) = parts
-        return self._job.all_reduce(name, [own if self.is_leader else [torch.zeros_like(each) for each in own]])
+        (tensors,) = parts
+        return self._job.all_reduce(
+            name, [tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]]
+        )
 
     def all_gather(self, name: str, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
         gathered = self._job.all_gather(name, tensor if self.is_leader else tensor.narrow(axis, 0, 0), axis)
@@ -408,12 +410,12 @@ class MeshCommunicator(Communicator):
 
     def _of_leaders(self, gather: Callable[[], list[T]]) -> list[T]:
         """Gathers from all processes, with the flags that this one has set, and returns the leaders' values."""
-        sent = self._own_flags
-        self._job.set_flags(sent)
+        requests = self._own_flags
+        self._job.set_flags(requests)
         gathered = gather()
         agreed = self._job.agreed_flags
         self._job.clear_flags(agreed)
-        self._receive_flags(agreed, sent=sent)
+        self._receive_flags(agreed, requests=requests)
         return [gathered[leader] for leader in self.leaders]
 
 

@@ -60,10 +60,9 @@ class CallRecord:
     def unpack(cls, data: bytes) -> CallRecord:
         sequence, digest, length, flags, count, draws, *numbers, text = _LAYOUT.unpack(data)
         name, _, where = text.rstrip(b"\0").decode(errors="replace").partition(_SEPARATOR)
-        own = tuple(numbers[:count])
         return cls(
-            name=name, where=where, sequence=sequence, numbers=own, length=length, flags=flags, digest=digest,
-            draws=draws,
+            name=name, where=where, sequence=sequence, numbers=tuple(numbers[:count]), length=length, flags=flags,
+            digest=digest, draws=draws,
         )  # fmt: skip
 
 
@@ -128,9 +127,9 @@ class DistributedCommunicator(Communicator):
     def all_gather_bytes(self, name: str, payload: bytes) -> list[bytes]:
         with self._one_call:
             records = self._exchange_records(name, length=len(payload))
-            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
-            gathered = self._gather_padded(own, records, name)
-        return [each[: record.length].numpy().tobytes() for each, record in zip(gathered, records, strict=True)]
+            flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+            gathered = self._gather_padded(flat, records, name)
+        return [part[: record.length].numpy().tobytes() for part, record in zip(gathered, records, strict=True)]
 
     def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         with self._one_call:
@@ -145,10 +144,10 @@ class DistributedCommunicator(Communicator):
         with self._one_call:
             records = self._exchange_records(call, (tensor.shape[axis],), length=flat.numel())
             gathered = self._gather_padded(flat, records, name)
-        shapes = [(*tensor.shape[:axis], int(each.numbers[0]), *tensor.shape[axis + 1 :]) for each in records]
+        shapes = [(*tensor.shape[:axis], int(record.numbers[0]), *tensor.shape[axis + 1 :]) for record in records]
         return [
-            from_bytes(each, tensor.dtype, shape).to(tensor.device)
-            for each, shape in zip(gathered, shapes, strict=True)
+            from_bytes(part, tensor.dtype, shape).to(tensor.device)
+            for part, shape in zip(gathered, shapes, strict=True)
         ]
 
     def broadcast(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -183,17 +182,17 @@ class DistributedCommunicator(Communicator):
     def _exchange_records(self, name: str, numbers: Sequence[float] = (), *, length: int = 0) -> list[CallRecord]:
         self.membership.check()
         flags, (draws, when_same) = self._own_flags, self._draws
-        mine = CallRecord(
+        call = CallRecord(
             name=name, where=call_site(), sequence=self._sequence, numbers=tuple(map(float, numbers)), length=length,
             flags=int(flags), digest=self._digest, draws=draws,
         )  # fmt: skip
-        self.set_status(f"{name} ({mine.where})" if mine.where else name)
-        packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-        records = [CallRecord.unpack(each.numpy().tobytes()) for each in self._gather(packed, name)]
+        self.set_status(f"{name} ({call.where})" if call.where else name)
+        packed = torch.frombuffer(bytearray(call.pack()), dtype=torch.uint8)
+        records = [CallRecord.unpack(reply.numpy().tobytes()) for reply in self._gather(packed, name)]
         check_same_call(records, self.names)
         self._sequence += 1
         self._digest, self._draws = 0, (0, lambda: None)
-        self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), sent=flags)
+        self._receive_flags(reduce(or_, (ControlFlags(record.flags) for record in records)), requests=flags)
         if draws and sum(record.draws == draws for record in records) > 1:
             when_same()
         return records
@@ -263,14 +262,14 @@ def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
 def chunks(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.Tensor]]:
     """Divides tensors, in order, into runs of at most ``max_bytes`` bytes; a larger tensor is a run by itself."""
     runs: list[list[torch.Tensor]] = []
-    left = 0
+    room = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not runs or size > left:
+        if not runs or size > room:
             runs.append([])
-            left = max_bytes
+            room = max_bytes
         runs[-1].append(tensor)
-        left -= size
+        room -= size
     return runs
 
 

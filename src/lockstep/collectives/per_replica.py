@@ -122,7 +122,7 @@ _SAME_FOR_ALL = ("shape", "dtype", "device", "ndim", "size", "dim", "numel")
 def _reads(*names: str) -> Iterator[Callable[..., Any]]:
     """The operators of these names of a variable's value."""
     for name in names:
-        yield lambda self, *others, _name=name: getattr(self.read_value(), _name)(*read_tensors(others))
+        yield lambda self, *operands, _name=name: getattr(self.read_value(), _name)(*read_tensors(operands))
 
 
 class VariableBase(ABC):

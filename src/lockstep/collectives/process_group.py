@@ -107,9 +107,9 @@ class ProcessGroup:
                 return self._tree_sums.start(parts)
             except RuntimeError as error:
                 raise self._membership.explain_broken(error, "the start of a sum") from error
-        first, *others = parts
-        for other in others:
-            first.add_(other)
+        first, *rest = parts
+        for addend in rest:
+            first.add_(addend)
         return self._started(self._backend.allreduce([first]))
 
     def sum(self, parts: Sequence[torch.Tensor], waiting_in: str) -> None:
@@ -210,15 +210,15 @@ class ProcessGroup:
 
 
 def _abort(group: ref[ProcessGroup], _: BaseException) -> None:
-    here = group()
-    if here is not None:
-        here.abort()
+    living_group = group()
+    if living_group is not None:
+        living_group.abort()
 
 
 def _end_with_interpreter(group: ref[ProcessGroup]) -> None:
-    here = group()
-    if here is not None:
-        here.end_with_interpreter()
+    living_group = group()
+    if living_group is not None:
+        living_group.end_with_interpreter()
 
 
 def connect_gloo(
@@ -290,20 +290,20 @@ class GroupConnections:
         self._sockets: list[socket.socket] = []
         if not hasattr(socket, "TCP_USER_TIMEOUT") or not _OPEN_FILES.is_dir():
             return
-        own = _published(store, rank)
-        others = [_published(store, other) for other in range(size) if other != rank]
-        for each in _tcp_sockets():
-            if _connects(each, own, others):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-                self._sockets.append(each)
+        local = _published(store, rank)
+        peers = [_published(store, peer) for peer in range(size) if peer != rank]
+        for connection in _tcp_sockets():
+            if _connects(connection, local, peers):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+                self._sockets.append(connection)
             else:
-                each.close()
+                connection.close()
 
     def shut_down(self) -> None:
         """Breaks all of them at once."""
-        for each in self._sockets:
+        for connection in self._sockets:
             with suppress(OSError):  # broken already
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Closes our duplicates, so that gloo alone owns the connections again. Idempotent."""
@@ -317,12 +317,14 @@ def _published(store: Store, rank: int) -> bytes:
     return bytes(store.get(key)) if store.check([key]) else b""
 
 
-def _connects(each: socket.socket, own: bytes, others: list[bytes]) -> bool:
+def _connects(connection: socket.socket, local: bytes, peers: list[bytes]) -> bool:
     try:
-        here, there = (_sockaddr(each.family, address) for address in (each.getsockname(), each.getpeername()))
+        local_address, peer_address = (
+            _sockaddr(connection.family, address) for address in (connection.getsockname(), connection.getpeername())
+        )
     except OSError:  # it listens, or is closed already
         return False
-    return here in own or any(there in published for published in others)
+    return local_address in local or any(peer_address in published for published in peers)
 
 
 def _sockaddr(family: int, address: tuple[str, int]) -> bytes:

@@ -25,11 +25,11 @@ class ForwardArguments:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = inspect.signature(forward).parameters.values()
-        self._positional = tuple(each.name for each in parameters if each.kind in _POSITIONAL)
-        self._keywords = frozenset(each.name for each in parameters if each.kind in _KEYWORD)
-        named = [each for each in parameters if each.kind in (*_POSITIONAL, *_KEYWORD)]
-        self.all = frozenset(each.name for each in named)
-        self.required = frozenset(each.name for each in named if each.default is inspect.Parameter.empty)
+        self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
+        self._keywords = frozenset(parameter.name for parameter in parameters if parameter.kind in _KEYWORD)
+        named = [parameter for parameter in parameters if parameter.kind in (*_POSITIONAL, *_KEYWORD)]
+        self.all = frozenset(parameter.name for parameter in named)
+        self.required = frozenset(parameter.name for parameter in named if parameter.default is inspect.Parameter.empty)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, without positional ones beyond the named parameters."""

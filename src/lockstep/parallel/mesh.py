@@ -63,7 +63,7 @@ class WorkerMesh:
 
     def explain(self, error: RuntimeError, doing: str) -> ClusterError | None:
         """The error to raise in place of one that a broken connection raised; None for any other."""
-        if any(isinstance(each, dist.DistError) or "gloo/" in str(each) for each in _causes(error)):
+        if any(isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in _causes(error)):
             return self._membership.explain_broken(error, doing)
         return None
 
@@ -123,17 +123,17 @@ class WorkerMesh:
     def make_group(self, store: Store, rank: int, size: int) -> Any:
         """A gloo group of the mesh. Called by torch."""
         # With our own timeout: torch gives each axis half an hour.
-        made, connections = process_group.connect_gloo(self._membership, store, rank, size, timeout=self._timeout)
+        group, connections = process_group.connect_gloo(self._membership, store, rank, size, timeout=self._timeout)
         self._connections.append(connections)
-        process_group.keep_alive(made)
-        self._backends.append(made)
-        return made
+        process_group.keep_alive(group)
+        self._backends.append(group)
+        return group
 
 
 def _make_group_of(mesh: ReferenceType[WorkerMesh], store: Store, rank: int, size: int, _: timedelta) -> Any:
-    held = mesh()
-    assert held is not None  # it is what has torch make groups
-    return held.make_group(store, rank, size)
+    worker_mesh = mesh()
+    assert worker_mesh is not None  # it is what has torch make groups
+    return worker_mesh.make_group(store, rank, size)
 
 
 def make_mesh(

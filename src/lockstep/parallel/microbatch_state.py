@@ -28,8 +28,8 @@ class StateWatch:
 
     def changed(self) -> list[str]:
         """The modules that have changed since, or take statistics of the rows that they are given."""
-        found = [name for name, part in self._parts.items() if _normalizes_by_rows(part) or self._differs(name, part)]
-        return [f"{name!r} ({type(self._parts[name]).__name__})" for name in found]
+        names = [name for name, part in self._parts.items() if _normalizes_by_rows(part) or self._differs(name, part)]
+        return [f"{name!r} ({type(self._parts[name]).__name__})" for name in names]
 
     def _differs(self, name: str, part: nn.Module) -> bool:
         buffers, numbers = self._before[name]
@@ -44,18 +44,18 @@ def warn_of_changed(watch: StateWatch, workers: Communicator, microbatches: int)
 
     Returns whether there was something.
     """
-    everyones: Sequence[list[str]] = all_gather_object(workers, "modules that keep something of rows", watch.changed())
-    found = [name for names in everyones for name in names]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    gathered: Sequence[list[str]] = all_gather_object(workers, "modules that keep something of rows", watch.changed())
+    modules = [name for names in gathered for name in names]
+    if modules:
+        more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
         warnings.warn(
-            f"{', '.join(found[:3])}{more} computes with statistics of the rows that it is given, or keeps something "
+            f"{', '.join(modules[:3])}{more} computes with statistics of the rows that it is given, or keeps something "
             f"at each call, and a pipeline gives it {microbatches} microbatches a step: the numbers depend on "
             "microbatches= and are not those of one device; use GroupNorm or LayerNorm, freeze it with eval(), choose "
             'schedule="gpipe" and microbatches=1, or divide the model by tensor= instead of pipeline=',
             stacklevel=2,
         )
-    return bool(found)
+    return bool(modules)
 
 
 def _copies(part: nn.Module) -> dict[str, Tensor]:

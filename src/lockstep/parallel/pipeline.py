@@ -61,8 +61,8 @@ def orders_of(pipelining: PipelineConfig) -> Orders:
     """The actions of each worker in a training step, in order, from torch's schedule."""
     kind: Any = _KINDS[pipelining.schedule]
     stages = [_StageOutline(pipelining.workers, pipelining.stages) for _ in range(pipelining.stages_per_worker)]
-    made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
-    return [_numbered(made.pipeline_order[worker]) for worker in range(pipelining.workers)]
+    schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, pipelining.microbatches)
+    return [_numbered(schedule.pipeline_order[worker]) for worker in range(pipelining.workers)]
 
 
 @dataclass
@@ -78,14 +78,14 @@ class _StageOutline:
 
 def _numbered(order: Sequence[Any]) -> list[Action]:
     """Each stage takes microbatches in order, so they are counted; torch 2.13's 1F1B has the last stage's from 1."""
-    taken: Counter[tuple[ActionKind, int]] = Counter()
-    found = []
-    for each in order:
-        kind = None if each is None else _ACTIONS.get(each.computation_type.value)
+    counts: Counter[tuple[ActionKind, int]] = Counter()
+    actions = []
+    for step in order:
+        kind = None if step is None else _ACTIONS.get(step.computation_type.value)
         if kind is not None:
-            found.append(Action(kind=kind, stage=each.stage_index, microbatch=taken[kind, each.stage_index]))
-            taken[kind, each.stage_index] += 1
-    return found
+            actions.append(Action(kind=kind, stage=step.stage_index, microbatch=counts[kind, step.stage_index]))
+            counts[kind, step.stage_index] += 1
+    return actions
 
 
 @contextmanager
@@ -153,8 +153,8 @@ class Pipeline:
         self._trained = 0  # passes that train, so far
         self._warned_of_state = False
         self._device = device
-        self._values: LatestKept[list[StageValues]] = LatestKept(_MOST_VALUES)
-        self._schedules: LatestKept[Schedule] = LatestKept(_MOST_SCHEDULES)
+        self._values: RecentValues[list[StageValues]] = RecentValues(_MOST_VALUES)
+        self._schedules: RecentValues[Schedule] = RecentValues(_MOST_SCHEDULES)
         self._now: _Pass | None = None
         self._slots: list[Slot] = []  # the actions of the last pass, in seconds of ``time.perf_counter()``
 
@@ -187,20 +187,20 @@ class Pipeline:
 
     def trace(self, group: Communicator) -> PipelineTrace:
         """The actions of all workers in the last pass, each on its own clock. All workers of ``group`` must call it."""
-        own = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
+        local_slots = [(*vars(slot.action).values(), slot.begin, slot.end) for slot in self._slots]
         workers = [
             tuple(
                 Slot(action=Action(kind=kind, stage=stage, microbatch=microbatch), begin=begin, end=end)
                 for kind, stage, microbatch, begin, end in slots
             )
-            for slots in all_gather_object(group, "the pipeline trace", own)
+            for slots in all_gather_object(group, "the pipeline trace", local_slots)
         ]
         return PipelineTrace(workers=tuple(workers))
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
-        examples = {each.rows: each for each in microbatches if each.rows}
-        values = {number: self._values_for(each, backward=backward) for number, each in examples.items()}
+        examples = {microbatch.rows: microbatch for microbatch in microbatches if microbatch.rows}
+        values = {number: self._values_for(example, backward=backward) for number, example in examples.items()}
         now = self._now = _Pass(microbatches, values, max(values), examine)
         schedule = self._schedule(values[now.most], backward=backward)
         self._slots.clear()
@@ -232,35 +232,35 @@ class Pipeline:
 
     def _example(self, microbatch: Microbatch) -> list[Any]:
         """What each stage but the last gives the next, by a forward pass of all of them that leaves no trace."""
-        known = self._stages[0].known_values(microbatch.inputs)
-        if known is not None:
-            return [known] * (self._pipelining.stages - 1)
-        found: list[Any] = []
+        outputs = self._stages[0].known_values(microbatch.inputs)
+        if outputs is not None:
+            return [outputs] * (self._pipelining.stages - 1)
+        examples: list[Any] = []
         values: Any = ()
         for number in range(self._pipelining.stages - 1):
-            own = [stage for stage in self._stages if stage.number == number]
-            tried = self._tried(own[0], values, microbatch.inputs) if own else ((), "")
-            everyones = all_gather_object(self._workers, f"what stage {number} gives the next", tried)
-            given, fault = everyones[self._pipelining.worker_of(number)]
+            stages = [stage for stage in self._stages if stage.number == number]
+            attempt = self._try_stage(stages[0], values, microbatch.inputs) if stages else ((), "")
+            gathered = all_gather_object(self._workers, f"what stage {number} gives the next", attempt)
+            output, fault = gathered[self._pipelining.worker_of(number)]
             if fault:
                 raise ConfigError(fault)
-            values = tree_map(self._on_device, given)
-            found.append(values)
-        return found
+            values = tree_map(self._on_device, output)
+            examples.append(values)
+        return examples
 
-    def _tried(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
+    def _try_stage(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
         """What a stage gives the next, or why that cannot be sent."""
-        given, named = tree_map(
+        values, named = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (tuple(values), dict(inputs))
         )
         stage.activate()
         with leaving_no_trace(stage.model, self._device):
             try:
-                given = stage(*given, inputs=named)
-                check_values(stage.number, given)
+                values = stage(*values, inputs=named)
+                check_values(stage.number, values)
             except ConfigError as error:
                 return (), str(error)
-            return sendable(given), ""
+            return sendable(values), ""
 
     def _on_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -269,11 +269,15 @@ class Pipeline:
 
     def _schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
         """The schedule for microbatches of these shapes; its buffers are kept for the latest ones."""
-        shapes = tuple((each.shape, each.dtype, each.requires_grad) for one in values for each in one.tensors)
+        shapes = tuple(
+            (tensor.shape, tensor.dtype, tensor.requires_grad)
+            for stage_values in values
+            for tensor in stage_values.tensors
+        )
         return self._schedules.get((shapes, backward), lambda: self._make_schedule(values, backward=backward))
 
     def _make_schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
-        between = [[], *(each.tensors for each in values), []]
+        between = [[], *(stage_values.tensors for stage_values in values), []]
         stages: list[Any] = [
             TracedStage(
                 stage, self._pipelining.stages, group=self._group, run=self._run, takes=between[stage.number],
@@ -286,10 +290,10 @@ class Pipeline:
             # Without a backward pass GPipe lets every stage go on at once.
             single = kind if backward else torch_pipelining.ScheduleGPipe
             return single(stages[0], microbatches, loss_fn=self._loss, scale_grads=False)
-        made = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(stages, microbatches, loss_fn=self._loss, scale_grads=False)
         if not backward:
-            _leave_out_backward(made)
-        return made
+            _leave_out_backward(schedule)
+        return schedule
 
     def _run(self, stage: Stage, received: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
         """Computes one microbatch in one stage; returns what is sent, and of the last stage the outputs' tensors."""
@@ -297,27 +301,28 @@ class Pipeline:
         microbatch, values = self._now.microbatches[number], self._now.values
         if not microbatch.rows:
             return self._nothing(stage, received)
-        taken = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
-        given = stage(*taken, inputs=microbatch.inputs)
+        arguments = [] if stage.first else values[microbatch.rows][stage.number - 1].take(received)
+        outputs = stage(*arguments, inputs=microbatch.inputs)
         if not stage.last:
             padded = values[self._now.most][stage.number].tensors
-            return values[microbatch.rows][stage.number].give(given, padded)
-        self._now.outputs[number] = given
-        return tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            return values[microbatch.rows][stage.number].give(outputs, padded)
+        self._now.outputs[number] = outputs
+        return tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Zeros in place of a microbatch without rows, whose gradients are zero."""
         assert self._now is not None
-        through = [each.sum() * 0.0 for each in received if each.requires_grad]
+        through = [tensor.sum() * 0.0 for tensor in received if tensor.requires_grad]
         zero = sum(through, start=torch.zeros((), device=self._device))
         if stage.last:
             return (zero,)
         blank = self._now.values[self._now.most][stage.number].tensors
-        zeros = [torch.zeros(each.shape, dtype=each.dtype, device=self._device) for each in blank]
+        zeros = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in blank]
         if not through:
-            return tuple(each.requires_grad_(like.requires_grad) for each, like in zip(zeros, blank, strict=True))
+            return tuple(value.requires_grad_(like.requires_grad) for value, like in zip(zeros, blank, strict=True))
         return tuple(
-            each + zero.to(each.dtype) if like.requires_grad else each for each, like in zip(zeros, blank, strict=True)
+            value + zero.to(value.dtype) if like.requires_grad else value
+            for value, like in zip(zeros, blank, strict=True)
         )
 
     def _loss(self, leaves: Any, numbers: Tensor) -> Tensor:
@@ -344,16 +349,16 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
     ``begin`` is the number of the first node that autograd has made for the loss; those before are of the outputs.
     """
-    given = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+    output_ids = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
     nodes: list[Any] = [loss.grad_fn]
-    known: set[Any] = {None}
+    visited: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node in known or node._sequence_nr() < begin:
+        if node in visited or node._sequence_nr() < begin:
             continue
-        known.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
-        if variable is not None and id(variable) in weights and id(variable) not in given:
+        if variable is not None and id(variable) in weights and id(variable) not in output_ids:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
@@ -361,13 +366,13 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
 def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatch]:
     """Divides a shard into ``number`` microbatches, whose rows differ by at most one, the larger ones first."""
-    found, begin = [], 0
+    microbatches, begin = [], 0
     for index in range(number):
         end = begin + rows // number + (index < rows % number)
         part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
-        found.append(Microbatch(dict(part), begin, end))
+        microbatches.append(Microbatch(dict(part), begin, end))
         begin = end
-    return found
+    return microbatches
 
 
 def _has_rows(leaf: Any, rows: int) -> bool:
@@ -377,22 +382,22 @@ def _has_rows(leaf: Any, rows: int) -> bool:
 T = TypeVar("T")
 
 
-class LatestKept(Generic[T]):
+class RecentValues(Generic[T]):
     """The ``most`` values that were asked for last."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._kept = most, dict[Any, T]()
+        self._most, self._values = most, dict[Any, T]()
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """The value of a key, made if it is not kept."""
-        found = self._kept.pop(key) if key in self._kept else make()
-        while len(self._kept) >= self._most:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[key] = found
-        return found
+        value = self._values.pop(key) if key in self._values else make()
+        while len(self._values) >= self._most:
+            self._values.pop(next(iter(self._values)))
+        self._values[key] = value
+        return value
 
 
-def _leave_out_backward(made: Any) -> None:
+def _leave_out_backward(schedule: Any) -> None:
     """For ``eval``, which skips the backward pass in each stage, but not what two stages of a worker hand over."""
     from torch.distributed.pipelining import schedules
 
@@ -400,4 +405,4 @@ def _leave_out_backward(made: Any) -> None:
         context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
 
     for computation in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
-        made.register_custom_function(computation, skip)
+        schedule.register_custom_function(computation, skip)

@@ -35,10 +35,10 @@ class ActiveStage:
 
     def restrict(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
         """Has a part of the model compute for one stage only, and ``otherwise`` in its place for the others."""
-        own, others = part.forward, otherwise.forward
+        stage_forward, other_forward = part.forward, otherwise.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (own if self.stage == stage else others)(*args, **kwargs)
+            return (stage_forward if self.stage == stage else other_forward)(*args, **kwargs)
 
         part.forward = forward
 
@@ -67,7 +67,7 @@ class StandIn(nn.Module):
         self, hidden: Tensor | None = None, *rest: Any, inputs_embeds: Tensor | None = None, **named: Any
     ) -> Any:
         if self._kind == "embeds":  # the hidden states that were given instead of tokens
-            return next(each for each in (inputs_embeds, hidden, *rest) if each is not None)
+            return next(value for value in (inputs_embeds, hidden, *rest) if value is not None)
         hidden = named["hidden_states"] if hidden is None else hidden
         return hidden if self._kind == "identity" else torch.zeros((), device=hidden.device)
 
@@ -124,13 +124,19 @@ class Stage(nn.Module, ABC):
         return None
 
 
-def weights_in(held: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """The parameters among ``held`` and in the modules among them, each once."""
-    found: dict[int, nn.Parameter] = {}
-    for each in held:
-        own = each.parameters() if isinstance(each, nn.Module) else [each] if isinstance(each, nn.Parameter) else []
-        found |= {id(parameter): parameter for parameter in own}
-    return iter(found.values())
+def weights_in(members: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among ``members`` and in the modules among them, each once."""
+    weights: dict[int, nn.Parameter] = {}
+    for member in members:
+        parameters = (
+            member.parameters()
+            if isinstance(member, nn.Module)
+            else [member]
+            if isinstance(member, nn.Parameter)
+            else []
+        )
+        weights |= {id(parameter): parameter for parameter in parameters}
+    return iter(weights.values())
 
 
 class ModelStage(Stage):
@@ -179,33 +185,33 @@ class ModelStage(Stage):
         return (hidden.requires_grad_(torch.is_grad_enabled()),)
 
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
-        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        arguments = {name: value for name, value in inputs.items() if name in self._accepted}
         if not self.first:
-            given.pop(self._input, None)
-            given.pop("token_type_ids", None)  # they were added on the first stage
+            arguments.pop(self._input, None)
+            arguments.pop("token_type_ids", None)  # they were added on the first stage
             (hidden,) = values
-            given[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
+            arguments[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
         if "use_cache" in self._accepted:
-            given["use_cache"] = False
+            arguments["use_cache"] = False
         if self.last:
-            return self.model(**given)
-        hidden = self._base[0](**given).last_hidden_state
+            return self.model(**arguments)
+        hidden = self._base[0](**arguments).last_hidden_state
         return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
 
     def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
-        if not isinstance(given := inputs.get(self._input), Tensor):
+        if not isinstance(tokens := inputs.get(self._input), Tensor):
             kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in inputs.items())
             raise DataError(
                 f'a pipeline of this model begins with the tensor "{self._input}", and the inputs are '
                 f"{kinds or 'none'}; give that tensor alone, first, or in a dict of the model's keyword arguments"
             )
-        return given
+        return tokens
 
 
 def check_pipeline_split(split: object) -> None:
     """Raises a ConfigError unless ``split`` is a ``PipelineSplit``, for whatever model."""
     items = [*split] if isinstance(split, (list, tuple)) else []
-    if split != "auto" and not any(items and all(isinstance(each, kind) for each in items) for kind in (int, str)):
+    if split != "auto" and not any(items and all(isinstance(item, kind) for item in items) for kind in (int, str)):
         raise ConfigError(
             f'pipeline_split={split!r} is unknown; give "auto", a list of the numbers of layers of all stages, or a '
             "list of the names of the modules at which stages begin, from the second stage on"
@@ -219,7 +225,7 @@ def layer_counts(module: nn.Module, split: PipelineSplit, pipelining: PipelineCo
     heads = [part for name, part in module.named_modules() if name in spec.heads]
     check_layers(pipelining, len(layers))
     if not isinstance(split, str):
-        return check_split([int(each) for each in split], pipelining.stages, len(layers))
+        return check_split([int(count) for count in split], pipelining.stages, len(layers))
     return split_layers(list(map(_cost, layers)), pipelining.stages, after=sum(map(_cost, heads)))
 
 
@@ -262,8 +268,8 @@ def cut_to_stages(
         for name in [name for name, child in module.named_children() if child is not base]:
             keep(module, name, last, nn.Identity())
     return tuple(
-        ModelStage(module, base, own, number=number, stages=pipelining.stages, active=active)
-        for number, own in parts.items()
+        ModelStage(module, base, stage_parts, number=number, stages=pipelining.stages, active=active)
+        for number, stage_parts in parts.items()
     )
 
 
@@ -292,10 +298,14 @@ def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]])
         ConfigError: a weight that other workers have in common.
     """
     several = {name for names in ties for name in names}
-    alone = [[name] for name in dict.fromkeys(name for held in workers for name in held) if name not in several]
-    found = []
-    for names in [*(list(each) for each in ties), *alone]:
-        holders = [number for number, held in enumerate(workers) if not set(names).isdisjoint(held)]
+    alone = [
+        [name]
+        for name in dict.fromkeys(name for worker_names in workers for name in worker_names)
+        if name not in several
+    ]
+    tied = []
+    for names in [*(list(tie) for tie in ties), *alone]:
+        holders = [number for number, worker_names in enumerate(workers) if not set(names).isdisjoint(worker_names)]
         if len(holders) < 2:
             continue
         if holders != [0, len(workers) - 1]:
@@ -303,8 +313,8 @@ def tied_ends(ties: Sequence[Sequence[str]], workers: Sequence[Collection[str]])
                 f"{' and '.join(names)} is one weight, which the workers {holders} of a pipeline would hold, and only "
                 "its first and its last worker can have a weight in common; choose another pipeline_split"
             )
-        found.append(names)
-    return found
+        tied.append(names)
+    return tied
 
 
 class TracedStage(PipelineStage):
@@ -352,7 +362,9 @@ class TracedStage(PipelineStage):
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
             gradients = self.bwd_cache[bwd_chunk_id]  # which are sent as they lie in memory
-            self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                None if gradient is None else gradient.contiguous() for gradient in gradients
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:

@@ -43,8 +43,8 @@ class StageValues:
         """The values, from tensors that may be padded."""
         tensors = iter(received)
         leaves = [_cut(next(tensors), leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        found: list[Any] = tree_unflatten(leaves, self._spec)
-        return found
+        values: list[Any] = tree_unflatten(leaves, self._spec)
+        return values
 
     def give(self, values: Sequence[Any], padded: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a stage's values, in the shapes of ``padded``; ConfigError for another structure."""
@@ -56,7 +56,7 @@ class StageValues:
                 "the inputs alone"
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tuple(_to_send(own, whole) for own, whole in zip(tensors, padded, strict=True))
+        return tuple(_to_send(tensor, whole) for tensor, whole in zip(tensors, padded, strict=True))
 
 
 def check_values(stage: int, values: Any) -> None:
@@ -117,9 +117,9 @@ def _cut(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _to_send(tensor: Tensor, like: Tensor) -> Tensor:
-    missing = [whole - own for own, whole in zip(tensor.shape, like.shape, strict=True)]
+    missing = [whole - length for length, whole in zip(tensor.shape, like.shape, strict=True)]
     if any(missing):
-        return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)])
+        return F.pad(tensor, [padding for size in reversed(missing) for padding in (0, size)])
     # torch detaches it in place, which a view refuses and a leaf should be spared.
     return tensor.contiguous().clone() if tensor._is_view() or tensor.is_leaf else tensor.contiguous()
 

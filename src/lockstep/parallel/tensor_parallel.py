@@ -140,18 +140,18 @@ class LocalParameters(tp.ParallelStyle):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self._experts:
                 args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
-            held = {name: module._parameters[name] for name in self._placements}
-            module._parameters.update({name: self._own(parameter) for name, parameter in held.items()})
+            parameters = {name: module._parameters[name] for name in self._placements}
+            module._parameters.update({name: self._local(parameter) for name, parameter in parameters.items()})
             try:
                 output = forward(*args, **kwargs)
             finally:
-                module._parameters.update(held)
+                module._parameters.update(parameters)
             return summed(output, device_mesh) if self._experts else output
 
         module.forward = wrapped
         return module
 
-    def _own(self, parameter: Any) -> Any:
+    def _local(self, parameter: Any) -> Any:
         return parameter.to_local(grad_placements=[Partial()] if self._partial else None)
 
 
@@ -208,10 +208,10 @@ class Conv1DParallel(tp.ParallelStyle):
                 part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
 
         def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            given = inputs[0]
-            if isinstance(given, DTensor):
-                return given
-            return DTensor.from_local(given, mesh, [self._inputs], run_check=False)
+            tensor = inputs[0]
+            if isinstance(tensor, DTensor):
+                return tensor
+            return DTensor.from_local(tensor, mesh, [self._inputs], run_check=False)
 
         def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.redistribute(placements=[self._outputs]).to_local()
@@ -248,12 +248,12 @@ class DividedModel:
         self._base = f"{base}." if (base := base_name(module)) else ""
         self._modules = dict(module.named_modules(remove_duplicate=False))
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        found = {name: style for name in self._modules if (style := self._style(name)) is not None}
+        styles = {name: style for name in self._modules if (style := self._style(name)) is not None}
         # A stand-in for another stage's module has no parameters. A norm inside an embedding would be given one rank's
         # term of the sum.
         self.modules = {
             name: style
-            for name, style in found.items()
+            for name, style in styles.items()
             if (style not in _ON_WEIGHTS or any(True for _ in self._modules[name].parameters()))
             and style != "replicate"
             and not (style in _EMBEDDINGS and any(True for _ in self._modules[name].children()))
@@ -261,7 +261,7 @@ class DividedModel:
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
         inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
         for name in inside:
-            if name not in found and name in self._modules and any(True for _ in self._modules[name].parameters()):
+            if name not in styles and name in self._modules and any(True for _ in self._modules[name].parameters()):
                 self.modules[name] = "replicated_with_grad_allreduce"
 
     def _style(self, name: str) -> str | None:
@@ -293,10 +293,10 @@ class DividedModel:
 
     def regions(self) -> list[str]:
         """The modules that begin with divided linear layers, and work on this rank's units."""
-        found = (name.rpartition(".")[0] for name, style in self.modules.items() if style in _LOCAL_COLUMNS)
-        return list(dict.fromkeys(found))
+        names = (name.rpartition(".")[0] for name, style in self.modules.items() if style in _LOCAL_COLUMNS)
+        return list(dict.fromkeys(names))
 
-    def own_rng(self) -> list[str]:
+    def rank_rng(self) -> list[str]:
         """The modules that draw dropout for this rank's heads."""
         return [name for name in self.regions() if "Attention" in type(self._modules[name]).__name__]
 
@@ -311,7 +311,7 @@ class DividedModel:
         """Raises a ConfigError for a style that cannot be applied, or sizes that ``degree`` does not divide."""
         for name, style in [*self.modules.items(), *self.parameters.items()]:
             self._check_style(name, style)
-        heads = ("num_attention_heads", "num_key_value_heads") if self.own_rng() else ()
+        heads = ("num_attention_heads", "num_key_value_heads") if self.rank_rng() else ()
         config: Any = self._module.config
         check_divides("tensor", degree, *((name, size) for name in heads for size in sizes_of(config, name)))
         for name, size in self._sizes():
@@ -321,20 +321,20 @@ class DividedModel:
         part = self._modules.get(name)
         if part is None:
             owner = name.rpartition(".")[0]
-            known = style in _ON_EXPERTS and self.modules.get(owner) in _OWN_PARAMETERS
+            is_supported = style in _ON_EXPERTS and self.modules.get(owner) in _OWN_PARAMETERS
         elif style in _LINEAR_STYLES:
-            known = isinstance(part, nn.Linear) or _is_conv1d(part)
+            is_supported = isinstance(part, nn.Linear) or _is_conv1d(part)
         elif style == "moe_tp_experts":
             bare = [key for key, _ in part.named_parameters() if f"{name}.{key}" not in self.parameters]
             if bare:
-                name, known = f"{name}.{bare[0]}", False
+                name, is_supported = f"{name}.{bare[0]}", False
             else:
-                known = True
+                is_supported = True
         elif style in _EMBEDDINGS:
-            known = isinstance(part, nn.Embedding)
+            is_supported = isinstance(part, nn.Embedding)
         else:
-            known = style in _ON_WEIGHTS or style in _ON_OUTPUTS
-        if not known:
+            is_supported = style in _ON_WEIGHTS or style in _ON_OUTPUTS
+        if not is_supported:
             kind = "parameter" if part is None else type(part).__name__
             raise ConfigError(
                 f'the plan of {type(self._module).__name__} divides {name} (a {kind}) in the style "{style}", which is '
@@ -392,8 +392,8 @@ class DividedModel:
         """How torch divides each module; with ``sequences``, the modules between them too."""
         heads = self.heads()
         output = Shard(TOKENS) if sequences else Replicate()
-        found = {name: self._torch_style(name, style, name in heads, output) for name, style in self.modules.items()}
-        return {**found, **self._sequence_styles()} if sequences else found
+        styles = {name: self._torch_style(name, style, name in heads, output) for name, style in self.modules.items()}
+        return {**styles, **self._sequence_styles()} if sequences else styles
 
     def _torch_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
         part: Any = self._modules[name]
@@ -415,36 +415,39 @@ class DividedModel:
         keys = [key for key, _ in part.named_parameters(recurse=False)]
         if style == "replicated_with_grad_allreduce":
             return LocalParameters(dict.fromkeys(keys, whole), partial=True)
-        own = {key: self.parameters[f"{name}.{key}"] for key in keys if f"{name}.{key}" in self.parameters}
+        key_styles = {key: self.parameters[f"{name}.{key}"] for key in keys if f"{name}.{key}" in self.parameters}
         return LocalParameters(
-            {key: Shard(max(_ON_EXPERTS[each] + part.get_parameter(key).ndim, 0)) for key, each in own.items()},
+            {
+                key: Shard(max(_ON_EXPERTS[key_style] + part.get_parameter(key).ndim, 0))
+                for key, key_style in key_styles.items()
+            },
             experts=style == "moe_tp_experts",
         )
 
     def _linear_style(self, name: str, style: str, is_head: bool, output: Placement) -> tp.ParallelStyle:
         whole, split = Replicate(), Shard(-1)
-        given = whole if style in GATHERED_STYLES and not is_head else split
-        takes = whole if style.endswith(("split_input", "rep")) else split
+        output_layout = whole if style in GATHERED_STYLES and not is_head else split
+        input_layout = whole if style.endswith(("split_input", "rep")) else split
         if _is_conv1d(self._modules[name]):
             if style.startswith("rowwise"):
-                return Conv1DParallel(Shard(0), whole, inputs=takes, outputs=output)
-            return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=given)
+                return Conv1DParallel(Shard(0), whole, inputs=input_layout, outputs=output)
+            return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=output_layout)
         if not style.startswith("rowwise"):
-            return tp.ColwiseParallel(output_layouts=given)
+            return tp.ColwiseParallel(output_layouts=output_layout)
         has_experts_beside = f"{name.rsplit('.', 2)[0]}.experts" in self.modules
         kind = SharedExpertOutput if has_experts_beside else tp.RowwiseParallel
-        return kind(input_layouts=takes, output_layouts=output)
+        return kind(input_layouts=input_layout, output_layouts=output)
 
     def _sequence_styles(self) -> dict[str, tp.ParallelStyle]:
         """The norms between divided layers take this rank's tokens, and the divided layers take all."""
         regions = self.regions()
         inside = tuple(f"{name}." for name in regions)
-        found: dict[str, tp.ParallelStyle] = dict.fromkeys(regions, WholeTokens())
+        styles: dict[str, tp.ParallelStyle] = dict.fromkeys(regions, WholeTokens())
         for layer in self.layer_names():
             for name, part in self._modules[layer].named_modules(prefix=layer):
                 if "Norm" in type(part).__name__ and not name.startswith(inside):
-                    found[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
-        return found
+                    styles[name] = tp.SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
+        return styles
 
     def check_sequences(self) -> None:
         """Raises a ConfigError unless all that is divided in a layer is pairs of linear layers."""
@@ -484,7 +487,7 @@ class TensorSharding:
 
     # by name, for each parameter that was reordered along its divided dim: the index of what stands in each place
     orders: Mapping[str, Tensor] = field(default_factory=dict)
-    own_rng: tuple[str, ...] = ()  # the names of modules that draw random numbers for their own part
+    rank_rng: tuple[str, ...] = ()  # the names of modules that draw random numbers for their own part
     common_rng: tuple[str, ...] = ()  # the names of modules inside those that draw alike on all tensor ranks
 
 
@@ -517,7 +520,7 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         return WHOLE
     ties = ties_of(module)
     if plan != "auto":
-        tp.parallelize_module(module, mesh, _here(module, plan), src_data_rank=None)
+        tp.parallelize_module(module, mesh, _local_styles(module, plan), src_data_rank=None)
         _tie(module, ties)
         return WHOLE
     model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
@@ -528,10 +531,10 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
     _tie(module, ties)
     for name in model.heads():
         _give_logits(module.get_submodule(name), mesh)
-    own = model.own_rng()
+    rank_rng = model.rank_rng()
     if sequences:
-        return TensorSharding(orders=orders, own_rng=(*own, *model.dropouts(model.layer_names())))
-    return TensorSharding(orders=orders, own_rng=tuple(own), common_rng=tuple(model.dropouts(own)))
+        return TensorSharding(orders=orders, rank_rng=(*rank_rng, *model.dropouts(model.layer_names())))
+    return TensorSharding(orders=orders, rank_rng=tuple(rank_rng), common_rng=tuple(model.dropouts(rank_rng)))
 
 
 def _make_buffers_plain(module: nn.Module) -> None:
@@ -542,24 +545,24 @@ def _make_buffers_plain(module: nn.Module) -> None:
                 part._buffers[name] = buffer.to_local()
 
 
-def check_own_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
+def check_user_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
     """Raises a ConfigError if a plan of the user's is none, or names no modules of the whole model that it fits."""
     if plan == "auto":
         return
     if not isinstance(plan, Mapping):
         raise ConfigError(f'tensor_plan={plan!r} is unknown; give "auto", or a dict of module names to styles')
-    known = [name for name, _ in module.named_modules()]
+    module_names = [name for name, _ in module.named_modules()]
     for pattern, style in plan.items():
         if not isinstance(style, tp.ParallelStyle):
             raise ConfigError(
                 f"tensor_plan gives {pattern!r} {style!r}; give an object of one of torch's styles, such as "
                 "ColwiseParallel()"
             )
-        named = [name for name in known if _matches(name, pattern)]
+        named = [name for name in module_names if _matches(name, pattern)]
         for name in named:
-            _check_own_style(name, module.get_submodule(name), style, degree)
+            _check_user_style(name, module.get_submodule(name), style, degree)
         if not named:
-            near = get_close_matches(pattern, known, 3) or known[1:4]
+            near = get_close_matches(pattern, module_names, 3) or module_names[1:4]
             raise ConfigError(
                 f"tensor_plan names {pattern!r}, and {type(module).__name__} has no such module; give names of its "
                 f"modules, such as {', '.join(near)}"
@@ -568,17 +571,17 @@ def check_own_plan(module: nn.Module, plan: TensorPlan, degree: int) -> None:
 
 def _check_weights(name: str, part: Any, plan: str) -> None:
     """Refuses a layer whose weight is computed from other parameters: torch divides parameters, each by itself."""
-    others = [parameter for parameter, _ in part.named_parameters() if parameter not in ("weight", "bias")]
-    if others:
+    sources = [parameter for parameter, _ in part.named_parameters() if parameter not in ("weight", "bias")]
+    if sources:
         raise ConfigError(
-            f"{plan} divides {name!r}, whose weight is computed from {', '.join(others)}, as weight_norm and "
+            f"{plan} divides {name!r}, whose weight is computed from {', '.join(sources)}, as weight_norm and "
             "spectral_norm do, and parts of those do not give parts of it; leave the layer out of the plan, choose "
             "tensor=1, or make the weight plain first (torch.nn.utils.parametrize.remove_parametrizations, or "
             "torch.nn.utils.remove_weight_norm)"
         )
 
 
-def _check_own_style(name: str, part: nn.Module, style: tp.ParallelStyle, degree: int) -> None:
+def _check_user_style(name: str, part: nn.Module, style: tp.ParallelStyle, degree: int) -> None:
     if type(style) not in (tp.ColwiseParallel, tp.RowwiseParallel):
         return
     if degree > 1 and isinstance(part, (nn.Linear, nn.Embedding)):
@@ -595,16 +598,16 @@ def _check_own_style(name: str, part: nn.Module, style: tp.ParallelStyle, degree
         check_divides("tensor", degree, (f"the in_features of {name!r}", part.in_features))
 
 
-def _here(module: nn.Module, plan: Mapping[str, tp.ParallelStyle]) -> dict[str, tp.ParallelStyle]:
+def _local_styles(module: nn.Module, plan: Mapping[str, tp.ParallelStyle]) -> dict[str, tp.ParallelStyle]:
     """The part of a plan for modules that this stage of a pipeline has, by their full names."""
-    own = [name for name, part in module.named_modules() if not isinstance(part, StandIn)]
-    return {name: style for pattern, style in plan.items() for name in own if _matches(name, pattern)}
+    names = [name for name, part in module.named_modules() if not isinstance(part, StandIn)]
+    return {name: style for pattern, style in plan.items() for name in names if _matches(name, pattern)}
 
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a plan's pattern means a module, as ``parallelize_module`` has it: "*" stands for anything but a dot."""
-    own, given = name.split("."), pattern.split(".")
-    return len(own) == len(given) and all(map(fnmatch, own, given))
+    atoms, pattern_atoms = name.split("."), pattern.split(".")
+    return len(atoms) == len(pattern_atoms) and all(map(fnmatch, atoms, pattern_atoms))
 
 
 def _give_logits(head: nn.Module, mesh: DeviceMesh) -> None:
@@ -650,7 +653,7 @@ def ties_of(module: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _tie(module: nn.Module, ties: list[list[str]]) -> None:

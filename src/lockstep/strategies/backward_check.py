@@ -57,14 +57,14 @@ class Passes:
     calls_collectives: bool = False
     """Whether the step has called a collective: then the number that it divides a sum by may be a count of the whole
     batch, of labels or events, that happens to be the number of the shard's rows."""
-    _seen: list[Any] = field(default_factory=list)
+    _roots: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
         """A backward pass is about to begin. ``saved`` tensors are not looked at if hooks would compute them anew."""
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
-            if root is not None and not any(root is each for each in self._seen):
-                self._seen.append(root)
+            if root is not None and not any(root is earlier for earlier in self._roots):
+                self._roots.append(root)
                 self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
                 self._add(_terms(root), saved=saved)
 
@@ -83,19 +83,19 @@ class Passes:
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
         """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
-        roots = [each.grad_fn for each in _listed(outputs) if isinstance(each, Tensor) and each.grad_fn]
+        roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
-            self.gradients[line] = [each for each in _listed(gradients) if isinstance(each, Tensor)]
+            self.gradients[line] = [gradient for gradient in _listed(gradients) if isinstance(gradient, Tensor)]
 
     def forget_graphs(self) -> None:
         """Lets go of the graphs that have been looked at."""
-        self._seen.clear()
+        self._roots.clear()
 
     def summed(self, value: Tensor) -> None:
         """The step sums a tensor over the replicas."""
         self.calls_collectives = True
         for line, gradients in list(self.gradients.items()):
-            if any(value is each or value.shape == each.shape for each in gradients):
+            if any(value is gradient or value.shape == gradient.shape for gradient in gradients):
                 del self.gradients[line]
 
 
@@ -122,23 +122,23 @@ def loss_warnings(
         mixing: what was found of rows.
         cycle: the number of runs whose gradients are accumulated for an update; 0 while it is not known.
     """
-    known = [(each, count) for each, count in zip(passes, rows, strict=True) if count]
-    side_by_side = list(_side_by_side([each.losses for each, _ in known]))
-    counts = [count for _, count in known]
-    enough = len(known) >= min(2, len(rows))
+    active = [(replica_passes, count) for replica_passes, count in zip(passes, rows, strict=True) if count]
+    side_by_side = list(_side_by_side([replica_passes.losses for replica_passes, _ in active]))
+    counts = [count for _, count in active]
+    enough = len(active) >= min(2, len(rows))
     # A step may divide each of its losses by their number.
     divisors = {1, cycle, cycle * len(side_by_side)} if cycle else range(1, _LONGEST_CYCLE)
     is_mean = enough and any(
         _is_mean_over_shards(terms, counts, len(rows), replicas, divisors) for terms in side_by_side
     )
-    quotient = enough and all(each.is_quotient for each, _ in known)
+    quotient = enough and all(replica_passes.is_quotient for replica_passes, _ in active)
     if is_mean:
         yield (
             f"back-propagates a mean over each replica's rows, and the gradients of {replicas} replicas are added up; "
             'compute one loss a row (reduction="none") and give them to ls.compute_average_loss(losses, '
             "global_batch_size=rows), which divides by the global batch"
         )
-    if len(known) >= 2 and _counts_for_each(side_by_side, replicas):
+    if len(active) >= 2 and _counts_for_each(side_by_side, replicas):
         yield (
             "back-propagates a term that is the same in all replicas, as a penalty on weights is, and it counts "
             f"{replicas} times; divide it among them with ls.scale_regularization_loss(term)"
@@ -146,7 +146,7 @@ def loss_warnings(
     combined = mixing is not None and not (is_mean and mixing.is_mean)
     if combined or (quotient and not is_mean):
         yield f"compares or combines the rows of its shard ({mixing or 'a quotient of sums'}), {MIXING_ADVICE}"
-    lines = dict.fromkeys(line for each in passes for line in each.gradients)
+    lines = dict.fromkeys(line for replica_passes in passes for line in replica_passes.gradients)
     if lines:
         yield (
             f"asks torch.autograd.grad for gradients of weights at {', '.join(lines)}, which are those of one "
@@ -210,9 +210,9 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
         if not waiting:
             return
         node, factors = waiting.pop()
-        name, following = _name(node), [each for each, _ in node.next_functions if each is not None]
+        name, following = _name(node), [child for child, _ in node.next_functions if child is not None]
         if name.startswith(_SUMS) or (name.startswith(_SAME) and len(following) == 1):
-            waiting += [(each, factors) for each in following]
+            waiting += [(child, factors) for child in following]
         elif name.startswith(_SCALES) and len(following) == 1:
             waiting.append((following[0], (*factors, *_factor(node))))
         else:
@@ -257,41 +257,42 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
         return size if name.startswith("MeanBackward") or by_hand else None
     if not saved or _saved(node, "_saved_reduction") != _MEAN_REDUCTION:
         return None
-    given = _saved(node, "_saved_self")
-    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else None
+    inputs = _saved(node, "_saved_self")
+    return int(inputs.shape[0]) if isinstance(inputs, Tensor) and inputs.ndim else None
 
 
 def _digest(root: Any) -> int | None:
     """Of what a term's gradient depends on, if weights and saved tensors are all of it."""
-    digest, weights, binary, kept = 0, False, False, False
-    seen, waiting = {root}, [root]
+    digest, weights, binary, has_tensors = 0, False, False, False
+    visited, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        if len(seen) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
+        if len(visited) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
             return None
         if _name(node) == _LEAF:
             weights = True
             continue
         digest = hash((digest, _name(node)))
-        for attribute in sorted(each for each in dir(node) if each.startswith("_saved_")):
+        for attribute in sorted(name for name in dir(node) if name.startswith("_saved_")):
             try:
                 value = getattr(node, attribute)
             except RuntimeError:  # freed, or changed in place since
                 return None
-            tensors = [each for each in _listed(value) if isinstance(each, Tensor)]
-            if any(each.numel() == 0 or not each.untyped_storage().size() for each in tensors):  # of no rows, or freed
+            tensors = [item for item in _listed(value) if isinstance(item, Tensor)]
+            # A tensor of no rows, or whose memory is freed, has no values to compare.
+            if any(tensor.numel() == 0 or not tensor.untyped_storage().size() for tensor in tensors):
                 return None
-            kept = kept or any(each.ndim for each in tensors)
-            digest = hash((digest, attribute, *((tuple(each.shape), _sample(each)) for each in tensors)))
+            has_tensors = has_tensors or any(tensor.ndim for tensor in tensors)
+            digest = hash((digest, attribute, *((tuple(tensor.shape), _sample(tensor)) for tensor in tensors)))
             if not tensors:
                 digest = hash((digest, repr(value)))
-        following = [each for each, _ in node.next_functions]
+        following = [child for child, _ in node.next_functions]
         binary = binary or (None in following and not _name(node).startswith(_SCALES))
-        for each in following:
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return digest if weights and (kept or not binary) else None
+        for child in following:
+            if child is not None and child not in visited:
+                visited.add(child)
+                waiting.append(child)
+    return digest if weights and (has_tensors or not binary) else None
 
 
 def _sample(tensor: Tensor) -> int:
@@ -314,12 +315,12 @@ def _divides_by_a_sum(root: Any) -> bool:
 
 def _nodes(root: Any) -> Iterator[tuple[str, Any]]:
     """All functions behind a loss, by name."""
-    seen, waiting = {root}, [root]
+    visited, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
         yield _name(node), node
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
+        following = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= following
         waiting += following
 
 
@@ -332,7 +333,7 @@ def _summed_in(node: Any) -> Iterator[int]:
             continue
         name = _name(node)
         if name.startswith((*_SUMS, *_SCALES, *_SAME, "UnsqueezeBackward", "SelectBackward")):
-            waiting += [each for each, _ in node.next_functions]
+            waiting += [child for child, _ in node.next_functions]
         elif name.startswith("SumBackward"):
             sizes = _saved(node, "_saved_self_sym_sizes")
             if sizes and _goes_over_the_first(node, len(sizes)) and not _is_weight(node.next_functions[0][0]):
@@ -342,7 +343,7 @@ def _summed_in(node: Any) -> Iterator[int]:
 def _is_weight(node: Any) -> bool:
     """Whether a function gives a weight, or a view of one."""
     while node is not None and _name(node) != _LEAF:
-        following = [each for each, _ in node.next_functions]
+        following = [child for child, _ in node.next_functions]
         if len(following) != 1:
             return False
         node = following[0]
@@ -350,10 +351,10 @@ def _is_weight(node: Any) -> bool:
 
 
 def _goes_over_the_first(node: Any, dims: int) -> bool:
-    given = _saved(node, "_saved_dim")
-    if given is None or given == ():
+    reduced_dims = _saved(node, "_saved_dim")
+    if reduced_dims is None or reduced_dims == ():
         return True
-    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(given))
+    return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(reduced_dims))
 
 
 def _name(node: Any) -> str:

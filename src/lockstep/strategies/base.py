@@ -265,22 +265,22 @@ class Strategy(ABC):
         )
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
-        bodies, first, check = self._looked_at(fn, bodies, rows, (args, kwargs) if distributed else None)
+        bodies, first, check = self._with_checks(fn, bodies, rows, (args, kwargs) if distributed else None)
         settled = self._mirrored.settled(len(self.devices))
         with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
             for surround in self._surrounds:
                 in_replica = around.enter_context(surround(self, fn, rows))
-                bodies = [partial(_guarded, in_replica, body) for body in bodies]
+                bodies = [partial(_run_within, in_replica, body) for body in bodies]
             results = merge(self._execute(fn, bodies, rows, notes.note))
         self._mirrored.sum_after_run(self)
         return results
 
-    def _looked_at(
-        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], given: Any
+    def _with_checks(
+        self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], arguments: Any
     ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
         """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks.
 
-        ``given`` are the arguments, if any of them has a value for each replica; else None.
+        ``arguments`` are the arguments, if any of them has a value for each replica; else None.
         """
         first: AbstractContextManager[None] = nullcontext()
         check: AbstractContextManager[None] = nullcontext()
@@ -288,13 +288,13 @@ class Strategy(ABC):
             return bodies, first, check
         count = self._mirrored.count_run(fn, has_rows=any((number or 0) > 1 for number in rows))
         row_check, replicas = None, range(len(bodies))
-        if given is not None and self._checks_rows(fn, count):
+        if arguments is not None and self._checks_rows(fn, count):
             row_check = RowCheck(fn, self._mirrored.modules, self.function_modes, rows, count=count)
-            shards = distributed_leaves(given, len(bodies))
+            shards = distributed_leaves(arguments, len(bodies))
             bodies = [partial(row_check.run, *each) for each in zip(replicas, shards, bodies, strict=True)]
             check = row_check.looked_at()
         if count.runs == 1:
-            distributed, replicas_in_sync = given is not None, self.num_replicas_in_sync
+            distributed, replicas_in_sync = arguments is not None, self.num_replicas_in_sync
             modules, workers = self._mirrored.modules, self.workers
             look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
             look.row_check, count.look = row_check, look
@@ -420,9 +420,9 @@ class Strategy(ABC):
     ) -> MirroredVariable:
         """Makes a variable with one value for each replica; see ``MirroredVariable``."""
         self._outside("variable")
-        made = MirroredVariable(self, value, aggregation=aggregation, synchronization=synchronization)
-        self._mirrored.add_variable(made)
-        return made
+        variable = MirroredVariable(self, value, aggregation=aggregation, synchronization=synchronization)
+        self._mirrored.add_variable(variable)
+        return variable
 
     def distribute_dataset(
         self, dataset: Iterable[Any], *, shard: Shard = "batch", prefetch: int | None = None, lists: Lists = "auto"
@@ -457,7 +457,7 @@ class Strategy(ABC):
         return PerReplicaDataset(fn, self.devices, workers=self.workers, prefetch=prefetch, lists=lists)
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
-        if isinstance(value, PerReplica) and not all(isinstance(each, (torch.Tensor, int, float)) for each in value):
+        if isinstance(value, PerReplica) and not all(isinstance(item, (torch.Tensor, int, float)) for item in value):
             return reduction(list(self.local_results(value)))  # values such as lists are values, not structures
         return tree_map(lambda leaf: reduction(list(self.local_results(leaf))), value)
 
@@ -476,7 +476,7 @@ class ThreadedStrategy(Strategy):
     """A strategy with one replica for each logical device, each in its own thread. Abstract.
 
     ``make_exchange`` makes the exchange of an optimizer's gradients, ``partition`` says which part of a model this
-    worker holds, and ``guard`` is a context around each replica's part of a run.
+    worker holds, and ``replica_block`` is a context around each replica's part of a run.
     """
 
     def __init__(
@@ -487,11 +487,11 @@ class ThreadedStrategy(Strategy):
         make_exchange: MakeExchange = LocalExchange,
         *,
         partition: PartitionPolicy | None = None,
-        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replica_block: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         # An evaluator's optimizers are made as elsewhere, and make no update.
         super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
-        self.devices, self.workers, self._runner, self._guard = devices, workers, runner, guard
+        self.devices, self.workers, self._runner, self._replica_block = devices, workers, runner, replica_block
         self._release_devices = weakref.finalize(self, release_devices, devices)  # called at most once
 
     @property
@@ -536,27 +536,28 @@ class ThreadedStrategy(Strategy):
         if not self.workers.is_single:
             name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
             self.workers.set_status(f"a run of {name} ({call_site()})")
-        return self._runner.run(self, fn, [partial(_guarded, self._guard, body) for body in bodies], rows, note)
+        block = self._replica_block
+        return self._runner.run(self, fn, [partial(_run_within, block, body) for body in bodies], rows, note)
 
 
-def _guarded(guard: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
-    with guard():
+def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Any:
+    with block():
         return body()
 
 
-def chosen_devices(
-    given: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
+def select_devices(
+    selection: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
 ) -> tuple[LogicalDevice, ...]:
     """The device of each replica: those given, all if None, or those that an observer wants in their place."""
-    if isinstance(given, str | bytes):
-        raise ConfigError(f"devices is a list, got the string {given!r}; write devices=[{given!r}]")
-    devices, observer = resolve_devices(given), current_observer()
+    if isinstance(selection, str | bytes):
+        raise ConfigError(f"devices is a list, got the string {selection!r}; write devices=[{selection!r}]")
+    devices, observer = resolve_devices(selection), current_observer()
     if replicas is not None:
-        devices = laid_out(replicas, devices)
+        devices = place_replicas(replicas, devices)
     return devices if observer is None else observer.devices_chosen(devices)
 
 
-def laid_out(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
+def place_replicas(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[LogicalDevice, ...]:
     """The device of each of ``replicas`` replicas, laid on ``devices`` in blocks whose sizes differ by at most one.
 
     Raises ConfigError for devices of two kinds.

@@ -85,7 +85,7 @@ def scale_regularization_loss(loss: torch.Tensor | float) -> torch.Tensor:
 
 
 def _rows_of_all(workers: Communicator, rows: list[int]) -> int:
-    return int(workers.sum_numbers(_NAME, [[each] for each in rows])[0])
+    return int(workers.sum_numbers(_NAME, [[count] for count in rows])[0])
 
 
 def fitted_weight(weight: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
