@@ -51,17 +51,9 @@ from lockstep.parallel.pipeline_stage import (
 )
 from lockstep.parallel.pretrained import PretrainedWeights, open_weights
 from lockstep.parallel.sharded_module import ShardedModule, is_divided
-from lockstep.parallel.tensor_parallel import (
-    WHOLE,
-    DividedModel,
-    SequenceSharding,
-    TensorPlan,
-    TensorSharding,
-    check_plan,
-    check_user_plan,
-    shard_layers,
-    ties_of,
-)
+from lockstep.parallel.tensor_parallel import WHOLE, TensorSharding, shard_layers, ties_of
+from lockstep.parallel.tensor_plan import DividedModel, TensorPlan, check_plan, check_user_plan
+from lockstep.parallel.tensor_styles import SequenceSharding
 from lockstep.parallel.tp_rng import DeviceRng, TensorParallelRng
 from lockstep.replicas.rng.state import ReplicaGenerators, replica_generator
 from lockstep.strategies.base import ThreadedStrategy, select_devices
@@ -185,14 +177,12 @@ class ParallelStrategy(ThreadedStrategy):
         # torch's packages under these take 1.3 s to import, which a program without them is spared.
         from lockstep.parallel.mesh import make_mesh
 
-        device_of_worker = devices[0].torch_device
-        self._mesh = make_mesh(
-            job.workers, self.layout, timeout_s=self.communication.timeout_s, device=device_of_worker
-        )
+        torch_device = devices[0].torch_device
+        self._mesh = make_mesh(job.workers, self.layout, timeout_s=self.communication.timeout_s, device=torch_device)
         self._rank_generator = replica_generator(stage_seed, -1 - job.workers.index)
         self._parts = ModelParts(
             self._groups, self._mesh, pipelining=pipelining, shard_parameters=shard_parameters,
-            shard_optimizer=shard_optimizer, generator=self._rank_generator, device=device_of_worker, seed=seed,
+            shard_optimizer=shard_optimizer, generator=self._rank_generator, device=torch_device, seed=seed,
             sequence_parallel=sequence_parallel,
         )  # fmt: skip
         view = self._groups.replicas(pipelining.last_worker, [] if self._mesh is None else [self._mesh.close])
