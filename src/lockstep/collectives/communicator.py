@@ -83,6 +83,7 @@ class Communicator(ABC):
         self.replicas, self.names = tuple(replicas), tuple(names)
         self.size, self.num_replicas = len(self.replicas), sum(self.replicas)
         self.first_replica = sum(self.replicas[:index])  # this worker's first among those of all workers
+        # Every worker computes the nodes of all, so a record need not say what its numbers are sums of.
         blocks = pairwise(accumulate(self.replicas, initial=0))
         self.nodes = tuple(nodes_within(*block, self.num_replicas) for block in blocks)
         self.any_layout = any_layout
@@ -115,7 +116,9 @@ class Communicator(ABC):
 
     def _receive_flags(self, received: ControlFlags, *, requests: ControlFlags) -> None:
         self._agreed_flags |= received
-        self._own_flags &= ~requests  # only these: a signal handler may have set others since
+        # Only these: a signal handler may have set others since they were sent
+        # (tests/collectives/test_communicator.py).
+        self._own_flags &= ~requests
 
     @abstractmethod
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
@@ -147,6 +150,8 @@ class Communicator(ABC):
 
         local_sums = sums_within([tuple(row) for row in rows], self.first_replica, self.num_replicas, add)
         width, most = len(rows[0]), max(map(len, self.nodes))
+        # Filled up with zeros: workers have different numbers of nodes, and a record's numbers are as many on all
+        # workers. Sums are sent by node and not by worker, so that they are added in one order on every layout.
         payload = [number for _, row in local_sums for number in row] + [0.0] * ((most - len(local_sums)) * width)
         parts = [
             (node, numbers[place * width : (place + 1) * width])
@@ -201,7 +206,8 @@ class SingleWorkerCommunicator(Communicator):
         super().__init__(0, (replicas,), (name,), any_layout=any_layout, task=task)
 
     def all_gather_numbers(self, name: str, numbers: Sequence[float] = ()) -> list[tuple[float, ...]]:
-        flags = self._own_flags  # read once: a signal handler may set others meanwhile
+        # Read once: a signal handler may set others meanwhile.
+        flags = self._own_flags
         self._receive_flags(flags, requests=flags)
         return [tuple(numbers)]
 
@@ -228,6 +234,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
     """Gathers a value of every worker (lists, tuples and dicts of tensors, numbers, strings and None), on the CPU."""
     if workers.is_single:
         return [value]
+    # Not pickle: weights_only reads tensors and plain values, and runs no code of another worker's.
     written = io.BytesIO()
     torch.save(value, written)
     return [
@@ -238,6 +245,7 @@ def all_gather_object(workers: Communicator, name: str, value: Any) -> list[Any]
 
 def run_on_chief(workers: Communicator, name: str, act: Callable[[], R]) -> R | None:
     """Runs ``act`` on the chief while the others wait; None on the others, who get a ClusterError if it fails."""
+    # An error is sent before it is raised: workers that wait for the chief's message would wait until their time limit.
     result, failed = None, None
     try:
         result = act() if workers.leads else None
@@ -320,6 +328,7 @@ def calling_frame() -> FrameType | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
+    # A replica's thread begins in threading.py, which is no line of the user's.
     return None if frame.f_code.co_filename == threading.__file__ else frame
 
 
@@ -385,6 +394,8 @@ class MeshCommunicator(Communicator):
         return self._job.broadcast_bytes(name, payload)
 
     def all_reduce(self, name: str, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        # Zeros of the others keep the sum that of the leaders, each replica counted once
+        # (tests/collectives/test_mesh_communicator.py).
         (tensors,) = parts
         return self._job.all_reduce(
             name, [tensors if self.is_leader else [torch.zeros_like(tensor) for tensor in tensors]]
@@ -413,6 +424,8 @@ class MeshCommunicator(Communicator):
         requests = self._own_flags
         self._job.set_flags(requests)
         gathered = gather()
+        # The job's flags are cleared, since this communicator keeps what is agreed; otherwise each later collective
+        # would bring them back after they have been acted on.
         agreed = self._job.agreed_flags
         self._job.clear_flags(agreed)
         self._receive_flags(agreed, requests=requests)

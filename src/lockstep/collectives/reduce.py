@@ -58,6 +58,7 @@ def reduce_across(workers: Communicator, op: ReduceOp, values: Sequence[Any], ax
         refuse_summed("reduce(sum)", values)
     name = f"reduce({op.value}{'' if axis is None else f', axis={axis}'})"
     if axis is None and all(isinstance(value, (int, float)) for value in values):
+        # Python's sums of ints are ints. Records carry doubles, so the kinds are counted beside the values.
         total, floats = workers.sum_numbers(name, [(value, not isinstance(value, int)) for value in values])
         if op is ReduceOp.MEAN:
             return total / workers.num_replicas
@@ -101,6 +102,7 @@ def sums_across(workers: Communicator, name: str, values: Sequence[Sequence[torc
 def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elementwise sum, on the first tensor's device, in the order of ``tree``. Booleans are counted."""
     total = tree_sum(_addends(tensors), _plus)
+    # The sum over one replica is its tensor, and a caller may write to a sum (tests/collectives/test_reduce.py).
     return total.clone() if total is tensors[0] else total
 
 
@@ -112,6 +114,7 @@ def _addends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             f"cannot add values of shapes {shapes}, one per replica; give all replicas the same shape, "
             "or name the axis whose length differs"
         )
+    # torch's True + True is True.
     return [tensor.long() if tensor.dtype == torch.bool else tensor for tensor in tensors]
 
 
@@ -199,6 +202,8 @@ class _AllGather(torch.autograd.Function):
         workers = replica.workers
 
         def combine(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+            # The backward pass cuts each replica's part from a sum over all, so it must know where the part begins
+            # among those of all workers.
             gathered = gather_across(workers, ctx.name, values, axis)
             local = [tensor.shape[axis] for tensor in values]
             lengths = workers.all_gather_numbers(f"{ctx.name} lengths", [sum(local)])

@@ -39,6 +39,7 @@ def add_nodes(parts: Iterable[tuple[Node, T]], leaves: int, add: Callable[[T, T]
     """
     nodes: list[tuple[Node, T]] = []
     for node, value in parts:
+        # As a carry in binary addition: a node that completes a pair may complete the next larger one.
         while nodes and (above := _parent(nodes[-1][0], node, leaves)):
             value = add(nodes.pop()[1], value)
             node = above

@@ -137,7 +137,8 @@ class TreeSum:
         sums, local_slice = self._sums, self._slices[self._sums.rank]
         for message in self._coming:
             message.wait()
-        if self._whole:  # before the memory is written to
+        # The parts go as they lie in memory, so they must have left before the first one is written to.
+        if self._whole:
             self._wait_until_sent()
         parts: list[tuple[Node, Tensor]] = []
         for worker, nodes in enumerate(sums.nodes):
@@ -174,6 +175,7 @@ def _work(jobs: queue.SimpleQueue[TreeSum | None]) -> None:
     while True:
         job = None
         with suppress(queue.Empty):
+            # With sums left to finish it does not block: a sum that has begun is added up before others are finished.
             job = jobs.get(block=not added)
             if job is None:
                 return
@@ -185,7 +187,9 @@ def _work(jobs: queue.SimpleQueue[TreeSum | None]) -> None:
                 added.append(job)
                 job.add_up()
         except RuntimeError as error:  # a connection broke, or timed out
+            # Whichever sum has failed, its connection is one of the group's, through which the others go too.
             for pending in added:
                 pending.fail(error)
             added.clear()
+        # Or the tensors of the last sum would live until the next one comes.
         del job

@@ -42,7 +42,10 @@ class DeferredInit:
             blanks[id(tensor)] = _meta(tensor)
             if tensor.is_meta:
                 self._missing.add(name)
-        self._module = copy.deepcopy(module, blanks)  # has no values: what is there must not be written to
+        # The copy has a blank on the meta device for each tensor. So it takes no memory for weights, and initialising
+        # it cannot write to the user's tensors (tests/parallel/test_deferred_init.py:
+        # test_values_that_are_there_are_left_alone).
+        self._module = copy.deepcopy(module, blanks)
         self._latest: tuple[str | None, dict[str, Tensor]] = None, {}
 
     def make(self, name: str) -> Tensor:
@@ -53,7 +56,10 @@ class DeferredInit:
         name = self._firsts[name]
         owner = name.rpartition(".")[0]
         if self._latest[0] != owner:
-            self._latest = None, {}  # frees the memory of the one before
+            # The values of one module are kept: its tensors are asked for one after another, and its reset_parameters
+            # writes all of them at once. Those of the module before are freed first, so that a worker holds its part
+            # and one module.
+            self._latest = None, {}
             self._latest = owner, self._initialised(owner)
         return self._latest[1][name].detach()
 
@@ -63,6 +69,9 @@ class DeferredInit:
         tensors: dict[str, Any] = {**part._parameters, **part._buffers}
         names = {key: f"{owner}.{key}" if owner else key for key in tensors}
         values = {key: _unset(blank) for key, blank in tensors.items() if names[key] in self._missing}
+        # The seed comes from the module's name and not from its turn: a worker makes the modules of its part only, and
+        # each layout begins with the same bits (tests/strategies/test_parallel_meta.py). Python's hash() of a string
+        # differs from process to process.
         number = hashlib.sha256(f"{self._seed}/{owner}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(number, "little", signed=True))
         try:
@@ -93,11 +102,14 @@ class DeferredInit:
         steps = owner.split(".") if owner else []
         around = [self._module.get_submodule(".".join(steps[:end])) for end in range(len(steps), -1, -1)]
         for part in around:
+            # torch 2.13: the one module of torch.nn with weights whose initialisation has an underscore in its name.
             if isinstance(part, nn.MultiheadAttention):
                 yield part._reset_parameters
             elif callable(reset := getattr(part, "reset_parameters", None)):
                 yield reset
         for place, part in enumerate(around):
+            # transformers has each module initialised by the nearest model around it, as a vision tower inside another
+            # model is.
             models = [init for outer in around[place:] if callable(init := getattr(outer, "_init_weights", None))]
             if models:
                 yield partial(models[0], part)
@@ -120,6 +132,8 @@ def _unset(blank: Tensor) -> Tensor:
 
 
 def _has_unset(whole: Tensor) -> bool:
+    # NaN is no initial value, so one shows that something was not written. An integer may rightly be -1, whose bytes
+    # are these, so an integer tensor counts as not written only if it is all of them.
     if whole.is_floating_point():
         return bool(whole.isnan().any())
     return bool((whole.reshape(-1).view(torch.uint8) == _UNSET_BYTE).all())
@@ -147,7 +161,9 @@ def materialize(
             return local_shard(initial.make(name), blank, order)
         return None
 
-    filled: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old one too, so that no other gets its id
+    # By the id of a blank, the blank and the tensor in its place, for tied tensors. The blank is kept so that no other
+    # object gets its id.
+    filled: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, part in module.named_modules():
         tensors: dict[str, Any]
         for tensors in (part._parameters, part._buffers):
@@ -167,7 +183,9 @@ def _filled(blank: Tensor, local: Tensor, device: torch.device | None) -> Tensor
         return blank
     local = local if device is None else local.to(device)
     if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-        local = local.clone()  # frees the rest
+        # A shard is a view of the whole tensor, whose memory it would hold (tests/strategies/test_parallel_meta.py:
+        # test_no_worker_holds_more_than_its_part_and_one_tensor).
+        local = local.clone()
     if isinstance(blank, DTensor):
         local = DTensor.from_local(
             local, blank.device_mesh, blank.placements, run_check=False, shape=blank.shape, stride=blank.stride()

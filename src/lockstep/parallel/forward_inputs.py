@@ -61,6 +61,8 @@ def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
     names = [*ForwardArguments(forward).named(args, {}), *[""] * len(args)]
     filled = [_filled(name, value) for name, value in zip(names, args, strict=False)]
     outputs = call(*filled, **{name: _filled(name, value) for name, value in kwargs.items()})
+    # A slice of no rows stays in the autograd graph, so this worker's backward pass runs, with gradients of zero, and
+    # takes part in the exchanges that the other workers wait in.
     return tree_map(
         lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 1 else leaf, outputs
     )
@@ -68,6 +70,7 @@ def call_on_dummy_row(call: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 def has_no_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the first tensor among the arguments has no rows."""
+    # Only the first tensor tells: later ones may be tables that have no rows in any batch.
     leaves = (leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim)
     return next((not len(leaf) for leaf in leaves), False)
 

@@ -24,7 +24,10 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     for unit in [*units_of(module), module]:
         # The root too: parameters outside the layers would otherwise stay unsharded after an evaluation.
         sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        sharded.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged
+        # FSDP averages gradients over the replicas. Losses here are divided by the global batch, so a sum is what one
+        # device has.
+        sharded.set_gradient_divide_factor(1.0)
+        # torch 2.13: with a factor of its own FSDP would ask for ReduceOp.PREMUL_SUM, which gloo does not have.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
@@ -37,6 +40,8 @@ def units_of(module: nn.Module) -> list[nn.Module]:
     def uses(part: nn.Module) -> Counter[int]:
         return Counter(id(parameter) for _, parameter in part.named_parameters(remove_duplicate=False))
 
+    # FSDP frees the weights of a unit when it has computed. A weight that another unit uses would be gone for that one,
+    # so such a unit is gathered with the root (tests/parallel/test_fsdp.py).
     in_all = uses(module)
     members = [(part, uses(part)) for part in _members(module)]
     return [

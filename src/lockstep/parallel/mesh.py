@@ -59,10 +59,13 @@ class WorkerMesh:
             lambda: self._make(store, layout, config), "the making of the mesh"
         )
         membership.subscribe(lambda _: self.break_off())
-        atexit.register(self.close)  # before the membership's own end, or gloo's threads may abort the interpreter's
+        # Registered after the membership, so called before it ends: gloo's threads would otherwise wait for workers
+        # that are gone, and may abort the interpreter at its end.
+        atexit.register(self.close)
 
     def explain(self, error: RuntimeError, doing: str) -> ClusterError | None:
         """The error to raise in place of one that a broken connection raised; None for any other."""
+        # gloo raises plain RuntimeErrors, whose texts begin with the path of gloo's source that raised them.
         if any(isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in _causes(error)):
             return self._membership.explain_broken(error, doing)
         return None
@@ -80,12 +83,16 @@ class WorkerMesh:
         atexit.unregister(self.close)
         backends, self._backends = self._backends, []
         for connections in self._connections:
-            connections.shut_down()  # or the end of a group would wait for an operation in flight
+            # A group that ends waits for its operations in flight, whose other side may never come.
+            connections.shut_down()
         if backends and dist.is_initialized():
             if not self._on_gpus:
                 dist.destroy_process_group()
-            elif not self._broken_off:  # otherwise the end of the process does it
+            # Groups that were aborted are left to the end of the process (tests/collectives/test_nccl.py).
+            elif not self._broken_off:
                 process_group.ends_in_time(dist.destroy_process_group)
+            # Caches of DTensor hold the meshes that they have seen, and those their groups, with threads and sockets
+            # (tests/strategies/test_parallel.py: test_a_closed_strategy_leaves_no_thread).
             forget_groups(self.mesh)
         for backend in backends:
             process_group.release(backend)

@@ -38,6 +38,8 @@ class MeshLayout:
         return self.pipeline, self.data, self.tensor
 
     def coordinate(self, rank: int) -> MeshCoordinate:
+        # Tensor ranks exchange activations in every layer, so they are neighbours; stages exchange them once and may be
+        # on two hosts (tests/parallel/test_mesh_layout.py).
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.data)
         return MeshCoordinate(stage=stage, replica=replica, tensor=tensor)

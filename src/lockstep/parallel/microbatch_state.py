@@ -33,6 +33,7 @@ class StateWatch:
 
     def _differs(self, name: str, part: nn.Module) -> bool:
         buffers, numbers = self._before[name]
+        # An attribute or buffer that has gone keeps nothing of a microbatch, so it counts as unchanged.
         now, numbers_now = part._buffers, numbers_of(part)
         return any(_is_changed(before, now.get(key)) for key, before in buffers.items()) or any(
             before != numbers_now.get(key, before) for key, before in numbers.items()
@@ -68,4 +69,5 @@ def _is_changed(before: Tensor, now: Tensor | None) -> bool:
 
 
 def _normalizes_by_rows(part: nn.Module) -> bool:
+    # Batch norm in training changes its running buffers. Without buffers nothing changes, so it is told by its type.
     return isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)

@@ -162,6 +162,7 @@ def require_layers(module: nn.Module, setting: str) -> ModelSpec:
             f"names them; {advice}"
         )
     plan_names = {*spec.first_stage, *spec.last_stage, spec.layers.partition(".")[0]}
+    # A part that the plan leaves out would stay on every stage, and nothing tells on which of them it computes.
     for name, part in module.get_submodule(base_name(module)).named_children():
         if name not in plan_names and any(True for _ in part.parameters()):
             raise ConfigError(
@@ -176,6 +177,7 @@ def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mappi
     base = f"{name}." if (name := base_name(module)) else ""
     body = [name.removeprefix(base) for name in pipeline if name.startswith(base)]
     modules = dict(module.get_submodule(base.removesuffix(".")).named_modules())
+    # Some types have a tensor plan and no pipeline plan that names their list of layers.
     if not any(isinstance(modules.get(name), nn.ModuleList) for name in body):
         config: Any = module.config
         body = list(BODIES.get(config.model_type, ()))
@@ -184,6 +186,7 @@ def _spec_of_plans(module: nn.Module, tensor: Mapping[str, str], pipeline: Mappi
     first, last = body[:place], body[place + 1 :]
     inside = {name.removeprefix(base): style for name, style in tensor.items() if name.startswith(base)}
     outside = {name: style for name, style in tensor.items() if not name.startswith(base)}
+    # Where a plan leaves the table of input embeddings whole, its rows are divided all the same, as in Megatron-LM.
     embedding = _input_embedding(module.get_submodule(base.removesuffix(".")))
     if tensor and embedding and embedding not in inside:
         inside[embedding] = "embedding_rowwise"
@@ -209,6 +212,8 @@ def _input_embedding(body: nn.Module) -> str:
 
 def sizes_of(config: Any, name: str) -> list[int]:
     """The sizes of one name in a configuration of a model of text: one, or those of layers that differ, or none."""
+    # transformers 5: layers of one model may have sizes of their own, and each must be divided evenly
+    # (tests/parallel/test_tensor_plans.py: test_layers_that_differ_in_heads_are_each_looked_at).
     text = config.get_text_config()
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return sorted({size for layer in layers if isinstance(size := getattr(layer, name, None), int)})

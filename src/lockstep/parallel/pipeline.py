@@ -47,7 +47,8 @@ _KINDS: Mapping[ScheduleName, type[Schedule]] = {
 _LOG = logging.getLogger("torch.distributed.pipelining.schedules")
 _ACTIONS: Mapping[str, ActionKind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 """By torch's names. torch also has actions that compute nothing."""
-_MOST_SCHEDULES = 8  # which hold buffers
+# A schedule holds buffers for every microbatch, so data of ever new lengths would fill the memory.
+_MOST_SCHEDULES = 8
 _MOST_VALUES = 256
 WITHOUT_PENALTY = (
     "leave a penalty on weights to the optimizer (weight_decay=, which is that of squares, or a hook of "
@@ -173,10 +174,14 @@ class Pipeline:
             examine: called where the outputs are, for each microbatch that has rows.
         """
         self._trained += 1
+        # Passes 1, 2, 4, 8, ... are watched: to copy and compare all buffers takes time, and a module may begin to
+        # count only in a later pass.
         parts = min(rows, self._pipelining.microbatches)
         looks = parts > 1 and not self._warned_of_state and self._trained.bit_count() == 1
         watch = StateWatch(self._stages[0].model) if looks else None
         self._pass(x, rows, examine, backward=True)
+        # Autograd calls no hooks for gradients that a schedule with a split backward computes by itself, so they are
+        # handed over here.
         self.after_backward()
         if watch is not None:
             self._warned_of_state = warn_of_changed(watch, self._workers, parts)
@@ -199,6 +204,7 @@ class Pipeline:
 
     def _pass(self, x: Any, rows: int, examine: Examine, *, backward: bool) -> None:
         microbatches = divided(self._arguments.of_inputs(x), rows, self._pipelining.microbatches)
+        # Shards divide into microbatches of at most two sizes and empty ones, so few examples are run for their shapes.
         examples = {microbatch.rows: microbatch for microbatch in microbatches if microbatch.rows}
         values = {number: self._values_for(example, backward=backward) for number, example in examples.items()}
         now = self._now = _Pass(microbatches, values, max(values), examine)
@@ -208,6 +214,8 @@ class Pipeline:
         try:
             with without_its_log():
                 run(
+                    # torch hands the loss function the targets of a microbatch. Here these are its number alone: the
+                    # loss looks up outputs and rows, which may be any structure.
                     target=torch.arange(len(microbatches)) if self.is_last else None,
                     losses=[] if self.is_last else None,
                     return_outputs=False,
@@ -226,12 +234,14 @@ class Pipeline:
         """What the shapes between stages depend on."""
         leaves, spec = tree_flatten(dict(inputs))
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        # Under autocast a stage sends other dtypes than without, so the precision is part of the key.
         kind = self._device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (repr(spec), tuple(shapes), precision, self._stages[0].key(inputs))
 
     def _example(self, microbatch: Microbatch) -> list[Any]:
         """What each stage but the last gives the next, by a forward pass of all of them that leaves no trace."""
+        # Models of transformers send hidden states of a known size, so nothing need be run.
         outputs = self._stages[0].known_values(microbatch.inputs)
         if outputs is not None:
             return [outputs] * (self._pipelining.stages - 1)
@@ -239,6 +249,8 @@ class Pipeline:
         values: Any = ()
         for number in range(self._pipelining.stages - 1):
             stages = [stage for stage in self._stages if stage.number == number]
+            # A worker that fails sends its error in place of an example, so that all workers raise it and none waits
+            # for a tensor.
             attempt = self._try_stage(stages[0], values, microbatch.inputs) if stages else ((), "")
             gathered = all_gather_object(self._workers, f"what stage {number} gives the next", attempt)
             output, fault = gathered[self._pipelining.worker_of(number)]
@@ -269,6 +281,7 @@ class Pipeline:
 
     def _schedule(self, values: list[StageValues], *, backward: bool) -> Schedule:
         """The schedule for microbatches of these shapes; its buffers are kept for the latest ones."""
+        # A schedule allocates the buffers that it receives into, of fixed shapes.
         shapes = tuple(
             (tensor.shape, tensor.dtype, tensor.requires_grad)
             for stage_values in values
@@ -286,6 +299,8 @@ class Pipeline:
             for stage in self._stages
         ]  # fmt: skip
         kind, microbatches = _KINDS[self._pipelining.schedule], self._pipelining.microbatches
+        # scale_grads=False: by default torch divides gradients by the number of microbatches, and the loss is divided
+        # by the global batch already.
         if issubclass(kind, PipelineScheduleSingle):
             # Without a backward pass GPipe lets every stage go on at once.
             single = kind if backward else torch_pipelining.ScheduleGPipe
@@ -312,6 +327,8 @@ class Pipeline:
     def _nothing(self, stage: Stage, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Zeros in place of a microbatch without rows, whose gradients are zero."""
         assert self._now is not None
+        # The zero depends on what was received. Without that the stage before would wait for a gradient that never
+        # comes: torch's schedules run each backward action, whether or not the microbatch has rows.
         through = [tensor.sum() * 0.0 for tensor in received if tensor.requires_grad]
         zero = sum(through, start=torch.zeros((), device=self._device))
         if stage.last:
@@ -334,6 +351,7 @@ class Pipeline:
             return torch.stack(list(leaves)).sum()
         outputs, begin = self._now.outputs.pop(number), next_sequence_number()
         loss = self._now.examine(outputs, slice(microbatch.begin, microbatch.end))
+        # The walk through the graph of a loss takes time, so it is made in passes 1, 2, 4, 8, ...
         if self._trained.bit_count() == 1 and reads_weights(loss, outputs, self.weights, begin):
             raise UsageError(
                 "the loss reads weights of the model by themselves, and this worker of the pipeline has those of its "
@@ -341,7 +359,8 @@ class Pipeline:
             )
         if self._slots:  # the loss is part of the last forward pass
             self._slots[-1] = replace(self._slots[-1], end=time.perf_counter())
-        return loss.clone() if loss._is_view() else loss  # torch detaches it in place, which a view refuses
+        # torch calls detach_() on the loss, which raises for a view (torch 2.13: "Can't detach views in-place").
+        return loss.clone() if loss._is_view() else loss
 
 
 def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: int) -> bool:
@@ -349,6 +368,8 @@ def reads_weights(loss: Tensor, outputs: Any, weights: Collection[int], begin: i
 
     ``begin`` is the number of the first node that autograd has made for the loss; those before are of the outputs.
     """
+    # Autograd numbers its nodes in the order of their making. The order tells the loss's nodes from the model's, also
+    # where the outputs are objects that hide their tensors from torch's trees.
     output_ids = {id(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
     nodes: list[Any] = [loss.grad_fn]
     visited: set[Any] = {None}
@@ -369,6 +390,7 @@ def divided(inputs: Mapping[str, Any], rows: int, number: int) -> list[Microbatc
     microbatches, begin = [], 0
     for index in range(number):
         end = begin + rows // number + (index < rows % number)
+        # Bound as defaults: a closure in a loop would see the last microbatch's bounds.
         part = tree_map(lambda leaf, begin=begin, end=end: leaf[begin:end] if _has_rows(leaf, rows) else leaf, inputs)
         microbatches.append(Microbatch(dict(part), begin, end))
         begin = end
@@ -391,6 +413,7 @@ class RecentValues(Generic[T]):
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """The value of a key, made if it is not kept."""
         value = self._values.pop(key) if key in self._values else make()
+        # dicts keep the order of insertion, so the first key is the one that was asked for longest ago.
         while len(self._values) >= self._most:
             self._values.pop(next(iter(self._values)))
         self._values[key] = value

@@ -81,6 +81,8 @@ class ModuleGraph:
                 continue
             parent, _, attribute = name.rpartition(".")
             owner: Any = self._module.get_submodule(parent)
+            # None stays under the name: torch's named_parameters() leaves it out, and code that looks for the name
+            # finds no AttributeError.
             for kind in (owner._parameters, owner._buffers):
                 if attribute in kind:
                     kind[attribute] = None
@@ -90,6 +92,8 @@ class ModuleGraph:
 
     def key(self, names: Iterable[str]) -> Any:
         """What a trace depends on: which inputs there are, and the plain attributes of the containers, by name."""
+        # Python branches on such values as training=True leave no node in a graph, so a graph holds for one set of
+        # them.
         settings = []
         for name in sorted(self._containers):
             attributes = vars(self._module.get_submodule(name))
@@ -101,6 +105,7 @@ class ModuleGraph:
     def part(self, stage: int, names: Iterable[str]) -> fx.GraphModule:
         """A stage for inputs of these names. It takes the inputs, and what travels from the stage before."""
         names = frozenset(names)
+        # Again in each step, since a hook may be registered between two of them.
         self._check_hooks()
         key = (self.key(names), stage)
         if key not in self._stages:
@@ -170,9 +175,13 @@ class ModuleGraph:
 
     def _find_holders(self) -> None:
         """Finds the stages that have each leaf and each tensor of a container, in both modes and with all inputs."""
+        # A trace runs the forward's Python, so a random number that it draws would be in the graph as a constant. The
+        # states of the generators before and after tell.
         parts = [self._module.get_submodule(name) for name in self._containers]
         modes, drawn = [part.training for part in parts], (random.getstate(), torch.get_rng_state().tolist())
         failures: list[ConfigError] = []
+        # Every leaf must have a stage before a step needs it, and some are only called in training or with an optional
+        # input. The mode of now comes first: where traces disagree, its stages hold.
         for mode in dict.fromkeys((self._module.training, True, False)):
             for part in parts:
                 part.training = mode
@@ -217,6 +226,8 @@ class ModuleGraph:
 
     def _add_uncalled(self) -> None:
         """What no trace uses goes with what is registered before it."""
+        # Named modules come in the order of their registration, so a module that no trace calls is given the stage of
+        # its neighbour, and its weights are in the state of one worker.
         stages = {0}
         for name, part in self._module.named_modules():
             if name in self._containers:
@@ -237,6 +248,7 @@ class ModuleGraph:
             copies[node] = built.placeholder(f"taken_{number}")
 
         def copied(node: fx.Node) -> fx.Node:
+            # A node without a stage is copied into each stage that uses it, with all that it is computed from.
             if node not in copies:
                 copies[node] = built.node_copy(node, copied)
             return copies[node]

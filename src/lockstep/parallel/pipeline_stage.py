@@ -40,6 +40,7 @@ class ActiveStage:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return (stage_forward if self.stage == stage else other_forward)(*args, **kwargs)
 
+        # On the object and not as a wrapping module, which would change the names in the state_dict.
         part.forward = forward
 
 
@@ -159,7 +160,8 @@ class ModelStage(Stage):
         active: ActiveStage,
     ) -> None:
         super().__init__(model, number=number, stages=stages)
-        self._base, self._parts = (base,), tuple(parts)  # tuples, so that nn.Module does not register them
+        # In tuples, so that nn.Module does not register the parts: a stage has no state_dict of its own.
+        self._base, self._parts = (base,), tuple(parts)
         self._active = active
         self._accepted = frozenset(inspect.signature((model if self.last else base).forward).parameters)
         self._dtype = next(model.parameters()).dtype
@@ -188,15 +190,18 @@ class ModelStage(Stage):
         arguments = {name: value for name, value in inputs.items() if name in self._accepted}
         if not self.first:
             arguments.pop(self._input, None)
-            arguments.pop("token_type_ids", None)  # they were added on the first stage
+            # The embeddings of the first stage have added them to the hidden states.
+            arguments.pop("token_type_ids", None)
             (hidden,) = values
             arguments[_EMBEDDED if _EMBEDDED in self._accepted else self._input] = self._active.received = hidden
+        # A cache of keys would be kept for each microbatch, and the layers of other stages are missing from it.
         if "use_cache" in self._accepted:
             arguments["use_cache"] = False
         if self.last:
             return self.model(**arguments)
         hidden = self._base[0](**arguments).last_hidden_state
-        return (hidden.to(self._dtype),)  # autocast may give another dtype than the next stage expects
+        # Autocast may give another dtype than the buffers have that the next stage receives into.
+        return (hidden.to(self._dtype),)
 
     def _first_input(self, inputs: Mapping[str, Any]) -> Tensor:
         if not isinstance(tokens := inputs.get(self._input), Tensor):
@@ -252,11 +257,14 @@ def cut_to_stages(
             setattr(owner, name, otherwise)
             return
         parts[stage].append(part)
+        # A worker with one stage calls each part for that stage only.
         if len(parts) > 1:
             active.restrict(part, stage, otherwise)
 
     for number, (name, layer) in enumerate(list(layers.named_children())):
         otherwise = StandIn() if number else _FirstLayer(active)
+        # Stages send one tensor. The layers of some types give a tuple, whose other items the next stage would miss
+        # (tests/parallel/test_pipeline_stage.py).
         layer.register_forward_hook(_check_layer_output)
         keep(layers, name, next(stage for stage, end in enumerate(ends) if number < end), otherwise)
     last = pipelining.stages - 1
@@ -348,6 +356,7 @@ class TracedStage(PipelineStage):
         return self._run(self._module, args, self._microbatch)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        # torch looks up a receiver for each tensor that a stage returns, and the outputs of the last one have none.
         return [] if self._module.last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +370,8 @@ class TracedStage(PipelineStage):
         if self.has_backward:
             backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
             self._compute("backward" if full_backward else "inputs", bwd_chunk_id, backward)
-            gradients = self.bwd_cache[bwd_chunk_id]  # which are sent as they lie in memory
+            # torch sends a gradient's memory as it lies, and the next stage reads it in row-major order.
+            gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
                 None if gradient is None else gradient.contiguous() for gradient in gradients
             )
@@ -384,4 +394,5 @@ class TracedStage(PipelineStage):
         finally:
             action = Action(kind=kind, stage=self._module.number, microbatch=microbatch)
             self._slots.append(Slot(action=action, begin=begin, end=time.perf_counter()))
-        raise cause  # not above, where torch's would become its context and so, in a circle, its cause
+        # Raised after the except block: inside it torch's error would become the context of its own cause, a circle.
+        raise cause

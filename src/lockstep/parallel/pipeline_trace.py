@@ -73,12 +73,15 @@ def simulate(orders: Orders, cost: Cost | None = None) -> PipelineTrace:
     ``cost`` is that of each action; None is ``COSTS``, divided among the stages of a worker. Raises ConfigError if
     workers wait for each other in a circle.
     """
+    # A worker's layers are divided among its stages, and so is the cost.
     stages_per_worker = max(len({action.stage for action in order}) for order in orders)
     takes = cost or (lambda action: COSTS[action.kind] / stages_per_worker)
     last = max(action.stage for order in orders for action in order)
     ends: dict[Action, float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
     before = -1
+    # Workers wait for each other, so each advances as far as it can until none does; if actions are left then, they
+    # wait in a circle.
     while before < len(ends):
         before = len(ends)
         for order, worker_slots in zip(orders, slots, strict=True):

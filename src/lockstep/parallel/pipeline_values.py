@@ -64,6 +64,8 @@ def check_values(stage: int, values: Any) -> None:
     pending = list(values)
     while pending:
         value = pending.pop()
+        # By type and not by isinstance: torch's trees take a subclass of dict for a leaf, in which no tensor would be
+        # found.
         if type(value) in _NODES:
             pending += value.values() if isinstance(value, dict) else value
         elif not isinstance(value, (Tensor, *_PLAIN)):
@@ -89,11 +91,15 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     before = [(part, dict(part._buffers), numbers_of(part)) for part in parts]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
+        # The trial pass is one more than one device makes: dropout in it must not move the generators
+        # (tests/parallel/test_microbatch_state.py: test_a_trial_pass_leaves_nothing).
         with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
             yield
     finally:
         for part, buffers, numbers in before:
-            part._buffers.update(buffers)  # a forward may set a new tensor
+            # A forward may have put a new tensor in place of a buffer; others it has written to in place, so their
+            # values are restored below.
+            part._buffers.update(buffers)
             part.__dict__.update(numbers)
         with torch.no_grad():
             for buffer, value in values:

@@ -69,6 +69,7 @@ class PretrainedWeights:
 
     def digest(self) -> str:
         """What the headers say, in 16 hex digits."""
+        # The headers alone: workers that compared the values would each have to read all files.
         lines = [f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in sorted(self._reader.tensors.items())]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -150,6 +151,7 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"cannot read the index {index}: {error!r}; copy or save it anew") from error
     for file in sorted(files):
+        # An index is data: a name such as ../../x must not lead out of its folder.
         if Path(file).name != file or not (index.parent / file).is_file():
             raise CheckpointError(f"{index} names {file!r}, which is not in its folder; copy the missing file")
     return [index.parent / file for file in sorted(files)]
@@ -183,6 +185,8 @@ def _merges(
     for name, keys in parts.items():
         converter = merge_of[next(iter(keys))]
         columns = [keys.get(pattern, []) for pattern in converter.source_patterns]
+        # A lost expert would move all that follow it, so what does not fill the tensor is no merge
+        # (tests/parallel/test_pretrained.py: test_a_lost_expert_is_told).
         part_keys = [key for column in columns for key in column]
         if (
             len({len(column) for column in columns}) == 1

@@ -49,7 +49,8 @@ class Region:
     def boxes(self, start: int = 0, stop: int | None = None) -> list[Box]:
         """The boxes of the part's elements from ``start`` to before ``stop``, counted in row-major order."""
         total = prod(self.sizes)
-        if prod(self.whole) == 0:  # or no worker would have it
+        # A tensor of no elements has one box, or no worker would have it in its files.
+        if prod(self.whole) == 0:
             return [Box(offsets=self.offsets, sizes=self.sizes, start=0, stretch=self.sizes)]
         boxes, at = [], 0
         for offsets, stretch in _stretches(self.sizes, start, total if stop is None else stop):
@@ -93,6 +94,8 @@ def _stretches(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Siz
     inner = prod(sizes[1:])
     while start < stop:
         row, begin = divmod(start, inner)
+        # As many whole rows as there are make one box; only the ends of the stretch need boxes of their own
+        # (tests/parallel/test_regions.py: test_a_run_is_few_boxes).
         if rows := 0 if begin else (stop - start) // inner:
             yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
             start += rows * inner

@@ -60,7 +60,8 @@ class ShardedModule(nn.Module):
         self._firsts = {name: tied[0] for tied in ties for name in tied}
         self._pipeline_group = pipeline_group
         self._tied, self.pipeline = tuple(tied), pipeline
-        self._inside = (inside,)  # a tuple, so that nn.Module does not register it: no prefix in any name
+        # In a tuple, so that nn.Module does not register it, which would put a prefix before every name.
+        self._inside = (inside,)
         self._orders = division.orders
         self._plain = {id(parameter): _plain(parameter, receive) for parameter in inside.parameters()}
         self._sources = {id(self._plain[id(parameter)]): parameter for parameter in inside.parameters()}
@@ -118,6 +119,8 @@ class ShardedModule(nn.Module):
                 "a pipeline cannot be called like a module, since this worker has one of its stages; train and run it "
                 "with ls.Model's fit, evaluate and predict"
             )
+        # FSDP gathers weights in every worker's forward and sums gradients in its backward, so a worker that left its
+        # pass out would keep the others waiting.
         if self._is_fully_sharded and has_no_rows(args, kwargs):
             return call_on_dummy_row(self.inside, args, kwargs)
         return self.inside(*args, **kwargs)
@@ -158,6 +161,7 @@ class ShardedModule(nn.Module):
         local = {name: (tuple(value.shape), value.dtype) for name, value in self.inside.state_dict().items()}
         group = self._pipeline_group
         stages = [local] if group is None else all_gather_object(group, "the names of the weights", local)
+        # Reversed, so that of a tied weight the first stage's entry stays.
         specs = {name: spec for stage in reversed(stages) for name, spec in stage.items()}
         return {name: torch.empty(specs[name][0], dtype=specs[name][1], device="meta") for name in self.names}
 
@@ -215,6 +219,7 @@ class ShardedModule(nn.Module):
         if self._pipeline_group is None:
             assert local is not None
             return local
+        # Stages that do not hold the tensor take part with no elements, for the gather is a collective of all stages.
         flat = torch.empty(0, dtype=described.dtype) if local is None else local.reshape(-1)
         stages = self._pipeline_group.all_gather("a tensor of the model", flat, 0)
         return next((part for part in stages if part.numel()), flat).view(described.shape)
@@ -232,6 +237,8 @@ def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
     plain = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         if _is_divided(parameter):
+            # A hook on the plain tensor runs only if autograd reaches it by itself. The model computes with the DTensor
+            # inside, so that is a loss that reads the weight (tests/strategies/test_parallel_statistics.py).
             plain.register_hook(_RefusedGradient(tuple(plain.shape)))  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(_HandOver(plain, receive))  # type: ignore[no-untyped-call]
     return plain
@@ -269,9 +276,12 @@ def is_divided(parameter: nn.Parameter) -> bool:
 
 
 def _hand_over(plain: nn.Parameter, parameter: Tensor, receive: Receive) -> None:
-    with DisableTorchFunction():  # or the step guard would take this for a read by the step
+    # The step guard would take this look at .grad for a read by the step.
+    with DisableTorchFunction():
         gradient, parameter.grad = parameter.grad, None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        # torch may leave a term of a sum or a whole gradient for a divided parameter; placed as the parameter it is
+        # one.
         gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
         local, divided = _local(gradient), _is_divided(parameter)

@@ -55,6 +55,8 @@ class AttributeRead:
 
 def outline(module: nn.Module) -> nn.Module:
     """A copy of a module's structure, whose weights are on the meta device; what is no module or tensor is aliased."""
+    # A memo tells deepcopy what it need not copy: attributes that are no modules or tensors stay the same objects, and
+    # tensors become blanks, so that a trace of a model of any size takes no memory.
     memo: dict[int, Any] = {}
     for part in module.modules():
         memo |= {id(value): value for name, value in vars(part).items() if name not in _OF_MODULES}
@@ -134,7 +136,9 @@ class _StageTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if threading.get_ident() != self._thread:  # torch.fx watches the calls of modules in all threads
+        # torch.fx patches nn.Module.__call__ for the whole process while it traces, so calls of other threads, such as
+        # a prefetching one, come here too.
+        if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         name = _plain_name(self.path_of_module(m))
         if name in self._numbers and name not in self.begun:
@@ -153,12 +157,15 @@ class _StageTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Has what an ``assert`` looks at checked whenever its stage computes; no other branch can be traced."""
+        # The truth of a value is asked for by a branch, which a graph cannot have, or by an assert, which it can. Only
+        # the bytecode of the calling frame tells them apart.
         if not _is_asserted(sys._getframe(2)):  # the frame of the code that is traced, which called __bool__
             return super().to_bool(obj)
         self.create_proxy("call_function", _check_assertion, (obj,), {})
         return True
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        # A graph has operators and no blocks: it would compute with gradients what torch.no_grad surrounds.
         if _settings() != self._settings:
             raise UsageError("a block of torch.no_grad, torch.autocast or checkpoint is not kept in a trace")
         node = super().create_node(*args, **kwargs)
@@ -207,6 +214,8 @@ def _noting_reads(module: nn.Module, read: list[AttributeRead]) -> Iterator[None
         overrides = {"__getattribute__": noting, "__module__": kind.__module__}
         return new_class(kind.__name__, (kind,), exec_body=lambda members: members.update(overrides))
 
+    # Python looks __getattribute__ up on the class, so an instance cannot have its own: each module is of a subclass
+    # for as long as the trace runs.
     kinds = {part: type(part) for part in names if not isinstance(part, torch.jit.ScriptModule)}
     classes = {kind: noted(kind) for kind in set(kinds.values())}
     for part, kind in kinds.items():

@@ -36,6 +36,7 @@ class TensorShard:
     def __init__(
         self, tensor: Tensor, region: Region | None = None, *, start: int = 0, boxes: list[Box] | None = None
     ) -> None:
+        # contiguous() copies a tensor in another memory format, such as channels_last; ``finish_read`` copies back.
         self._tensor = tensor.detach()
         self._flat = self._tensor.contiguous().view(-1)
         self._region = whole_region(tensor.shape) if region is None else region
@@ -101,6 +102,7 @@ class TensorReader:
                     chunks.append(_Chunk(key, key, offsets, sizes))
                     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                     ends = list(map(max, ends, self.tensors[key].shape)) if key in self.tensors else ends
+                    # safetensors names dtypes in its own words; an empty slice has torch's, and reads nothing.
                     dtype = uninterrupted(tensor_slice.__getitem__, tuple(slice(0, 0) for _ in sizes)).dtype
                     self.tensors[key] = torch.empty(ends, dtype=dtype, device="meta")
                     # Boxes of workers that cut a tensor differently may overlap, so there may be more than enough.
@@ -135,6 +137,7 @@ class TensorReader:
                 continue
             with _opened(file) as opened:
                 for chunk in matches:
+                    # The file is mapped, so a chunk is not in memory before it is copied from.
                     stored = uninterrupted(opened.get_tensor, chunk.key).view(chunk.sizes)
                     shard = shards[chunk.name]
                     for box in shard.boxes:

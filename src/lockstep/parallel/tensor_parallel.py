@@ -48,10 +48,13 @@ def shard_layers(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, seque
         return WHOLE
     ties = ties_of(module)
     if plan != "auto":
+        # src_data_rank=None: each rank has the whole weights, equal on all, and cuts its part. By default torch would
+        # scatter rank 0's.
         tp.parallelize_module(module, mesh, local_styles(module, plan), src_data_rank=None)
         _tie(module, ties)
         return WHOLE
     model = DividedModel(module, require_model_spec(module, 'tensor_plan="auto"'))
+    # Before the weights are divided, for the order decides which columns are in a rank's part.
     orders = model.reorder(degree)
     tp.parallelize_module(module, mesh, model.styles(sequences=sequences), src_data_rank=None)
     _make_buffers_plain(module)
@@ -86,6 +89,7 @@ def local_shard(whole: Tensor, like: Tensor, order: Tensor | None = None) -> Ten
         return whole
     if order is not None:
         whole = whole.index_select(ordered_dim(like), order.to(whole.device))
+    # src_data_rank=None: every worker cuts its part from the same whole tensor, and nothing is sent.
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
@@ -122,6 +126,8 @@ def ties_of(module: nn.Module) -> list[list[str]]:
 def _tie(module: nn.Module, ties: list[list[str]]) -> None:
     """Makes each group of names one parameter again: torch divides a module's parameters one by one."""
     for names in ties:
+        # torch divides under one name of a tied weight and leaves the others the whole one, so the divided one stands
+        # in for all.
         divided = [name for name in names if isinstance(module.get_parameter(name), DTensor)] or names
         parameter = module.get_parameter(divided[0])
         for name in names:

@@ -71,6 +71,7 @@ class DividedModel:
     def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
         self._base = f"{base}." if (base := base_name(module)) else ""
+        # A tied module has several names, and a plan may have a style for any of them.
         self._modules = dict(module.named_modules(remove_duplicate=False))
         parameters = dict(module.named_parameters(remove_duplicate=False))
         styles = {name: style for name in self._modules if (style := self._style(name)) is not None}
@@ -84,6 +85,9 @@ class DividedModel:
             and not (style in _EMBEDDINGS and any(True for _ in self._modules[name].children()))
         }
         self.parameters = {name: style for name in parameters if (style := self._style(name)) is not None}
+        # Their weights are whole on every rank and see that rank's heads only, so each rank has one term of their
+        # gradient (tests/parallel/test_tensor_plans.py:
+        # test_norms_of_own_heads_that_a_plan_leaves_out_get_the_sum_of_all_gradients).
         inside = (f"{region}.{name}" for region in self.regions() for name in _ON_OWN_UNITS)
         for name in inside:
             if name not in styles and name in self._modules and any(True for _ in self._modules[name].parameters()):
@@ -107,6 +111,8 @@ class DividedModel:
     def heads(self) -> list[str]:
         """The linear layers that compute logits over the vocabulary."""
         config: Any = self._module.config
+        # A linear layer of the same style with other outputs is a classifier, whose logits a loss of another kind
+        # takes.
         size = getattr(config.get_text_config(), "vocab_size", None)
         return [
             name
@@ -123,6 +129,8 @@ class DividedModel:
 
     def rank_rng(self) -> list[str]:
         """The modules that draw dropout for this rank's heads."""
+        # Scores of attention are those of a rank's heads, so ranks must drop different ones. No configuration names the
+        # modules, and in transformers their classes all have "Attention" in their names.
         return [name for name in self.regions() if "Attention" in type(self._modules[name]).__name__]
 
     def dropouts(self, within: Iterable[str]) -> list[str]:
@@ -259,6 +267,7 @@ class DividedModel:
             return Conv1DParallel(Shard(1), Shard(0), inputs=whole, outputs=output_layout)
         if not style.startswith("rowwise"):
             return tp.ColwiseParallel(output_layouts=output_layout)
+        # Llama 4 adds the experts' outputs to the shared expert's in place.
         has_experts_beside = f"{name.rsplit('.', 2)[0]}.experts" in self.modules
         kind = SharedExpertOutput if has_experts_beside else tp.RowwiseParallel
         return kind(input_layouts=input_layout, output_layouts=output)
@@ -296,6 +305,7 @@ def _sum_rotated_gradient(latent: Tensor, rotated: int, mesh: DeviceMesh) -> Ten
 
 def _reorder(parameter: nn.Parameter, dim: int, parts: int, degree: int) -> Tensor:
     order = column_order(parameter.shape[max(dim, -parameter.ndim)], parts, degree)
+    # Weights on the meta device are put in order when they get their values, by ``materialize``.
     if not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(parameter.index_select(max(dim, -parameter.ndim), order.to(parameter.device)))

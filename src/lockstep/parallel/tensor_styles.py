@@ -35,6 +35,7 @@ class SequenceSharding:
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         self._mesh = mesh
+        # Weak, so that the layers that are cut off to other stages are freed.
         self._layers = WeakSet(layers)
         self._first: set[int] = set()
         self._last: set[int] = set()
@@ -117,6 +118,8 @@ class LocalParameters(tp.ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, placement in self._placements.items():
             whole = module.get_parameter(name)
+            # torch sets src_data_rank as it applies a style; None has each rank cut its shard from its own whole
+            # tensor.
             placed = distribute_tensor(whole, device_mesh, [placement], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
         forward = module.forward
@@ -125,6 +128,8 @@ class LocalParameters(tp.ParallelStyle):
             if self._experts:
                 args, kwargs = tree_map(lambda leaf: sum_gradient(leaf, device_mesh), (args, kwargs))
             parameters = {name: module._parameters[name] for name in self._placements}
+            # Set on the dict of parameters for the call only: setattr would register new parameters, and optimizers and
+            # the state_dict see the DTensors.
             module._parameters.update({name: self._local(parameter) for name, parameter in parameters.items()})
             try:
                 output = forward(*args, **kwargs)
@@ -161,6 +166,8 @@ def sum_gradient(value: Any, mesh: DeviceMesh) -> Any:
     """The same tensor, equal on all ranks, whose gradient is the sum of all ranks'."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
+    # The forward is the tensor itself. Marked as Partial, its gradient is summed over the ranks, each of which has that
+    # of its own heads or experts.
     return DTensor.from_local(value, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
@@ -188,6 +195,8 @@ class Conv1DParallel(tp.ParallelStyle):
         def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for name, placement in self._parameters.items():
                 whole = part.get_parameter(name)
+                # torch's ColwiseParallel and RowwiseParallel take nn.Linear and nn.Embedding only (torch 2.13:
+                # NotImplementedError).
                 placed = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
                 part.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
 

@@ -32,6 +32,7 @@ class DeviceRng:
         before, common = generator.initial_seed(), self._common
         if of_rank and common is None:
             self._common = before
+            # Seeds that differ by the rank alone, such as seed + rank, could be another replica's seed.
             digest = hashlib.sha256(f"{before}/{self._rank}".encode()).digest()
             _seed(generator, int.from_bytes(digest[:8], "little", signed=True))
         elif not of_rank and common is not None:
@@ -47,6 +48,8 @@ class DeviceRng:
 def _seed(generator: torch.Generator, seed: int) -> None:
     """Sets another seed, at the same offset."""
     if generator.initial_seed() != seed % 2**64:
+        # The offset goes on through both seeds, so no number is drawn twice, and setting the generator's state back
+        # repeats both kinds of draws, as gradient checkpointing needs (tests/parallel/test_tp_rng.py).
         offset = generator.get_offset()
         generator.manual_seed(seed)
         generator.set_offset(offset)
@@ -70,6 +73,8 @@ class TensorParallelRng:
     @contextmanager
     def with_replica(self) -> Iterator[None]:
         """Goes around a replica's run: what restores its generator, as checkpointing does, restores this one too."""
+        # Gradient checkpointing restores the replica's generator to compute a layer again. Without its companion a rank
+        # would drop other units in the second forward (tests/strategies/test_parallel_recomputed.py).
         token = companion_generators.set((self.generator,) if self._applied else ())
         try:
             yield
@@ -88,4 +93,5 @@ class TensorParallelRng:
             finally:
                 self._is_of_rank = before
 
+        # On the object and not as a wrapping module, which would change the names in the state_dict.
         part.forward = wrapped

@@ -52,6 +52,7 @@ class VocabShard:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """All-gathers the logits, without autograd. All ranks must call it."""
+        # Padded to the largest range: all_gather takes tensors of one shape.
         first = part.detach().movedim(dim, 0)
         padded = first.new_zeros(self.most, *first.shape[1:])
         padded[: self.local_size] = first
@@ -73,13 +74,16 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, targets: Tensor, vocabulary: VocabShard, dim: int) -> tuple[Tensor, Tensor]:
         with torch.autocast(part.device.type, enabled=False):
+            # F.cross_entropy computes in float32 under autocast, and the shifted logits need its range here too.
             logits = part if part.dtype in (torch.float32, torch.float64) else part.float()
+            # torch's amax refuses a dimension of no elements, and a rank may have no token.
             logits = logits if vocabulary.local_size else _lowest(logits, dim)
             shifted = logits - vocabulary.reduce(logits.amax(dim, keepdim=True), dist.ReduceOp.MAX)
             place = (targets - vocabulary.begin).unsqueeze(dim)
             is_local = (place >= 0) & (place < vocabulary.local_size)
             place = torch.where(is_local, place, 0)
             picked = torch.where(is_local, shifted.gather(dim, place), 0)
+            # In place, and one all-reduce for both sums: the logits of a rank are often its largest tensor.
             powers = shifted.exp_()
             spread, picked = vocabulary.reduce(torch.stack([powers.sum(dim, keepdim=True), picked]))
             softmax = powers.div_(spread)
@@ -102,7 +106,8 @@ def _lowest(logits: Tensor, dim: int) -> Tensor:
 
 
 def _check(targets: Tensor, counts: Tensor, size: int) -> None:
-    if targets.is_cuda:  # as F.cross_entropy: the host does not wait for the device
+    # As F.cross_entropy does on a GPU: the device checks, and the host does not wait for it.
+    if targets.is_cuda:
         compat.assert_async((~counts | ((targets >= 0) & (targets < size))).all())
         return
     wrong = targets[counts & ((targets < 0) | (targets >= size))]
@@ -158,7 +163,8 @@ class VocabParallelLogits(Tensor):
     def whole(self) -> Tensor:
         """The gathered logits as a plain tensor, the same one at each call. All ranks must call it."""
         if self.known_whole is None:
-            with torch.enable_grad():  # as for the part, independent of the first caller's mode
+            # The gathered tensor is kept for later callers, so it has a graph whatever the mode of the first one.
+            with torch.enable_grad():
                 self.known_whole = _gathered(self.part, self.vocabulary, self.vocab_dim)
         return self.known_whole
 
@@ -232,7 +238,8 @@ def _gathered(part: Tensor, vocabulary: VocabShard, dim: int) -> Tensor:
 
 def _divided(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
     logits: VocabParallelLogits = _Whole.apply(part, vocabulary, dim, False)  # type: ignore[no-untyped-call]
-    logits.part = part  # with its autograd history, which a Function's forward does not see
+    # With its autograd history, which a Function's forward does not see.
+    logits.part = part
     return logits
 
 
@@ -272,7 +279,8 @@ def _cast(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> 
 
 
 def _permuted(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
-    numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")  # its sizes identify its dimensions
+    # The sizes 1, 2, 3, ... identify the dimensions, so torch itself says where the vocabulary goes.
+    numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")
     dim = list(func(numbered, *args, **kwargs).shape).index(logits.vocab_dim + 1)
     return _divided(func(logits.part, *args, **kwargs), logits.vocabulary, dim)
 
@@ -283,6 +291,7 @@ def _reshaped(func: Any, logits: VocabParallelLogits, *args: Any, **kwargs: Any)
         return NotImplemented
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     size = logits.vocabulary.size
+    # With one token in the vocabulary another dimension of size 1 could be the last one.
     if not shape or shape[-1] != size or size == 1:
         return NotImplemented
     part = logits.part.reshape(*shape[:-1], logits.vocabulary.local_size)
@@ -323,7 +332,8 @@ def _argmax(func: Any, logits: VocabParallelLogits, dim: int | None = None, keep
     dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part.detach()
     # A rank with an empty range contributes -inf, which never wins: earlier ranks win ties.
     best, token = (part if vocabulary.local_size else _lowest(part, dim)).max(dim)
-    candidates = torch.stack([best.double(), (token + vocabulary.begin).double()])  # exact for every logit and token id
+    # One message for both; float64 is exact for every logit and token id.
+    candidates = torch.stack([best.double(), (token + vocabulary.begin).double()])
     gathered = [torch.empty_like(candidates) for _ in range(vocabulary.ranks)]
     if candidates.numel():
         dist.all_gather(gathered, candidates, group=vocabulary.group)
@@ -346,6 +356,7 @@ def _cross_entropy(
     """With the same bits on all ranks. All must call it, with the same targets."""
     dim, vocabulary, part = logits.vocab_dim, logits.vocabulary, logits.part
     shape = [*logits.shape[:dim], *logits.shape[dim + 1 :]]
+    # Class probabilities, label smoothing and other forms gather the logits: NotImplemented says so to the caller.
     plain = type(target) is Tensor and target.dtype == torch.long and list(target.shape) == shape
     usual = size_average is None and reduce is None and reduction in ("none", "sum", "mean") and not label_smoothing
     if dim != (1 if logits.ndim > 1 else 0) or not plain or not usual:
@@ -356,6 +367,7 @@ def _cross_entropy(
     spread, picked = _Sums.apply(part, labels, vocabulary, dim)  # type: ignore[no-untyped-call]
     weights = counts.to(spread.dtype) if weight is None else torch.where(counts, weight[labels], 0).to(spread.dtype)
     values = torch.where(counts, (spread - picked) * weights, 0)
+    # F.cross_entropy returns the dtype of the logits, and float32 under autocast.
     if part.dtype != values.dtype and not torch.is_autocast_enabled(part.device.type):
         values = values.to(part.dtype)
     if reduction == "none":

@@ -20,7 +20,9 @@ from torch import Tensor
 from lockstep.mirroring.module.buffers import tensor_digest
 from lockstep.watch.rows import MIXING_ADVICE, Mixing
 
-# Names of functions in the autograd graph.
+# Names of functions in the autograd graph, as torch 2.13 has them. A graph has no other description of what its nodes
+# compute. If torch renames one, the warnings that depend on it are missing, and tests/strategies/test_backward_check.py
+# fails.
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALES = ("MulBackward", "DivBackward")
 _SAME = ("NegBackward", "ToCopyBackward", "CloneBackward", "ViewBackward", "SqueezeBackward", "AliasBackward")
@@ -63,6 +65,7 @@ class Passes:
         """A backward pass is about to begin. ``saved`` tensors are not looked at if hooks would compute them anew."""
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
+            # A loss that is differentiated twice, with retain_graph=True, is one loss.
             if root is not None and not any(root is earlier for earlier in self._roots):
                 self._roots.append(root)
                 self.is_quotient = self.is_quotient or _divides_by_a_sum(root)
@@ -250,6 +253,7 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
     if name.startswith(_MEANS):
         sizes = _saved(node, "_saved_self_sym_sizes")
         child = node.next_functions[0][0]
+        # A mean of a stack or a list of losses is one over losses and not over rows.
         if not sizes or (child is not None and _name(child).startswith(_LISTS)):
             return None
         size = int(sizes[0])
@@ -267,7 +271,8 @@ def _digest(root: Any) -> int | None:
     visited, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        if len(visited) > _NODES or isinstance(node, _OF_PYTHON):  # which may do anything
+        # A Function of Python may compute with anything that it does not save.
+        if len(visited) > _NODES or isinstance(node, _OF_PYTHON):
             return None
         if _name(node) == _LEAF:
             weights = True
@@ -301,8 +306,10 @@ def _sample(tensor: Tensor) -> int:
     Digests of all values of all saved tensors took a quarter of the CPU time of MobileNetV2's first step.
     """
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)  # as it lies in memory, so that flattening copies nothing
-    step = tensor.numel() // _SAMPLED | 1  # odd, so as not to meet the same columns in every row
+        # As it lies in memory, so that flattening copies nothing.
+        tensor = tensor.permute(0, 2, 3, 1)
+    # Odd, so that it does not meet the same columns in every row.
+    step = tensor.numel() // _SAMPLED | 1
     return tensor_digest(tensor.flatten()[::step])
 
 
@@ -354,6 +361,7 @@ def _goes_over_the_first(node: Any, dims: int) -> bool:
     reduced_dims = _saved(node, "_saved_dim")
     if reduced_dims is None or reduced_dims == ():
         return True
+    # torch 2.13 saves dims as unsigned numbers: -1 is 2**64 - 1.
     return any((dim - 2**64 if dim >= 2**63 else dim) % dims == 0 for dim in _listed(reduced_dims))
 
 

@@ -250,6 +250,7 @@ class Strategy(ABC):
         check_call(fn, args, kwargs, "strategy.run(step, (batch,))")
         views = [self._view((tuple(args), dict(kwargs or {})), replica) for replica in range(len(self.devices))]
         self._mirrored.align()
+        # One whole replica reads what one device would, so nothing of it need be refused.
         if self.num_replicas_in_sync > 1 or any(module.is_part for module in self._mirrored.modules):
             self._guard_steps(self._mirrored.guards(len(self.devices)))
         observer = current_observer()
@@ -265,6 +266,7 @@ class Strategy(ABC):
         )
         # The rows of each shard, taken from its first argument that has rows.
         rows = [next((n for leaf in leaves if (n := rows_of(leaf)) is not None), None) for leaves in shards]
+        # What looks at a run is chosen before the run; in most runs nothing does, and the bodies are the user's own.
         bodies, first, check = self._with_checks(fn, bodies, rows, (args, kwargs) if distributed else None)
         settled = self._mirrored.settled(len(self.devices))
         with OwnFramesHidden(), Scope(self), first, check, settled, ExitStack() as around:
@@ -299,6 +301,9 @@ class Strategy(ABC):
             look = FirstRun(fn, modules, replicas_in_sync, rows, distributed=distributed, workers=workers)
             look.row_check, count.look = row_check, look
             bodies, first = [partial(look.run, body) for body in bodies], look.looked_at()
+            # Means over equal shards are right if they are divided by their number; the first uneven batch shows one
+            # that is not (tests/strategies/test_backward_check.py:
+            # test_a_mean_over_the_replicas_is_told_of_when_the_first_uneven_batch_comes).
             count.saw_uneven = len(set(rows)) > 1
         elif count.look is not None and count.look.waits:
             first = count.look.until_update(count.runs)
@@ -317,6 +322,7 @@ class Strategy(ABC):
         on_cpu = self.devices[0].kind == "CPU"
         if not (is_due(count.with_rows, on_cpu=on_cpu) or (count.is_open and on_cpu)) or is_profiled():
             return False
+        # A part's operators work on DTensors, whose rows the watch does not follow.
         if any(module.is_part or module.shards_weights for module in self._mirrored.modules):
             return False
         return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
@@ -359,7 +365,8 @@ class Strategy(ABC):
         # A bare value is that of all local replicas, and each worker may have another.
         same = mirrored or (bare and self.workers.is_single and not self.workers.any_layout)
         if op is ReduceOp.MEAN and axis is None and same:
-            return value  # equal in every replica; adding and dividing would only round it
+            # Equal in every replica: adding and dividing would only round it.
+            return value
         with self.computing_alike():
             return self._map_values(partial(reduce_across, self.workers, op, axis=axis), value)
 
@@ -458,7 +465,8 @@ class Strategy(ABC):
 
     def _map_values(self, reduction: Callable[[list[Any]], R], value: Any) -> Any:
         if isinstance(value, PerReplica) and not all(isinstance(item, (torch.Tensor, int, float)) for item in value):
-            return reduction(list(self.local_results(value)))  # values such as lists are values, not structures
+            # Values such as lists are values here and not structures: each is that of one replica.
+            return reduction(list(self.local_results(value)))
         return tree_map(lambda leaf: reduction(list(self.local_results(leaf))), value)
 
     def _view(self, structure: Any, replica: int) -> Any:
@@ -492,7 +500,9 @@ class ThreadedStrategy(Strategy):
         # An evaluator's optimizers are made as elsewhere, and make no update.
         super().__init__(EvaluatorExchange if workers.task == "evaluator" else make_exchange, partition)
         self.devices, self.workers, self._runner, self._replica_block = devices, workers, runner, replica_block
-        self._release_devices = weakref.finalize(self, release_devices, devices)  # called at most once
+        # Called at most once: by ``close``, or when a strategy that nobody closed is collected. Its devices could
+        # otherwise never be divided again.
+        self._release_devices = weakref.finalize(self, release_devices, devices)
 
     @property
     def generators(self) -> ReplicaGenerators:
@@ -535,6 +545,7 @@ class ThreadedStrategy(Strategy):
     ) -> list[Any]:
         if not self.workers.is_single:
             name = attribute_of(fn, "__qualname__", type(fn).__qualname__)
+            # Others name it if this worker is lost in the run; with the line, for a program has many runs.
             self.workers.set_status(f"a run of {name} ({call_site()})")
         block = self._replica_block
         return self._runner.run(self, fn, [partial(_run_within, block, body) for body in bodies], rows, note)
@@ -623,6 +634,7 @@ class DefaultStrategy(Strategy):
 
     def close(self) -> None:
         """Releases the device, which may then be divided again. The next use takes a device anew."""
+        # A cached property stands in the object's dict once it has been asked for.
         if "devices" in vars(self):
             release_devices(self.devices)
             del self.devices
@@ -642,6 +654,7 @@ class DefaultStrategy(Strategy):
         note: ErrorNote,
     ) -> list[Any]:
         device = self.devices[0]
+        # Collectives of one replica return at once; the barrier is there so that a step's code need not differ.
         barrier = ReplicaBarrier([f"replica 0 ({device.name})"], timeout_s=1.0)
         with in_context(ReplicaContext(self, 0, device, barrier, IssueGate(1))):
             return [bodies[0]()]

@@ -122,8 +122,9 @@ class FirstRun:
             with refusing_plain_calls(self._modules):
                 yield
         except (RuntimeError, LookupError, AttributeError) as error:
+            # Replicas that overwrite each other's tensors in a hook fail in many ways; the hook is what to tell of.
             if len(self._rows) > 1 and not isinstance(error, LockstepError):
-                self._refuse_hooks(captures)  # which may be the cause
+                self._refuse_hooks(captures)
             raise
         finally:
             for module in self._modules:
@@ -143,8 +144,11 @@ class FirstRun:
 
     def run(self, body: Callable[[], Any]) -> Any:
         """One replica's part of the run, with a note of each function that it runs through."""
+        # A profiler of the program's is left alone: there is one profile function a thread.
         if sys.getprofile() is not None:
             return body()
+        # A function mode sees torch's calls alone. The draws of Python's and NumPy's generators, and which functions of
+        # the program have run, show in a profile function only; it is slow, so only a first run has one.
         sys.setprofile(self._entered if len(self._rows) > 1 else self._drawn)
         try:
             return body()
@@ -154,7 +158,8 @@ class FirstRun:
     def _drawn(self, frame: FrameType, event: str, arg: Any) -> None:
         """Notes draws of random numbers."""
         code = frame.f_code
-        if event == "c_call":  # of which there are thousands
+        # Thousands of functions in C are called in a step, so types alone are compared before anything else is asked.
+        if event == "c_call":
             is_generators = type(arg) is BuiltinFunctionType and type(arg.__self__) in _GENERATORS
             self._draws_from_python |= is_generators and arg.__self__ is _PYTHON_GENERATOR
             context = get_replica_context() if is_generators else None
@@ -206,6 +211,7 @@ class FirstRun:
         if context is None:
             return
         passes = self._passes[context.local_replica]
+        # What hooks have saved, as gradient checkpointing's, would be computed anew if it were looked at.
         if event == "call" and frame.f_code is _BACKWARD and local.get("inputs") is None:
             passes.begins_at(local["tensors"], saved=id(_SAVING_HOOKS) not in self._functions)
         elif event == "call" and frame.f_code is _SUMMING:
@@ -342,7 +348,9 @@ class FirstRun:
 
     def _accumulates(self) -> bool:
         """Whether the run has left gradients for an update that has not come: then replicas have their own."""
+        # Weak references: a look may wait for an update as long as the step function lives.
         modules = [module for reference in self._module_refs if (module := reference()) is not None]
+        # An update takes the gradients of all copies away, so those of other copies show one that has not come.
         parameters = [parameter for module in modules for copy in module.copies[1:] for parameter in copy.parameters()]
         self.waits = any(parameter.grad is not None for parameter in parameters)
         return self.waits
@@ -406,6 +414,7 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
     if now[0].shape != old[0].shape:
         return True
     increase = (now[0] - old[0]) if now[0].dtype is not torch.bool else now[0].int() - old[0].int()
+    # A counter of calls, as batch norm's num_batches_tracked, grows by 0 or 1 on one device too.
     counts_rows = rows > 1 and bool((increase == rows).any())
     return not counts_rows and (now[0].is_floating_point() or bool(((increase == 0) | (increase == 1)).all()))
 
@@ -413,6 +422,7 @@ def _as_on_one_device(now: Sequence[Tensor], old: Sequence[Tensor], rows: int) -
 def _generator_states() -> dict[str, Any]:
     """The states of the global random generators."""
     states: dict[str, Any] = {"Python": random.getstate()}
+    # A program that has not imported NumPy cannot have drawn from it, and need not wait for its import.
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states["NumPy"] = (kind, keys.tobytes(), *rest)
@@ -451,6 +461,7 @@ def captured_by(fn: Any, wanted: Callable[[Any], bool] = _is_mutable) -> Iterato
     These are containers, numbers, tensors, random generators and None, or what else is ``wanted``, also as attributes
     of the user's objects.
     """
+    # Arguments of partials are reached like names of a closure.
     while is_kind(fn, partial):
         arguments = ((f"argument {number} of a partial", value) for number, value in enumerate(fn.args))
         yield from _wanted_in("", arguments, wanted)
@@ -514,6 +525,7 @@ def state_of(value: Any) -> Any:
         return None if is_kind(value, random.SystemRandom) else random.Random.getstate(value)
     if _is_generator(value):
         return pickle.dumps(value)
+    # By identity: a name that is bound to another tensor is a change. The values of tensors are not compared.
     if value is None or is_kind(value, Tensor):
         return id(value)
     if _is_array(value):

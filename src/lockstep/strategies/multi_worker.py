@@ -98,6 +98,7 @@ def replicas_of_workers(devices: Sequence[int], requests: Sequence[int]) -> tupl
             f"replicas={replicas} was given for {workers} workers, expected at least one for each; start fewer workers,"
             " or give more replicas, which trains with other random numbers"
         )
+    # Rounded up, and then moved so that each worker has a replica and leaves one for each worker after it.
     ends = [-(-replicas * end // sum(devices)) for end in accumulate(devices)]
     bounds = [0]
     for worker, end in enumerate(ends):
@@ -172,6 +173,7 @@ class WorkerJob:
             # Tensors on GPUs go between workers by NCCL, which adds in an order of its own; else through host memory.
             nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
             self._nccl = nccl and replicas is None
+            # Every worker computes the blocks of all from the same infos, so all raise the same error.
             with self._leaving_on_error(self._membership.close):
                 blocks = replicas_of_workers([info["devices"] for info in infos], [info["replicas"] for info in infos])
             if replicas is not None:
@@ -198,6 +200,8 @@ class WorkerJob:
             check_agreement(self.workers, "the seed", [f"seed={seed}"])
             check_agreement(self.workers, "the settings of the strategy", [repr(self._options), *settings])
             chiefs = self.workers.all_gather_bytes("the chief's seed", str(torch.initial_seed()).encode())[0]
+            # The chief's state and not a new seed: a program that shuffles with torch's default generator goes on alike
+            # on all workers, and as it would on one device.
             state = torch.default_generator.get_state()
             self.workers.broadcast("the chief's random numbers", [state])
         if self.workers.size > 1:
@@ -246,7 +250,7 @@ class WorkerJob:
         return runner
 
     def _fail(self, error: BaseException) -> None:
-        # A loss that is not finite all workers raise together, and may go on together.
+        # All workers raise a loss that is not finite together, and a program may catch it and go on.
         if self._membership is not None and not isinstance(error, NonFiniteLossError):
             self._membership.report_failure(error)
 
@@ -257,6 +261,7 @@ class WorkerJob:
         workers = self.workers if group is None else group
         if not isinstance(workers, DistributedCommunicator):
             return LocalExchange(parameters, groups)
+        # A stream of its own for each optimizer, whose sums run beside those of others; the number is equal on all.
         self._optimizers += 1
         return BucketExchange(
             parameters,
@@ -294,6 +299,7 @@ def _gpu_id(device: torch.device) -> int:
     """A number for the GPU in this host; 0 for a CPU."""
     if device.type != "cuda":
         return 0
+    # By UUID: the number of a device in a process depends on CUDA_VISIBLE_DEVICES.
     name = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) or 1
 

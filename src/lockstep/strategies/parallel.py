@@ -152,25 +152,17 @@ class ParallelStrategy(ThreadedStrategy):
         cluster = self.cluster
         workers = cluster.num_workers if cluster is not None and cluster.task == "worker" else 1
         self.layout = choose_mesh_layout(workers, data=data, pipeline=pipeline, tensor=tensor)
-        if shard_parameters and self.layout.pipeline > 1:
-            raise ConfigError(
-                "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
-                "for each microbatch; choose shard_optimizer=True in a pipeline"
-            )
+        _check_sharding(self.layout, shard_parameters=shard_parameters, sequence_parallel=sequence_parallel)
         pipelining = choose_pipeline_config(schedule, microbatches, self.layout.pipeline, stages_per_worker)
         devices = select_devices([worker_devices(self.cluster)[0] if device is None else device])
         job = self._job = WorkerJob(self.cluster, devices, timeout_s=timeout_s, options=self.communication)
         job.check_gpus()
-        if sequence_parallel and self.layout.tensor == 1:
-            raise ConfigError(
-                "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
-                " choose tensor=2 or more, or leave it out"
-            )
         sharded = [f"shard_optimizer={shard_optimizer}", f"shard_parameters={shard_parameters}"]
         seed = job.agree(seed, [str(self.layout), repr(pipelining), *sharded, f"sequence_parallel={sequence_parallel}"])
         self._shard_optimizer = shard_optimizer
         self._groups = MeshGroups(job, self.layout)
-        # Stages draw numbers of their own: layers of two stages must not drop the same units.
+        # Stages draw numbers of their own: layers of two stages must not drop the same units. Replicas' generators have
+        # the numbers from 0 on, so stages and ranks have negative ones.
         stage = self._groups.coordinate.stage
         stage_seed = seed if stage == 0 else replica_generator(seed, -stage).initial_seed()
         runner = job.make_runner(stage_seed, first_replica=self._groups.coordinate.replica)
@@ -236,6 +228,7 @@ class ParallelStrategy(ThreadedStrategy):
         return f"ParallelStrategy({self.layout}, {place})"
 
     def _exchange_of(self, parameters: Sequence[Copies], groups: Sequence[Sequence[int]]) -> GradientExchange:
+        # The mesh is one device a worker, so there is one copy of each parameter.
         firsts, sharded = [copies[0] for copies in parameters], self._parts.shards_weights
         # The gradients of sharded weights have been summed by the backward pass.
         peers = SingleWorkerCommunicator(1) if sharded else self._groups.peers
@@ -264,6 +257,7 @@ class ParallelStrategy(ThreadedStrategy):
             with self._parts.draws.with_replica():
                 yield
         except RuntimeError as error:
+            # torch 2.13 raises this as a plain RuntimeError, which only its text tells from others.
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UsageError(
                     "the step computes with a weight that the layout divides among workers beside plain tensors, "
@@ -273,6 +267,19 @@ class ParallelStrategy(ThreadedStrategy):
             if explained is None:
                 raise
             raise explained from error
+
+
+def _check_sharding(layout: MeshLayout, *, shard_parameters: bool, sequence_parallel: bool) -> None:
+    if shard_parameters and layout.pipeline > 1:
+        raise ConfigError(
+            "shard_parameters=True gathers the weights of each layer for every pass, of which a pipeline makes one "
+            "for each microbatch; choose shard_optimizer=True in a pipeline"
+        )
+    if sequence_parallel and layout.tensor == 1:
+        raise ConfigError(
+            "sequence_parallel=True divides sequences among the workers of a layer, and with tensor=1 there is one;"
+            " choose tensor=2 or more, or leave it out"
+        )
 
 
 _DIVISION = "_lockstep_division"
@@ -335,6 +342,7 @@ class ModelParts(PartitionPolicy):
         self.draws = TensorParallelRng(generator, _on_gpu(device, generator.initial_seed()))
         self._seed, self._drawn = seed, 0
         self._sequence_parallel = sequence_parallel
+        # Weak: a part lives as long as its model, and this policy as long as the strategy.
         self._parts: WeakValueDictionary[int, ShardedModule] = WeakValueDictionary()
 
     def peers(self, workers: Communicator) -> Communicator:
@@ -411,6 +419,7 @@ class ModelParts(PartitionPolicy):
     def counted(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
         """The indices of the parameters that count here for the norm of all: each is counted by one holder."""
         divided = self._divided_ids()
+        # Tied weights count on the first stage, and whole ones on the first tensor rank.
         elsewhere = {id(parameter) for parameter in self.tied(parameters)} if self._coordinate.stage else set()
         return frozenset(
             index
@@ -454,7 +463,10 @@ class ModelParts(PartitionPolicy):
     ) -> ShardedModule:
         if self._layout.tensor > 1 or self.shards_weights:
             for parameter, hook in hooked(module.parameters()):
-                raise divided_error(parameter, hook)  # torch divides other parameters in place of these
+                # torch puts new parameters in place of these, which the hooks would not be called for.
+                raise divided_error(parameter, hook)
+        # First all checks, on the whole module: an error leaves it as it was, and is raised on all workers before a
+        # weight is sent (tests/strategies/test_parallel_modules.py).
         check_user_plan(module, plan, self._layout.tensor)
         check_pipeline_split(split)
         check_plan(module, plan, self._layout.tensor, sequences=self._sequence_parallel)
@@ -465,6 +477,8 @@ class ModelParts(PartitionPolicy):
             self._fill(module, first, WHOLE, stored)
             move_to_device(module, self._device)
             return ShardedModule(module, receive=call_in_backward)
+        # Names and ties are those of the whole model, so they are read before it is cut. Then sequences, which wrap the
+        # layers of all stages; stages; tensor ranks; and FSDP, which shards what tensor ranks have divided.
         names, ties = list(module.state_dict()), ties_of(module)
         sequences = self._sequences_of(module, plan, self._mesh)
         stages = cut()
@@ -477,7 +491,8 @@ class ModelParts(PartitionPolicy):
             from lockstep.parallel.fsdp import shard_fully  # torch's FSDP, which few ask for
 
             shard_fully(module, self._mesh.mesh["data"])
-        move_to_device(module, self._device)  # after torch has moved what it shares, layer by layer
+        # After FSDP, which has moved the parameters that it shards, unit by unit.
+        move_to_device(module, self._device)
         if not stages:
             return ShardedModule(module, division, names=names, ties=ties, receive=call_in_backward)
         tied, group = self._tied_of(module, ties), self._groups.pipeline
@@ -522,7 +537,8 @@ class ModelParts(PartitionPolicy):
             self._groups.job.broadcast("the chief's weights", present)
         if len(present) == len(tensors):
             return None
-        self._drawn += 1  # so that two models whose modules have the same names begin with different weights
+        # Counted, so that two models whose modules have the same names begin with different weights.
+        self._drawn += 1
         return DeferredInit(module, f"{self._seed}/model {self._drawn}")
 
     def _fill(
@@ -566,5 +582,6 @@ class ModelParts(PartitionPolicy):
 def _on_gpu(device: torch.device, seed: int) -> DeviceRng | None:
     if device.type != "cuda":
         return None
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
+    # Before it torch.cuda.default_generators is empty.
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     return DeviceRng(lambda: torch.cuda.default_generators[device.index], seed)

@@ -65,6 +65,7 @@ class SeededDraws:
         for generator in (value for value in (*args, *kwargs.values()) if type(value) is torch.Generator):
             self.add(generator, generator.get_state().numpy().tobytes(), line())
             return
+        # Only the first draw after a seed is looked at: the ones after it go on from the same state.
         if self._is_seeded:
             self._is_seeded = False
             for generator in (rng.generator, *torch.cuda.default_generators):  # replicas of one GPU have one in turn
@@ -72,6 +73,7 @@ class SeededDraws:
 
     def returns(self, frame: FrameType) -> None:
         """A function of the user's returns, perhaps with generators of NumPy's among its local variables."""
+        # NumPy's generators draw in Cython, which no profile function sees: their states are read as a function ends.
         numpy: Any = sys.modules.get("numpy")
         kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
         for value in frame.f_locals.values() if kinds else ():
@@ -81,6 +83,7 @@ class SeededDraws:
 
     def add(self, generator: Any, state: bytes, line: str) -> None:
         """Notes a draw."""
+        # 32 bits, as many as a record between workers has for them.
         self.draws.setdefault(zlib.crc32(state), (generator, line))
 
     def digest(self) -> int:
@@ -93,6 +96,7 @@ def equal_draws(replicas: Sequence[SeededDraws]) -> str:
     for one, other in combinations(replicas, 2):
         for state in one.draws.keys() & other.draws.keys():
             (generator, line), (another, _) = one.draws[state], other.draws[state]
+            # One generator in both replicas has one stream, of which ``FirstRun`` warns otherwise.
             if generator is not another:
                 return line
     return ""
