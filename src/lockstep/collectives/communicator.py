@@ -182,16 +182,16 @@ class Communicator(ABC):
         """Has the next collective compare 64 bits that must be equal on all workers; several are combined in order."""
 
     def compare_draws(self, digest: int, when_same: Callable[[], object]) -> None:
-        """Has the next collective call ``when_same`` if another worker's 32 bits, of what it draws, are the same.
+        """Has the next collective compare 32 bits of what each worker draws, and call ``when_same`` if two are equal.
 
-        Unlike other digests they should differ. 0 is none. Processes that hold one replica together may draw alike, so
-        only workers that each have whole replicas compare them.
+        Other digests must be equal on all workers; these should differ. 0 stands for no draws. Processes that hold one
+        replica together may draw alike, so only workers that each have whole replicas compare them.
         """
         self._draws = digest, when_same
 
     @abstractmethod
     def set_status(self, text: str) -> None:
-        """Says what this worker does, for the other workers' messages if it is lost."""
+        """Sets what this worker does now. Other workers name it in their messages if this one is lost."""
 
     @abstractmethod
     def close(self) -> None:

@@ -224,14 +224,14 @@ class Pipeline:
             self._now = None
 
     def _values_for(self, microbatch: Microbatch, *, backward: bool) -> list[StageValues]:
-        """What each stage gives the next for microbatches of this shape."""
+        """The values between stages for microbatches of this shape: those that each stage but the last gives."""
         return self._values.get(
             (backward, *self._key(microbatch.inputs)),
             lambda: [StageValues(number, values) for number, values in enumerate(self._example(microbatch))],
         )
 
     def _key(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the shapes between stages depend on."""
+        """A key for what the shapes between stages depend on."""
         leaves, spec = tree_flatten(dict(inputs))
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
         # Under autocast a stage sends other dtypes than without, so the precision is part of the key.
@@ -240,7 +240,7 @@ class Pipeline:
         return (repr(spec), tuple(shapes), precision, self._stages[0].key(inputs))
 
     def _example(self, microbatch: Microbatch) -> list[Any]:
-        """What each stage but the last gives the next, by a forward pass of all of them that leaves no trace."""
+        """Examples of the values between stages, from a forward pass of all stages that changes no state."""
         # Models of transformers send hidden states of a known size, so nothing need be run.
         outputs = self._stages[0].known_values(microbatch.inputs)
         if outputs is not None:
@@ -261,7 +261,7 @@ class Pipeline:
         return examples
 
     def _try_stage(self, stage: Stage, values: Any, inputs: Mapping[str, Any]) -> tuple[Any, str]:
-        """What a stage gives the next, or why that cannot be sent."""
+        """The values that a stage gives the next, and an error text, which is empty if they can be sent."""
         values, named = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (tuple(values), dict(inputs))
         )
@@ -405,7 +405,7 @@ T = TypeVar("T")
 
 
 class RecentValues(Generic[T]):
-    """The ``most`` values that were asked for last."""
+    """A cache of the ``most`` values that were asked for last."""
 
     def __init__(self, most: int) -> None:
         self._most, self._values = most, dict[Any, T]()
@@ -421,7 +421,10 @@ class RecentValues(Generic[T]):
 
 
 def _leave_out_backward(schedule: Any) -> None:
-    """For ``eval``, which skips the backward pass in each stage, but not what two stages of a worker hand over."""
+    """Leaves the backward pass out of a schedule for ``eval``.
+
+    torch skips it in each stage, but not the tensors that two stages of one worker hand over.
+    """
     from torch.distributed.pipelining import schedules
 
     def skip(action: Any, context: Any) -> None:

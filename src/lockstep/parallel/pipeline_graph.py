@@ -91,7 +91,7 @@ class ModuleGraph:
         return tuple(GraphStage(self, self._module, number) for number in numbers)
 
     def key(self, names: Iterable[str]) -> Any:
-        """What a trace depends on: which inputs there are, and the plain attributes of the containers, by name."""
+        """A key for what a trace depends on: the names of the inputs, and the plain attributes of the containers."""
         # Python branches on such values as training=True leave no node in a graph, so a graph holds for one set of
         # them.
         settings = []
@@ -148,7 +148,7 @@ class ModuleGraph:
         return self._graphs[key]
 
     def _place(self, graph: fx.Graph) -> None:
-        """Leaves nodes that each stage can compute from the inputs by itself without a stage; others have one."""
+        """Sets the stage of each node. It is None for nodes that every stage can compute from the inputs."""
         called: dict[str, int] = {}
         for node in graph.nodes:
             if node.op == "call_module":
@@ -225,7 +225,7 @@ class ModuleGraph:
                 )
 
     def _add_uncalled(self) -> None:
-        """What no trace uses goes with what is registered before it."""
+        """Gives the modules and tensors that no trace uses the stage of the module registered before them."""
         # Named modules come in the order of their registration, so a module that no trace calls is given the stage of
         # its neighbour, and its weights are in the state of one worker.
         stages = {0}
@@ -264,7 +264,7 @@ class ModuleGraph:
         return fx.GraphModule(self._objects(built), built)
 
     def _objects(self, graph: fx.Graph) -> dict[str, Any]:
-        """What a stage's graph calls and reads, by names that it may have, to which the graph is changed."""
+        """The modules and tensors that a stage's graph uses, by new names. It changes the graph to these names."""
         objects: dict[str, Any] = {}
         for node in graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -317,7 +317,7 @@ def plan_graph(module: nn.Module, split: PipelineSplit, pipelining: PipelineConf
 
 
 def _travelling(graph: fx.Graph, stage: int) -> list[fx.Node]:
-    """What is computed in a stage or before it, and used after it."""
+    """The nodes that are computed in a stage or before it, and used after it: they travel to the next stage."""
 
     def travels(node: fx.Node) -> bool:
         origin = node.meta["stage"]

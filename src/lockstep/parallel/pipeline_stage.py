@@ -34,7 +34,7 @@ class ActiveStage:
         self.received: Tensor | None = None
 
     def restrict(self, part: nn.Module, stage: int, otherwise: nn.Module) -> None:
-        """Has a part of the model compute for one stage only, and ``otherwise`` in its place for the others."""
+        """Changes a part's forward: the part computes for ``stage``, and ``otherwise`` for other stages."""
         stage_forward, other_forward = part.forward, otherwise.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class ActiveStage:
 
 
 class StandIn(nn.Module):
-    """In place of a module that another stage has; ``dtype`` is that of its weights."""
+    """Stands in for a module that another stage has; ``dtype`` is that of its weights."""
 
     def __init__(self, kind: str = "identity", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -74,7 +74,10 @@ class StandIn(nn.Module):
 
 
 class _FirstLayer(nn.Module):
-    """In place of the model's first layer: gives what the stage has received, whatever was done to it as embeddings."""
+    """Stands in for the first layer on a later stage. It returns the hidden states that the stage has received.
+
+    What the model does to them on the way there, as to embeddings, is left out: the first stage has done it.
+    """
 
     def __init__(self, active: ActiveStage) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of this stage alone: schedules with a split backward look at each, for each microbatch."""
+        """The parameters of this stage alone. Schedules with a split backward go through them for each microbatch."""
 
     @abstractmethod
     def forward(self, *values: Any, inputs: Mapping[str, Any]) -> Any:
@@ -117,11 +120,11 @@ class Stage(nn.Module, ABC):
         """Called before each computation for this stage."""
 
     def key(self, inputs: Mapping[str, Any]) -> Any:
-        """What ``forward`` depends on beside the shapes of its arguments."""
+        """A key for what ``forward`` depends on beside the shapes of its arguments."""
         return None
 
     def known_values(self, inputs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """What a stage gives the next for these inputs, on the meta device; None if a pass must find it out."""
+        """The values that a stage gives the next, on the meta device; None if only a trial pass can tell them."""
         return None
 
 

@@ -24,7 +24,7 @@ _NODES = (dict, list, tuple)
 
 
 class StageValues:
-    """The structure of what a stage gives for microbatches of one shape.
+    """The structure of the values that a stage gives the next, for microbatches of one shape.
 
     ``values`` are an example, of which the shapes and dtypes of tensors are kept, and other values as they are.
     """

@@ -245,7 +245,7 @@ def _plain(parameter: nn.Parameter, receive: Receive) -> nn.Parameter:
 
 
 class _RefusedGradient:
-    """The hook of a part of a weight, to which a backward pass leads only from a loss that reads it by itself.
+    """A hook on a plain part of a weight, which raises: autograd reaches it only from a loss that reads the weight.
 
     It has no reference to the parameter, whose memory a circle would hold.
     """

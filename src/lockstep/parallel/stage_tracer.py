@@ -156,7 +156,7 @@ class _StageTracer(fx.Tracer):
         return proxy
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Has what an ``assert`` looks at checked whenever its stage computes; no other branch can be traced."""
+        """Puts the condition of an ``assert`` into the graph, to be checked there. Other branches cannot be traced."""
         # The truth of a value is asked for by a branch, which a graph cannot have, or by an assert, which it can. Only
         # the bytecode of the calling frame tells them apart.
         if not _is_asserted(sys._getframe(2)):  # the frame of the code that is traced, which called __bool__
@@ -201,7 +201,7 @@ def _keeping(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _noting_reads(module: nn.Module, read: list[AttributeRead]) -> Iterator[None]:
-    """A block in which what is read of the attributes of modules is noted, apart from those that all modules have."""
+    """A block that notes in ``read`` the attributes of modules that code reads, except those that all modules have."""
     names = {part: name for name, part in module.named_modules()}
 
     def noting(part: nn.Module, attribute: str) -> Any:

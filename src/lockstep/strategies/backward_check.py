@@ -62,7 +62,10 @@ class Passes:
     _roots: list[Any] = field(default_factory=list)
 
     def begins_at(self, tensors: Any, *, saved: bool) -> None:
-        """A backward pass is about to begin. ``saved`` tensors are not looked at if hooks would compute them anew."""
+        """Notes the losses of a backward pass that is about to begin.
+
+        ``saved`` says whether saved tensors may be read: hooks may compute them anew.
+        """
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             # A loss that is differentiated twice, with retain_graph=True, is one loss.
@@ -72,7 +75,7 @@ class Passes:
                 self._add(_terms(root), saved=saved)
 
     def begins_again_at(self, tensors: Any) -> None:
-        """A backward pass of a later run is about to begin. The graph of a loss of one term is not walked through."""
+        """Notes the losses of a backward pass in a later run. The graph of a loss of one term is not walked through."""
         for tensor in _listed(tensors):
             root = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.numel() == 1 else None
             if root is not None:
@@ -85,17 +88,17 @@ class Passes:
         self.losses.append(terms)
 
     def differentiated(self, outputs: Any, gradients: Any, line: str) -> None:
-        """``torch.autograd.grad`` gives gradients of weights, or none. Those of a loss of one row are left out."""
+        """Notes the gradients that ``torch.autograd.grad`` returns at ``line``, except those of a loss of one row."""
         roots = [output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor) and output.grad_fn]
         if gradients and not any(_mean_over(node, (), saved=True) == 1 for root in roots for node, _ in _terms(root)):
             self.gradients[line] = [gradient for gradient in _listed(gradients) if isinstance(gradient, Tensor)]
 
     def forget_graphs(self) -> None:
-        """Lets go of the graphs that have been looked at."""
+        """Releases the graphs of the losses."""
         self._roots.clear()
 
     def summed(self, value: Tensor) -> None:
-        """The step sums a tensor over the replicas."""
+        """Notes that the step sums a tensor over the replicas. Gradients that it sums need no warning."""
         self.calls_collectives = True
         for line, gradients in list(self.gradients.items()):
             if any(value is gradient or value.shape == gradient.shape for gradient in gradients):
@@ -116,7 +119,7 @@ def is_mean_of(outputs: Any, *, rows: int) -> bool:
 def loss_warnings(
     passes: Sequence[Passes], rows: Sequence[int | None], replicas: int, *, mixing: Mixing | None, cycle: int
 ) -> Iterator[str]:
-    """What is to be said of a step's losses.
+    """Yields the warnings about a step's losses.
 
     Args:
         passes: of each local replica.
@@ -192,7 +195,7 @@ def _is_mean_over_shards(
 
 
 def _counts_for_each(side_by_side: Sequence[Sequence[Term]], replicas: int) -> bool:
-    """Whether a term of a loss is the same in all replicas, and not divided among them."""
+    """Whether a term of a loss is equal in all replicas, and is not divided by their number."""
     same = [terms for terms in side_by_side if terms[0].digest is not None and len({t.digest for t in terms}) == 1]
     if len(same) == len(side_by_side):
         return False  # so are the shards
@@ -223,7 +226,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
 
 
 def _factor(node: Any) -> Iterator[float]:
-    """By what a product or quotient of one node's result multiplies it."""
+    """Yields the number by which a product or quotient multiplies the result of its one node, if it is saved."""
     for name in ("_saved_other", "_saved_self"):
         value = _saved(node, name)
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -266,7 +269,7 @@ def _mean_over(node: Any, factors: tuple[float, ...], *, saved: bool) -> int | N
 
 
 def _digest(root: Any) -> int | None:
-    """Of what a term's gradient depends on, if weights and saved tensors are all of it."""
+    """A digest of a term's graph and saved tensors; None if its gradient may depend on anything else."""
     digest, weights, binary, has_tensors = 0, False, False, False
     visited, waiting = {root}, [root]
     while waiting:

@@ -90,7 +90,7 @@ def current_strategy() -> Strategy | None:
 
 
 class Scope(ContextDecorator):
-    """What ``strategy.scope()`` returns: makes the strategy the ambient one, as often as wanted, also inside itself."""
+    """The context manager of ``strategy.scope()``. It may be entered many times, and inside itself."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -152,7 +152,10 @@ class Strategy(ABC):
         """The number that the system gave each local replica's thread; empty if a replica has none of its own."""
 
     def computing_alike(self) -> AbstractContextManager[None]:
-        """A block outside replicas in which torch rounds alike on every layout of ``replicas=``: on their threads."""
+        """A block outside replicas in which torch rounds alike on every layout of ``replicas=``.
+
+        It uses as many threads as a replica does.
+        """
         alike = self.workers.any_layout and get_replica_context() is None
         return intra_op_threads(self.threads_per_replica[0]) if alike else nullcontext()
 
@@ -280,7 +283,7 @@ class Strategy(ABC):
     def _with_checks(
         self, fn: Callable[..., Any], bodies: list[Callable[[], Any]], rows: Sequence[int | None], arguments: Any
     ) -> tuple[list[Callable[[], Any]], AbstractContextManager[None], AbstractContextManager[None]]:
-        """The bodies of a run with what looks at it, and two blocks around it; in most runs nothing looks.
+        """Adds a run's checks, if it has any, to its bodies. Returns the bodies and two blocks around the run.
 
         ``arguments`` are the arguments, if any of them has a value for each replica; else None.
         """
@@ -328,7 +331,7 @@ class Strategy(ABC):
         return not is_of_the_package(fn) or self._mirrored.checks_rows_in(fn)
 
     def check_rows_in(self, fn: Callable[..., Any]) -> None:
-        """Has the rows of ``fn``, a step function of this package, followed in some runs; it asks for what is found."""
+        """Follows the rows of ``fn``, a step function of this package, in some runs. The step asks for the result."""
         self._mirrored.check_rows_in(fn)
 
     def has_checked_rows_in(self, fn: Callable[..., Any]) -> bool:
@@ -336,18 +339,18 @@ class Strategy(ABC):
         return self._mirrored.has_checked_rows_in(fn)
 
     def begin_training(self, fn: Callable[..., Any]) -> None:
-        """Has the losses of ``fn``, a step function of this package, checked, as those of a new training.
+        """Checks the losses of ``fn``, a step function of this package, as at the beginning of a training.
 
-        The step asks ``current_row_watch`` what was found, after its backward pass.
+        The step asks ``current_row_watch`` for the result after its backward pass.
         """
         self._mirrored.begin_training(fn)
 
     def surround_steps(self, surround: Surround) -> None:
-        """Has every run from now on surrounded by what another library keeps for each run and each thread."""
+        """Surrounds every later run with what another library keeps for each run and each thread."""
         self._surrounds.append(surround)
 
     def changes_spread(self) -> AbstractContextManager[None]:
-        """A block during a run whose changes of the users' modules reach all copies."""
+        """A block during a run in which a change to a user's module is made to all copies."""
         return self._mirrored.changes_spread()
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -559,7 +562,7 @@ def _run_within(block: Callable[[], AbstractContextManager[None]], body: Callabl
 def select_devices(
     selection: Sequence[str | torch.device | LogicalDevice] | None, replicas: int | None = None
 ) -> tuple[LogicalDevice, ...]:
-    """The device of each replica: those given, all if None, or those that an observer wants in their place."""
+    """The device of each replica: ``selection``, or all devices for None. An observer may replace them."""
     if isinstance(selection, str | bytes):
         raise ConfigError(f"devices is a list, got the string {selection!r}; write devices=[{selection!r}]")
     devices, observer = resolve_devices(selection), current_observer()
@@ -583,7 +586,7 @@ def place_replicas(replicas: int, devices: Sequence[LogicalDevice]) -> tuple[Log
 
 
 def check_replicas(replicas: int | None, threads: int | None) -> int | None:
-    """Raises a ConfigError for numbers that cannot be; returns the intra-op threads of a replica, None to divide."""
+    """Checks both numbers; raises a ConfigError. Returns the intra-op threads of a replica; None divides the cores."""
     for name, number in (("replicas", replicas), ("threads_per_replica", threads)):
         check_number(name, number, least=1, most=MOST_AT_ONCE, whole=True)
     return 1 if threads is None and replicas is not None else threads

@@ -105,7 +105,7 @@ class FirstRun:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Around the run."""
+        """A block around the run: it notes states before, compares them afterwards, and warns."""
         if self._is_later:
             yield
             self._warn_of_losses(cycle=self.cycle)
@@ -143,7 +143,7 @@ class FirstRun:
         self._forget()
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """One replica's part of the run, with a note of each function that it runs through."""
+        """Runs the body of one replica and notes the functions that it calls."""
         # A profiler of the program's is left alone: there is one profile function a thread.
         if sys.getprofile() is not None:
             return body()
@@ -240,7 +240,7 @@ class FirstRun:
             scaler.scale(torch.ones((), device=weights[0].device))
 
     def _captured(self) -> Iterator[tuple[tuple[int, str, str], Any]]:
-        """Of the step, and of each hook, the values that they reach outside of the modules, by the keys of Captured."""
+        """Yields the values outside the modules that the step and the hooks can reach, by the keys of ``Captures``."""
         parts = [part for module in self._modules for part in module.module.modules()]
         values = [value for part in (*self._modules, *parts) for value in (part, *vars(part).values())]
         value_ids = {id(value) for value in values if is_kind(value, _CONTAINERS) or attributes_of(value) is not None}
@@ -255,7 +255,7 @@ class FirstRun:
             yield from (((0, "", name), value) for name, value in mutable)
 
     def _changed(self, before: Captures) -> Iterator[tuple[str, str, Any]]:
-        """What has changed, except dicts that have a key for each replica."""
+        """Yields the values that have changed since ``before``, except dicts with a key for each replica."""
         for key, value in self._captured():
             by_replica = is_kind(value, dict) and set(range(len(self._rows))) <= set(dict.keys(value))
             if key in before and before[key][1] != state_of(value) and not by_replica:
@@ -336,18 +336,18 @@ class FirstRun:
 
     @contextmanager
     def until_update(self, runs: int) -> Iterator[None]:
-        """Around a later run, the ``runs``-th, of a step that has accumulated gradients for no update yet."""
+        """A block around the ``runs``-th run of a step whose gradients no update has used yet."""
         yield
         if not self._accumulates() and not self.has_warned:
             self._warn_of_losses(cycle=runs)
 
     def _forget(self) -> None:
-        """Lets go of what a later update does not need: this may live as long as the step function."""
+        """Releases what a later update does not need, since this may live as long as the step function."""
         self._inputs.clear()
         self._seeded_draws, self._modules, self._functions = [], (), {}
 
     def _accumulates(self) -> bool:
-        """Whether the run has left gradients for an update that has not come: then replicas have their own."""
+        """Whether gradients of the run wait for an update. Until then each copy has those of its replica."""
         # Weak references: a look may wait for an update as long as the step function lives.
         modules = [module for reference in self._module_refs if (module := reference()) is not None]
         # An update takes the gradients of all copies away, so those of other copies show one that has not come.
@@ -361,7 +361,7 @@ class FirstRun:
         return any(passes.calls_collectives for passes in self._passes)
 
     def at_losses(self, rows: Sequence[int | None]) -> FirstRun:
-        """A look at the losses alone of a later run, whose shards have so many rows."""
+        """A check of the losses alone, for a later run whose shards have ``rows`` rows."""
         modules = [module for reference in self._module_refs if (module := reference()) is not None]
         distributed, workers = self._distributed, self._workers
         look = FirstRun(self._fn, modules, self.replicas, rows, distributed=distributed, workers=workers)

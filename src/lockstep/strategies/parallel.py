@@ -252,7 +252,7 @@ class ParallelStrategy(ThreadedStrategy):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Around a replica's part of a run: an error of a broken connection between workers says what broke it."""
+        """A block around a replica's part of a run. It replaces an error of a broken connection by what broke it."""
         try:
             with self._parts.draws.with_replica():
                 yield
@@ -287,7 +287,7 @@ _DIVISION = "_lockstep_division"
 
 
 class DivisionOf:
-    """Says of a module what it was divided to, by which policy and how. It lives as long as the module.
+    """Records the part that a module was divided to, by which policy and with which arguments, for the module's life.
 
     A copy of the module has one too, without a part.
     """
@@ -447,7 +447,7 @@ class ModelParts(PartitionPolicy):
         return [parameter for part in self._parts.values() for parameter in part.tied if id(parameter) in ids]
 
     def holdings(self, shares_state: bool) -> str:
-        """What of a model's weights this worker's optimizer has, in words; empty for all of them."""
+        """Describes the share of a model's weights in this worker's optimizer; empty if it has all of them."""
         stages, ranks = self._layout.pipeline, self._layout.tensor
         parts = [f"the weights of worker {self._coordinate.stage} of a pipeline (pipeline={stages})"] * (stages > 1)
         parts += [f"1/{ranks} of each divided weight (tensor={ranks})"] * (ranks > 1)
@@ -516,7 +516,7 @@ class ModelParts(PartitionPolicy):
         )
 
     def _cut_of(self, module: nn.Module, split: PipelineSplit) -> Callable[[], tuple[Stage, ...]]:
-        """Finds where a model is cut, by its spec or by a trace of its forward; the result cuts it, in place."""
+        """Finds where a model is cut, by its spec or a trace of its forward. Returns a function that cuts it."""
         pipelining, worker = self._pipelining, self._coordinate.stage
         if pipelining.workers == 1:
             return tuple

@@ -77,7 +77,7 @@ class RowCheck:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """A block around the run."""
+        """A block around the run. Afterwards it warns of what the watches have found."""
         for module in self._modules:
             module.on_call.append(self._called)
         try:
@@ -119,7 +119,7 @@ class RowCheck:
             self._warn(message)
 
     def _losses(self) -> Iterator[str]:
-        """What is to be said of the losses of a later run: they may have terms that those of the first had not."""
+        """Yields the warnings about the losses of a later run, which may have terms that those of the first had not."""
         look = self._count.look
         if look is not None and look.cycle and not look.has_warned and any(passes.losses for passes in self._passes):
             yield from loss_warnings(self._passes, self._rows, look.replicas, mixing=None, cycle=look.cycle)
