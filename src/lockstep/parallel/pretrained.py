@@ -185,8 +185,8 @@ def _merges(
     for name, keys in parts.items():
         converter = merge_of[next(iter(keys))]
         columns = [keys.get(pattern, []) for pattern in converter.source_patterns]
-        # What does not fill the tensor is no merge: with a lost expert the error says that the tensor is lacking, and not
-        # that it has another shape (tests/parallel/test_pretrained.py: test_a_lost_expert_is_told).
+        # What does not fill the tensor is no merge: with a lost expert the error says that the tensor is lacking, and
+        # not that it has another shape (tests/parallel/test_pretrained.py: test_a_lost_expert_is_told).
         part_keys = [key for column in columns for key in column]
         if (
             len({len(column) for column in columns}) == 1

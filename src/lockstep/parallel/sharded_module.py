@@ -105,11 +105,11 @@ class ShardedModule(nn.Module):
     def first_name(self, name: str) -> str:
         return self._firsts.get(name, name)
 
-    def own_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> dict[str, Tensor]:
         return {name: _local(value.detach()) for name, value in self.inside.state_dict().items()}
 
     def regions(self) -> dict[str, Region]:
-        """The regions of ``own_tensors`` in the whole tensors, whose columns are in the model's own order."""
+        """The regions of ``local_tensors`` in the whole tensors, whose columns are in the model's own order."""
         return {name: region_of(value, self._orders.get(name)) for name, value in self.inside.state_dict().items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,7 @@ class VocabParallelLogits(Tensor):
     part: Tensor  # this rank's logits
     vocabulary: VocabShard
     vocab_dim: int  # the dimension of the vocabulary
-    known_whole: Tensor | None  # the gathered logits, once they have been gathered
+    gathered: Tensor | None  # the gathered logits, once they have been gathered
 
     @staticmethod
     def over(part: Tensor, vocabulary: VocabShard, dim: int) -> VocabParallelLogits:
@@ -152,32 +152,32 @@ class VocabParallelLogits(Tensor):
         sizes = [*part.shape[:dim], vocabulary.size, *part.shape[dim + 1 :]]
         logits: VocabParallelLogits
         logits = compat.make_wrapper_subclass(VocabParallelLogits, sizes, dtype=part.dtype, device=part.device)
-        logits.part, logits.vocabulary, logits.vocab_dim, logits.known_whole = part, vocabulary, dim, None
+        logits.part, logits.vocabulary, logits.vocab_dim, logits.gathered = part, vocabulary, dim, None
         return logits
 
     @property
     def divided(self) -> bool:
         """Whether the logits have not been gathered yet."""
-        return self.known_whole is None
+        return self.gathered is None
 
     def whole(self) -> Tensor:
         """The gathered logits as a plain tensor, the same one at each call. All ranks must call it."""
-        if self.known_whole is None:
+        if self.gathered is None:
             # The gathered tensor is kept for later callers, so it has a graph whatever the mode of the first one.
             with torch.enable_grad():
-                self.known_whole = _gathered(self.part, self.vocabulary, self.vocab_dim)
-        return self.known_whole
+                self.gathered = _gathered(self.part, self.vocabulary, self.vocab_dim)
+        return self.gathered
 
     def values(self) -> Tensor:
-        if self.known_whole is not None:
-            return self.known_whole.detach()
+        if self.gathered is not None:
+            return self.gathered.detach()
         return self.vocabulary.gather(self.part, self.vocab_dim)
 
     def detach_logits(self) -> VocabParallelLogits:
         """``detach_``, which a pipeline calls after a microbatch."""
         self.part = self.part.detach()
-        if self.known_whole is not None:
-            self.known_whole = self.known_whole.detach()
+        if self.gathered is not None:
+            self.gathered = self.gathered.detach()
         with compat.DisableTorchFunctionSubclass():
             self.detach_()
         return self

@@ -50,14 +50,14 @@ def worker_devices(cluster: ClusterSpec | None) -> tuple[LogicalDevice, ...]:
     return tuple(device for device in list_logical_devices("GPU") if device.physical.name in names)
 
 
-def each_has_its_own(gpus: Sequence[int]) -> bool:
+def has_separate_gpus(gpus: Sequence[int]) -> bool:
     """Whether every worker has a GPU of its own, as NCCL needs; ``gpus`` are their numbers, 0 for a CPU."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def check_gpus(names: Sequence[str], gpus: Sequence[int]) -> None:
     """Raises ClusterError unless the workers of a divided model, of these names, have a GPU each, or none."""
-    if not any(gpus) or each_has_its_own(gpus):
+    if not any(gpus) or has_separate_gpus(gpus):
         return
     alike = [name for name, gpu in zip(names, gpus, strict=True) if not gpu or gpus.count(gpu) > 1]
     different = len({*gpus} - {0})
@@ -171,7 +171,7 @@ class WorkerJob:
             divide_cores(infos, cluster.index)
             self._gpus = tuple(info["gpu"] for info in infos)
             # Tensors on GPUs go between workers by NCCL, which adds in an order of its own; else through host memory.
-            nccl = each_has_its_own(self._gpus) and torch.distributed.is_nccl_available()
+            nccl = has_separate_gpus(self._gpus) and torch.distributed.is_nccl_available()
             self._nccl = nccl and replicas is None
             # Every worker computes the blocks of all from the same infos, so all raise the same error.
             with self._leaving_on_error(self._membership.close):
